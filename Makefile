@@ -1,0 +1,28 @@
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint bench-cpu
+
+demo: $(INSTALLED)
+	$(RUN) -m lightning_memo.train experiment=demo
+
+# One thread per worker: the tests compare numbers bit by bit and share the cores.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tests
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench-cpu: $(INSTALLED)
+	$(RUN) benchmarks/engine.py
+
+# torch comes first and pinned: a bare range lets pip look at, and sometimes download, several builds of gigabytes each.
+$(INSTALLED): setup.cfg pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
+	$(RUN) -m pip install -e ".[dev,peft]"
+	touch $@

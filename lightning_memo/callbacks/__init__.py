@@ -1,0 +1,5 @@
+"""Lightning callbacks that MemoStrategy adds by itself."""
+
+from lightning_memo.callbacks.plan import PlanAfterFirstStep
+
+__all__ = ["PlanAfterFirstStep"]

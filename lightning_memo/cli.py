@@ -1,0 +1,79 @@
+"""What the command lines share: where the configuration lies, and errors that people can act on."""
+
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from hydra.errors import HydraException, InstantiationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
+
+USER_ERROR_EXIT = 2
+_LONGEST_MESSAGE = 600  # libraries list all that they know
+
+
+def config_dir() -> str:
+    """Returns the folder of the Hydra configuration: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return str(next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()))
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Runs a Hydra command; a user's mistake ends it with one line on stderr and exit status 2.
+
+    All other exceptions are bugs and keep their tracebacks.
+    """
+    # Hydra else prints several lines of its own, for bugs and mistakes alike, and ends with status 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        command()
+    except Exception as error:
+        exit_for_user(error)
+        raise
+
+
+def exit_for_user(error: BaseException) -> None:
+    """Ends the process with one line where ``error`` is a user's mistake; else returns.
+
+    Raises:
+        SystemExit: It is, with status 2.
+    """
+    message = user_message(error)
+    if message is not None:
+        print(f"error: {message}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(USER_ERROR_EXIT)
+
+
+def user_message(error: BaseException) -> str | None:
+    """Returns one line for the user where ``error`` is a mistake in settings or input, None where it is a bug.
+
+    A ``ValueError`` is the user's if this package raised it; one from within a library is a bug of its caller.
+    """
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        cause = error.__cause__
+        # The arguments come from the configuration, so wrong names and values are the user's wherever they are found.
+        own = isinstance(cause, (TypeError, ValueError, ImportError, MisconfigurationException))
+        return _with_section(str(error), _one_line(cause)) if own else None
+    settings = isinstance(error, (HydraException, OmegaConfBaseException, MisconfigurationException))
+    return _one_line(error) if settings or _is_own_value_error(error) else None
+
+
+def _is_own_value_error(error: BaseException) -> bool:
+    if not isinstance(error, ValueError):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").split(".")[0] == __package__
+
+
+def _with_section(instantiation: str, message: str) -> str:
+    """Puts the section of the configuration before a message that does not name it."""
+    section = instantiation.rpartition("full_key: ")[2].strip()
+    return message if message.startswith(section) else f"{section}: {message}"
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).partition("Config search path")[0]  # where Hydra looked helps nobody choose an option
+    return textwrap.shorten(text, _LONGEST_MESSAGE, placeholder=" ...")

@@ -1,0 +1,185 @@
+"""What a user sets, and nothing else: a frozen record that refuses what this version can't do.
+
+Pure: imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Final
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MULTIPLIERS: Final = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)} | {
+    unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))
+}
+_SIZE: Final = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+METHODS: Final = ("ring", "ulysses")
+ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
+SCHEDULES: Final = ("auto", "layer", "nest")
+
+
+def parse_bytes(size: str | int) -> int:
+    """Read a size in bytes.
+
+    Args:
+        size: bytes as an integer, or a number with a unit: "120GiB" (powers of 1024), "1.5GB" (powers of 1000).
+            A number without a unit is bytes. Fractions of a byte are dropped.
+
+    Returns:
+        The size in bytes, at least 1.
+
+    Raises:
+        ValueError: `size` is no size, or is less than one byte.
+    """
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        multiplier = _MULTIPLIERS.get(match[2].lower() or "b")
+        size_bytes = int(Decimal(match[1]) * multiplier) if multiplier else 0
+    else:
+        size_bytes = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if size_bytes < 1:
+        raise ValueError(f'{size!r} is not a size: give bytes as a positive integer, or text like "120GiB" or "1.5GB"')
+    return size_bytes
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write a size for people: the largest power of 1024 that leaves at least 1, one decimal ("1.2 GiB").
+
+    Args:
+        size_bytes: size in bytes.
+    """
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes:.0f} B"
+    power = 0
+    # 1023.95 would be printed as 1024.0 of the smaller unit.
+    while abs(size_bytes) >= 1023.95 and power < len(_UNITS) - 1:
+        size_bytes /= 1024
+        power += 1
+    return f"{size_bytes:.1f} {_UNITS[power]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoConfig:
+    """The settings of `MemoStrategy`, checked.
+
+    Raises:
+        ValueError: a setting is not allowed; one line says what was given, what is allowed and what to do.
+    """
+
+    data_parallel_size: int | str = "auto"
+    """Replicas of the model: "auto" or 1 in this version."""
+
+    context_parallel_size: int = 1
+    """Processes that share the tokens of a sequence: 1 in this version."""
+
+    tensor_parallel_size: int = 1
+    """Processes that share the weights of a layer: 1 in this version."""
+
+    zero_stage: int = 0
+    """What data-parallel processes share (ZeRO 0-3): 0 in this version."""
+
+    context_parallel_method: str = "ring"
+    """How attention crosses context-parallel processes: "ring" or "ulysses"."""
+
+    alpha: float | str = "auto"
+    """Fraction of the tokens whose skeletal activations are swapped, 0.0 to 1.0; the others' are recomputed."""
+
+    plan_memory: bool = True
+    """Whether device memory comes from a planned arena."""
+
+    device_memory: int | str | None = None
+    """Device bytes this process may use, as bytes or "80GiB"; None: what is measured to be free."""
+
+    host_memory: int | str | None = None
+    """Host bytes this process may use for swapped activations, as bytes or "120GiB"; None: measured."""
+
+    slice_tokens: int | str = "auto"
+    """Most tokens that run through a layer at once."""
+
+    layers: str | None = None
+    """Dotted name of the model's `nn.ModuleList` of layers; None: found."""
+
+    attention: str = "auto"
+    """Attention kernels: "auto", "sdpa", "flash_attn" or "transformer_engine"."""
+
+    schedule: str = "auto"
+    """Order in which slices run: "auto", "layer" or "nest"."""
+
+    plan: str | None = None
+    """Path of a saved plan to use again; None: the first step is profiled."""
+
+    def __post_init__(self) -> None:
+        self._check_parallelism()
+        _check_choice("context_parallel_method", self.context_parallel_method, METHODS)
+        _check_choice("attention", self.attention, ATTENTIONS)
+        _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_alpha(self.alpha)
+        _check_slice_tokens(self.slice_tokens)
+        if not isinstance(self.plan_memory, bool):
+            raise ValueError(f"plan_memory={self.plan_memory!r} is not a switch: give True or False")
+        _check_size("device_memory", self.device_memory)
+        _check_size("host_memory", self.host_memory)
+        _check_name("layers", self.layers, 'the dotted name of the ModuleList of layers, like "model.layers"')
+        _check_name("plan", self.plan, 'the path of a saved plan, like "plan.json"')
+
+    def _check_parallelism(self) -> None:
+        if self.data_parallel_size != "auto":
+            _check_only("data_parallel_size", self.data_parallel_size, 1, ' or "auto"')
+        _check_only("context_parallel_size", self.context_parallel_size, 1)
+        _check_only("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_only("zero_stage", self.zero_stage, 0)
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Device budget in bytes; None: to be measured."""
+        return None if self.device_memory is None else parse_bytes(self.device_memory)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Host budget in bytes; None: to be measured."""
+        return None if self.host_memory is None else parse_bytes(self.host_memory)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_only(name: str, value: Any, allowed: int, or_else: str = "") -> None:
+    if type(value) is not int or value != allowed:
+        raise ValueError(
+            f"{name}={value!r} is not available: this version trains in one process; set {allowed}{or_else}"
+        )
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(f'"{choice}"' for choice in allowed)
+        raise ValueError(f"{name}={value!r} is not known: give one of {choices}")
+
+
+def _check_alpha(alpha: Any) -> None:
+    if alpha == "auto" or (_is_number(alpha) and math.isfinite(alpha) and 0.0 <= alpha <= 1.0):
+        return
+    raise ValueError(f'alpha={alpha!r} is not a fraction of the tokens: give a number from 0.0 to 1.0, or "auto"')
+
+
+def _check_slice_tokens(tokens: Any) -> None:
+    if tokens == "auto" or (type(tokens) is int and tokens >= 1):
+        return
+    raise ValueError(f'slice_tokens={tokens!r} is not a number of tokens: give an integer of at least 1, or "auto"')
+
+
+def _check_size(name: str, size: Any) -> None:
+    try:
+        if size is not None:
+            parse_bytes(size)
+    except ValueError as error:
+        raise ValueError(f"{name}={error}, or None to measure what is free") from None
+
+
+def _check_name(name: str, value: Any, what: str) -> None:
+    if value is not None and not (isinstance(value, str) and value.strip()):
+        raise ValueError(f"{name}={value!r} is not usable: give {what}, or None")

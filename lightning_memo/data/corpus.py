@@ -1,0 +1,114 @@
+"""Documents under a folder: finding, reading, splitting and packing them."""
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lightning_memo.data.tokenizer import Tokenizer, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Which text is read, and how it is divided."""
+
+    path: str | None = None
+    """Folder that is searched; None is the source of Python's standard library."""
+    suffix: str = ".py"
+    """Files whose name ends so are documents."""
+    exclude: Sequence[str] = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
+    """Names of folders that are left out."""
+    max_bytes: int = 16 * 2**20
+    """Reading stops here, in the middle of a document if need be."""
+    val_fraction: float = 0.05
+    """Fraction of the documents that is kept for validation; at least one document."""
+    seed: int = 0
+    """Chooses the order of the documents, and so what is read and which are for validation."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents joined to one sequence of ids each for training and validation."""
+
+    train: Tokens
+    val: Tokens
+
+
+def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
+    """Reads and tokenizes the text.
+
+    Raises:
+        ValueError: No such folder, fewer than two documents in it, or a fraction outside (0, 1).
+    """
+    if not 0 < config.val_fraction < 1:
+        raise ValueError(f"data.val_fraction={config.val_fraction}: give a number between 0 and 1, both excluded")
+    paths = find_documents(config)
+    order = np.random.default_rng(config.seed).permutation(len(paths))
+    documents = read_documents([paths[i] for i in order], config.max_bytes)
+    if len(documents) < 2:
+        raise ValueError(
+            f"data.path={_root(config)}: {len(documents)} document(s) with text, but training and validation need one"
+            f" each; give more files, or raise data.max_bytes={config.max_bytes}"
+        )
+    n_val = min(max(1, round(len(documents) * config.val_fraction)), len(documents) - 1)
+    return Corpus(train=pack(documents[n_val:], tokenizer), val=pack(documents[:n_val], tokenizer))
+
+
+def find_documents(config: CorpusConfig) -> list[Path]:
+    """Returns the files that are documents, sorted by path so that a seed means the same everywhere.
+
+    Raises:
+        ValueError: The folder does not exist or holds no such file.
+    """
+    root = _root(config)
+    if not root.is_dir():
+        raise ValueError(
+            f"data.path={root}: no such folder; give a folder with *{config.suffix} files,"
+            " or null for the source of Python's standard library"
+        )
+    excluded = set(config.exclude)
+    paths = sorted(
+        path
+        for path in root.rglob(f"*{config.suffix}")
+        if path.is_file() and excluded.isdisjoint(path.relative_to(root).parts[:-1])
+    )
+    if not paths:
+        raise ValueError(
+            f"data.path={root}: no file ends with data.suffix={config.suffix}; set the suffix of your files"
+        )
+    return paths
+
+
+def read_documents(paths: Sequence[Path], max_bytes: int) -> list[str]:
+    """Returns the non-empty texts in the order given, ``max_bytes`` of them at most."""
+    documents, left_bytes = [], max_bytes
+    for path in paths:
+        raw = path.read_bytes()[:left_bytes]
+        left_bytes -= len(raw)
+        if raw.strip():
+            documents.append(raw.decode("utf-8", errors="replace"))
+        if left_bytes == 0:
+            break
+    return documents
+
+
+def pack(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
+    """Returns all documents as one sequence, each followed by the end-of-sequence id."""
+    eos = np.array([tokenizer.eos_id], dtype=np.int32)
+    return np.concatenate([piece for text in documents for piece in (tokenizer.encode(text), eos)])
+
+
+def unigram_entropy(tokens: Tokens) -> float:
+    """Returns the entropy of the token frequencies in nats per token.
+
+    It is the lowest loss of a model that ignores context: a loss below it shows that context is used.
+    """
+    counts = np.bincount(tokens)
+    frequencies = counts[counts > 0] / len(tokens)
+    return float(-(frequencies * np.log(frequencies)).sum())
+
+
+def _root(config: CorpusConfig) -> Path:
+    return Path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path).expanduser()

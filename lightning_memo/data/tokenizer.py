@@ -1,0 +1,62 @@
+"""Text to token ids: bytes by default, or any Hugging Face tokenizer that lies in a local folder."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What packing needs to know of a tokenizer."""
+
+    encode: Callable[[str], Tokens]
+    """Text to ids, without special tokens."""
+    vocab_size: int
+    """Every id is smaller than this."""
+    eos_id: int
+    """Ends each document."""
+
+
+def load_tokenizer(folder: str | None) -> Tokenizer:
+    """Returns the byte-level tokenizer, or the one saved in ``folder``.
+
+    Raises:
+        ValueError: The folder does not exist, holds no tokenizer, or its tokenizer has no end-of-sequence token.
+    """
+    return _byte_tokenizer() if folder is None else _hf_tokenizer(folder)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """Every UTF-8 byte is a token, 256 ends a document."""
+    return Tokenizer(encode=_encode_bytes, vocab_size=257, eos_id=256)
+
+
+def _encode_bytes(text: str) -> Tokens:
+    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+
+def _hf_tokenizer(folder: str) -> Tokenizer:
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"data.tokenizer={folder}: no such folder; give the folder of a saved tokenizer, or null for bytes"
+        )
+    from transformers import AutoTokenizer  # takes seconds, and bytes don't need it
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"data.tokenizer={folder}: not a Hugging Face tokenizer ({error})") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"data.tokenizer={folder}: it has no eos token, which separates documents; set one and save it"
+        )
+
+    def encode(text: str) -> Tokens:
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    return Tokenizer(encode=encode, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id)

@@ -1,0 +1,147 @@
+"""Copies between device and host on streams of their own.
+
+On CUDA a stream and its events; on the CPU, where "device" and "host" are both main memory, a thread that keeps the
+same ordering rules, so that everything above can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class CopyEvent(Protocol):
+    """The end of one copy."""
+
+    def wait(self) -> None:
+        """Make the compute stream wait for the copy (on the CPU: wait for it).
+
+        Raises:
+            RuntimeError: The copy failed.
+        """
+        ...
+
+
+class CopyStream(Protocol):
+    """Copies that run one after the other, beside the computation."""
+
+    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
+        """Copy bytes once what was computed so far, and `after`, are done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when every copy handed in has ended."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Delays:
+    """Random delays before copies, to bring out a missing wait. Part of the engine's test mode."""
+
+    def __init__(self, seed: int, longest_seconds: float) -> None:
+        self._random = random.Random(seed)
+        self._longest_seconds = longest_seconds
+
+    def seconds(self) -> float:
+        return self._random.uniform(0.0, self._longest_seconds)
+
+
+class ThreadCopyEvent:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise RuntimeError(f"a copy between device and host failed: {self.error}") from self.error
+
+
+class ThreadCopyStream:
+    """One thread that copies with `memmove`, which runs without the interpreter's lock and on one core only."""
+
+    def __init__(self, name: str, delays: Delays | None = None) -> None:
+        self._delays = delays
+        self._jobs: queue.SimpleQueue[tuple[Tensor, Tensor, CopyEvent | None, ThreadCopyEvent] | None] = (
+            queue.SimpleQueue()
+        )
+        self._last: ThreadCopyEvent | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
+        self._last = event = ThreadCopyEvent()
+        self._jobs.put((destination, source, after, event))
+        return event
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            destination, source, after, event = job
+            try:
+                if after is not None:
+                    after.wait()
+                if self._delays is not None:
+                    time.sleep(self._delays.seconds())
+                ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
+            except BaseException as error:  # handed to whoever waits
+                event.finish(error)
+            else:
+                event.finish()
+            del job, destination, source, after, event  # else the last job's tensors live until the next one
+
+
+class CudaCopyEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class CudaCopyStream:
+    """A CUDA stream. Buffers belong to the engine for its whole life, so `record_stream` is never needed."""
+
+    def __init__(self, device: torch.device, delays: Delays | None = None) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._delays = delays
+
+    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
+        if isinstance(after, CudaCopyEvent):
+            self._stream.wait_event(after.event)
+        with torch.cuda.stream(self._stream):
+            if self._delays is not None:
+                torch.cuda._sleep(int(self._delays.seconds() * 1e9))  # about a cycle per nanosecond
+            destination.copy_(source, non_blocking=True)
+            return CudaCopyEvent(self._stream.record_event())
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+
+
+def make_copy_stream(device: torch.device, name: str, delays: Delays | None = None) -> CopyStream:
+    """The copy stream of a device."""
+    return CudaCopyStream(device, delays) if device.type == "cuda" else ThreadCopyStream(name, delays)

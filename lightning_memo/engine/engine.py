@@ -1,0 +1,296 @@
+"""The engine: wraps a model's layers and runs their calls by a swap plan."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.attach import attach_attention
+from lightning_memo.engine.memory import SlotMemory, TestMode
+from lightning_memo.engine.probe import LayerTraits, probe_layer
+from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.run import LayerCall, LayerRun
+from lightning_memo.engine.schedule import run_layer_schedule, run_nested
+from lightning_memo.engine.slices import (
+    Action,
+    SavedBytes,
+    TokenRange,
+    slice_tokens_by_alpha,
+    slot_bytes,
+)
+from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
+from lightning_memo.plan import SwapPlan
+
+# The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
+RESIDENT_CALLS = 2
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class LayerForward:
+    """Stands in for a layer's `forward` while the engine is attached. A copied layer gets its own forward back."""
+
+    def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
+        self._run, self._layer, self._original = run, layer, original
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._layer, self._original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return types.MethodType(type(self._layer).forward, memo[id(self._layer)])
+
+
+class Engine:
+    """Runs the layers of a model slice by slice, and swaps or recomputes what they save.
+
+    Without a plan, the first forward with gradients starts a profile: every layer is recomputed, and what it saves and
+    how long it takes is recorded in `profile`. `load` sets the plan by which later forwards run.
+
+    Args:
+        model: What `layers` belong to; its Hugging Face attention, if any, is directed to the engine while attached.
+        layers: Layers that run one after the other, each taking the output of the one before.
+        device: Where they run.
+        attention: Wished attention back end.
+        schedule: "auto", or "nest" to nest slices where that is not necessary.
+        test_mode: Delays and poison, to bring out copy races.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        attention: str = "auto",
+        schedule: str = "auto",
+        test_mode: TestMode | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.device = device
+        self.test_mode = test_mode
+        self.profile: StepProfile | None = None
+        self.swap: SwapPlan | None = None
+        self.memory: SlotMemory | None = None
+        self._model = model
+        self._attention = attention
+        self._schedule = schedule
+        self._traits: dict[object, LayerTraits] = {}
+        self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
+        self._planned_input_bytes = 0
+        self._undo: list[Callable[[], None]] = []
+
+    # ---- life
+
+    def attach(self) -> None:
+        """Put the engine around the layers' forward."""
+        for layer in self.layers:
+            original, own = layer.forward, "forward" in vars(layer)
+            layer.forward = LayerForward(self._run, layer, original)  # type: ignore[method-assign]
+            self._undo.append(functools.partial(_restore_forward, layer, original if own else None))
+        self._undo += attach_attention(self._model, self.backend)
+
+    def detach(self) -> None:
+        """Leave the model as it was, and give all memory back."""
+        while self._undo:
+            self._undo.pop()()
+        self.unload()
+
+    def load(self, swap: SwapPlan, input_bytes: int) -> None:
+        """Run by `swap` from now on.
+
+        Args:
+            swap: The plan.
+            input_bytes: Size of the largest layer input that it was made for.
+        """
+        self.unload()
+        self.swap, self._planned_input_bytes = swap, input_bytes
+        if swap.mode == "memo":
+            self._allocate(swap.slot_bytes, swap.swapped_calls)
+
+    def unload(self) -> None:
+        """Forget the plan. Activations of forwards whose backward has not run are lost."""
+        self.reset()
+        if self.memory is not None:
+            self.memory.close()
+        self.swap = self.memory = self.profile = None
+
+    def reset(self) -> None:
+        """Give back whatever an interrupted step still holds."""
+        for run in list(self._runs.values()):
+            run.release()
+        self._runs.clear()
+
+    def _allocate(self, slot_size: int, host_slots: int, pinned: bool = True) -> None:
+        self.memory = SlotMemory(slot_size, host_slots, self.device, pinned, self.test_mode)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for swapped activations."""
+        return 0 if self.memory is None else self.memory.arena.size_bytes
+
+    @property
+    def slots_in_use(self) -> int:
+        """Host slots and rounding buffers held by layer calls whose backward has not ended."""
+        return 0 if self.memory is None else self.memory.slots_in_use
+
+    # ---- one layer call
+
+    def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not _needs_grad(layer, (args, kwargs)):
+            return forward(*args, **kwargs)
+        x, call = _layer_call(layer, forward, args, kwargs)
+        index = max(self._runs.keys(), default=-1) + 1
+        if index == 0 and (self.swap is None or x.nbytes > self._planned_input_bytes):
+            self._start_profile(call, x)
+        if self.profile is None and self.swap is not None and self.swap.mode == "plain":
+            return forward(*args, **kwargs)
+        return self._run_slices(call, x.contiguous(), index)
+
+    def _run_slices(self, call: LayerCall, x: Tensor, index: int) -> Any:
+        self.mark(index, "forward_begin")
+        traits = self._traits_of(call, x)
+        slices = self.slices_for(traits, call.tokens)
+        assert self.swap is not None
+        run = LayerRun(self, call, x, index, slices, self.memory, swap=index < self.swap.calls - RESIDENT_CALLS)
+        self._runs[index] = run
+        nested = not run.whole and "nest" in (self._schedule, traits.schedule)
+        return run_nested(run, x) if nested else run_layer_schedule(run, x)
+
+    def slices_for(self, traits: LayerTraits, tokens: int) -> tuple[TokenRange, ...]:
+        """How the plan cuts a layer's input. A layer that cannot be cut is swapped or recomputed as one."""
+        assert self.swap is not None
+        alpha = self.swap.alpha
+        if traits.why_whole:
+            return (TokenRange(0, tokens, Action.SWAP if alpha >= 1.0 else Action.RECOMPUTE),)
+        return slice_tokens_by_alpha(tokens, alpha, self.swap.slice_tokens)
+
+    # ---- profile
+
+    def _start_profile(self, call: LayerCall, x: Tensor) -> None:
+        """Begin a step in which every layer is recomputed, with memory for just that (pageable: it serves once)."""
+        attention = self._traits_of(call, x).attention_bytes
+        saved = [SavedBytes("input", x.nbytes), *(SavedBytes("out", size) for size in attention)]
+        whole = (TokenRange(0, call.tokens, Action.RECOMPUTE),)
+        calls = len(self.layers)
+        bootstrap = SwapPlan(
+            mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=calls,
+            slot_bytes=slot_bytes(saved, call.tokens, whole, "layer"),
+        )  # fmt: skip
+        self.unload()
+        self.swap, self._planned_input_bytes = bootstrap, x.nbytes
+        self._allocate(bootstrap.slot_bytes, bootstrap.swapped_calls, pinned=False)
+        self.profile = StepProfile(self.device, call.batch, call.tokens, x.nbytes)
+
+    @property
+    def traits(self) -> tuple[LayerTraits, ...]:
+        """Traits of the kinds of layers met so far."""
+        return tuple(self._traits.values())
+
+    @property
+    def why_whole(self) -> str:
+        """Why some layer cannot be cut into slices; empty if all can."""
+        return next((traits.why_whole for traits in self.traits if traits.why_whole), "")
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the model's layers: "nest" if it is wished, or some layer needs it."""
+        return "nest" if "nest" in (self._schedule, *(traits.schedule for traits in self.traits)) else "layer"
+
+    def _traits_of(self, call: LayerCall, x: Tensor) -> LayerTraits:
+        """Layers with parameters of the same names and shapes are of one kind, and looked at once."""
+        shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
+        kind = (type(call.layer), call.layer.training, shapes)
+        if kind not in self._traits:
+            self._traits[kind] = probe_layer(call, x, self.backend)
+        return self._traits[kind]
+
+    # ---- what layer runs ask for
+
+    def backend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionBackend:
+        """The attention kernel for these tensors."""
+        return select_backend(q, k, v, spec, self._attention)
+
+    def check_sliceable(self, run: LayerRun, spec: AttentionSpec) -> None:
+        """Refuse attention that needs tokens a slice has not got.
+
+        Raises:
+            ValueError: The attention changed since the layer was looked at.
+        """
+        if not run.whole and not spec.sliceable:
+            raise ValueError(
+                f"{type(run.call.layer).__name__} was cut into {len(run.slices)} slices, but its attention is now not "
+                "causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha to 0 or 1"
+            )
+
+    def needs_mode(self, run: LayerRun) -> bool:
+        """Whether torch functions are to be caught: for dropout in slices, and for attention imported by name."""
+        return not run.whole or not hasattr(run.call.layer, "gradient_checkpointing")
+
+    def count_overflow(self, size_bytes: int) -> None:
+        if self.memory is not None:
+            self.memory.stats.overflow_bytes += size_bytes
+
+    def mark(self, index: int, name: str) -> None:
+        if self.profile is not None:
+            self.profile.mark(index, name)
+
+    def begin_backward(self, run: LayerRun) -> None:
+        """Bring a layer's slot to the device; start bringing the one that comes next."""
+        self.mark(run.index, "backward_begin")
+        if self.memory is None or run.slot is None:
+            return
+        self.memory.fetch(run.slot, run.index)
+        run.slot.in_backward = True
+        following = self._runs.get(run.index - 1)
+        if following is not None and following.slot is not None:
+            self.memory.fetch(following.slot, following.index, ahead=True)
+
+    def end_backward(self, run: LayerRun) -> None:
+        self.mark(run.index, "backward_end")
+        if self._runs.get(run.index) is run:
+            del self._runs[run.index]
+
+
+def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        del layer.forward
+    else:
+        layer.forward = own  # type: ignore[method-assign]
+
+
+def _needs_grad(layer: nn.Module, arguments: Any) -> bool:
+    """Whether anything that the layer computes has a gradient."""
+    if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(arguments)):
+        return True
+    return any(p.requires_grad for p in layer.parameters())
+
+
+def _layer_call(
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, LayerCall]:
+    """The layer's input, and the rest of its call without key-value caches, which training does not fill."""
+    kwargs = dict(kwargs)
+    if args:
+        x, *rest = args
+    else:
+        x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
+    for name in _CACHES:
+        if kwargs.get(name) is not None:
+            kwargs[name] = None
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    dim = token_dim(layer)
+    return x, LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim)
+
+
+def token_dim(layer: nn.Module) -> int:
+    """1 for layers that take `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`."""
+    attentions = [m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)]
+    return 0 if any(not m.batch_first for m in attentions) else 1

@@ -1,0 +1,31 @@
+"""Finds the repeated layers of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def find_layers(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
+    """The model's repeated layers, and their dotted name.
+
+    Without a name: of all `nn.ModuleList`s with at least two children of one class, the one with most parameters; the
+    outermost if several hold the same ones.
+
+    Raises:
+        ValueError: There is no such list, or `name` is not one.
+    """
+    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    if name is not None:
+        match = next((path for path in lists if path == name or path.endswith(f".{name}")), None)
+        if match is None:
+            known = ", ".join(lists) or "none"
+            raise ValueError(f'layers="{name}" is not an nn.ModuleList of the model: its lists are {known}')
+        return match, lists[match]
+    repeated = {path: m for path, m in lists.items() if len(m) >= 2 and len({type(child) for child in m}) == 1}
+    if not repeated:
+        raise ValueError(
+            f"{type(model).__name__} has no repeated layers (an nn.ModuleList of at least two modules of one class): "
+            'give their dotted name as layers="..."'
+        )
+    path = max(repeated, key=lambda p: sum(w.numel() for w in repeated[p].parameters()))
+    return path, repeated[path]

@@ -1,0 +1,111 @@
+"""What runs inside a layer is caught here: attention calls, and dropout that must not depend on the slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_memo.kernels import AttentionSpec
+
+# q, k, v [batch, heads, tokens, head_dim] and the spec -> output of the same shape
+AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+
+_handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
+_sdpa = F.scaled_dot_product_attention
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DROPOUTS = (F.dropout, torch.dropout)
+
+
+def current_handler() -> AttentionHandler | None:
+    """Who answers attention calls right now: the running slice, or nobody outside the engine's layers."""
+    return _handler.get()
+
+
+def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | kwargs
+    spec = AttentionSpec(
+        causal=given.get("is_causal", False),
+        scale=given.get("scale"),
+        dropout=given.get("dropout_p", 0.0),
+        mask=given.get("attn_mask"),
+    )
+    return handler(given["query"], given["key"], given["value"], spec)
+
+
+def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    handler = _handler.get()
+    return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
+
+
+@contextmanager
+def handling(handler: AttentionHandler) -> Iterator[None]:
+    """Inside, attention calls of this thread go to `handler`.
+
+    Note: [How attention is caught]
+    Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
+    `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
+    which only a `TorchFunctionMode` sees; but that mode is off inside composites such as `multi_head_attention_forward`.
+    """
+    token = _handler.set(handler)
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _dispatch_sdpa
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+        _handler.reset(token)
+
+
+class LayerMode(TorchFunctionMode):
+    """Catches imported attention functions, and gives dropout the mask that the whole sequence would have drawn.
+
+    Note: [Dropout and slices]
+    A slice draws for all tokens and uses its own part, and every slice starts from the layer's random state. So masks
+    do not depend on how many slices there are, and gradients are those of plain training at every alpha.
+    """
+
+    def __init__(self, tokens: int, start: int, stop: int, batch: int, token_dim: int) -> None:
+        super().__init__()
+        self._tokens, self._start, self._stop = tokens, start, stop
+        self._batch, self._token_dim = batch, token_dim
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _handler.get()
+        if func is _sdpa and handler is not None:
+            return _answer_sdpa(handler, args, kwargs)
+        if func in _DROPOUTS and self._stop - self._start < self._tokens:
+            return self._dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any) -> Tensor:
+        training = names.get("train", training)
+        if not training or p == 0.0:
+            return input
+        mask = self._part_of_whole(input, p)
+        return input.mul_(mask) if inplace else input * mask
+
+    def _part_of_whole(self, input: Tensor, p: float) -> Tensor:
+        """This slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
+        count = self._stop - self._start
+        shape, dim = list(input.shape), self._token_dim
+        if input.dim() >= 2 and shape[dim] == count and shape[1 - dim] == self._batch:
+            shape[dim] = self._tokens
+            return F.dropout(input.new_ones(shape), p).narrow(dim, self._start, count)
+        if shape[0] == count * self._batch and dim == 1:
+            whole = F.dropout(input.new_ones(self._batch * self._tokens, *shape[1:]), p)
+            part = whole.unflatten(0, (self._batch, self._tokens)).narrow(1, self._start, count)
+            return part.flatten(0, 1)
+        raise ValueError(
+            f"dropout on a tensor of shape {tuple(input.shape)} cannot be cut by token "
+            f"(slice of {count} tokens, batch {self._batch})"
+        )

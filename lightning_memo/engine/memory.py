@@ -1,0 +1,263 @@
+"""Memory of swapped activations: one host arena, two rounding buffers, and slots that move between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.copies import CopyEvent, CopyStream, Delays, make_copy_stream
+from lightning_memo.engine.regions import aligned, flat, is_dense
+
+_POISON = 0xFF  # a NaN in every floating-point format
+
+
+@dataclass(frozen=True, slots=True)
+class TestMode:
+    """Brings out copy races: copies are delayed at random, and every released buffer is filled with NaN.
+
+    Attributes:
+        seed: Seed of the delays.
+        longest_delay_seconds: Upper bound of one delay.
+    """
+
+    __test__ = False  # not a test case, whatever its name
+
+    seed: int = 0
+    longest_delay_seconds: float = 0.002
+
+
+@dataclass(slots=True)
+class MemoryStats:
+    """What went otherwise than planned. A wrong plan costs memory and speed, never correctness."""
+
+    overflow_bytes: int = 0  # saved tensors that found no room in their slot and stayed on the device
+    unplanned_slots: int = 0  # layer calls that found no rounding buffer and got memory of their own
+    peak_host_bytes: int = 0
+    offloaded_bytes: int = 0
+    fetched_bytes: int = 0
+
+
+class HostArena:
+    """One allocation of exactly the planned size, cut into slots; page-locked in one piece when `pinned`.
+
+    PyTorch's own pinned pool rounds every request up to a power of two; registering plain memory does not.
+
+    Raises:
+        MemoryError: The host refuses the allocation or the page lock.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, pinned: bool) -> None:
+        self.size_bytes = slots * slot_bytes
+        self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device="cpu")
+        self._registered = pinned and self.size_bytes > 0
+        if self._registered:
+            error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size_bytes, 0)
+            if error != torch.cuda.cudart().cudaError.success:
+                self._registered = False
+                raise MemoryError(
+                    f"page-locking {self.size_bytes} bytes of host memory failed ({error}): lower host_memory, "
+                    "or raise the limit of locked memory (ulimit -l)"
+                )
+        self._free = [self._memory[n * slot_bytes : (n + 1) * slot_bytes] for n in reversed(range(slots))]
+        self._slots = slots
+
+    @property
+    def slots_in_use(self) -> int:
+        return self._slots - len(self._free)
+
+    def acquire(self) -> Tensor | None:
+        """A free slot, uint8 `[slot_bytes]`, or `None`."""
+        return self._free.pop() if self._free else None
+
+    def release(self, slot: Tensor) -> None:
+        self._free.append(slot)
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._registered = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a slot: `[offset_bytes, offset_bytes + size_bytes)` seen with its dtype, shape and strides."""
+
+    offset_bytes: int
+    size_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift_bytes: int = 0  # where the tensor begins in the region
+    compact: bool = False  # the tensor had gaps, and was copied without them
+
+    def view_like(self, t: Tensor, shift_bytes: int) -> Stored:
+        """The same region seen as another tensor that lies in it."""
+        if self.compact:
+            return self
+        return Stored(self.offset_bytes, self.size_bytes, t.dtype, tuple(t.shape), t.stride(), shift_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The saved bytes of one layer call: on the device, on the host, or on both while a copy is under way."""
+
+    capacity_bytes: int
+    buffer: Tensor | None  # uint8 [capacity_bytes] on the device
+    rounding: int | None = None  # which rounding buffer it holds, if any
+    host: Tensor | None = None
+    used_bytes: int = 0
+    copied_bytes: int = 0
+    offload: CopyEvent | None = None
+    fetch: CopyEvent | None = None
+    in_backward: bool = False
+    released: bool = False
+
+    def put(self, t: Tensor) -> Stored | None:
+        """Copy `t` into the slot, compactly if it has gaps; `None` when there is no room."""
+        assert self.buffer is not None
+        start = self.used_bytes
+        if start + t.nbytes > self.capacity_bytes:
+            return None
+        self.used_bytes = min(start + aligned(t.nbytes), self.capacity_bytes)
+        target = self.buffer[start : start + t.nbytes].view(t.dtype)
+        if is_dense(t):
+            target.copy_(flat(t))
+            return Stored(start, t.nbytes, t.dtype, tuple(t.shape), t.stride())
+        compact = target.view(t.shape).copy_(t)
+        return Stored(start, t.nbytes, t.dtype, tuple(t.shape), compact.stride(), compact=True)
+
+    def load(self, stored: Stored) -> Tensor:
+        """The tensor, once its bytes are on the device."""
+        if self.released:
+            raise RuntimeError(
+                "the saved activations of this forward are gone: a backward ran already (retain_graph and second "
+                "derivatives are not supported) or the step was abandoned; run the forward again"
+            )
+        if self.fetch is not None:
+            self.fetch.wait()
+            self.fetch = None
+        assert self.buffer is not None
+        first = stored.offset_bytes
+        region = self.buffer[first : first + stored.size_bytes].view(stored.dtype)
+        shift = region.storage_offset() + stored.shift_bytes // stored.dtype.itemsize
+        return torch.as_strided(region, stored.shape, stored.stride, shift)
+
+
+@dataclass(slots=True)
+class SlotMemory:
+    """Rounding buffers, host arena and copy streams of one plan (MEMO section 4.1).
+
+    Layer calls `i` and `i + 2` share a rounding buffer. Call `i + 2` takes it once the copy of call `i` to the host has
+    ended; on the way back, call `i` is fetched into it when the backward of `i + 2` is over.
+
+    Attributes:
+        slot_bytes: Size of a slot.
+        host_slots: Slots of the host arena.
+        device: Where layers run.
+    """
+
+    slot_bytes: int
+    host_slots: int
+    device: torch.device
+    pinned: bool = True
+    test_mode: TestMode | None = None
+    stats: MemoryStats = field(default_factory=MemoryStats)
+    arena: HostArena = field(init=False)
+    _buffers: list[Tensor] = field(init=False)
+    _owners: list[Slot | None] = field(init=False)
+    _offload: CopyStream = field(init=False)
+    _prefetch: CopyStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        delays = [None, None]
+        if self.test_mode is not None:
+            seed, longest = self.test_mode.seed, self.test_mode.longest_delay_seconds
+            delays = [Delays(seed, longest), Delays(seed + 1, longest)]
+        self.arena = HostArena(self.host_slots, self.slot_bytes, self.pinned and self.device.type == "cuda")
+        self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        self._owners = [None, None]
+        self._offload = make_copy_stream(self.device, "offload", delays[0])
+        self._prefetch = make_copy_stream(self.device, "prefetch", delays[1])
+
+    @property
+    def slots_in_use(self) -> int:
+        """Host slots and rounding buffers that some layer call holds."""
+        return self.arena.slots_in_use + sum(owner is not None for owner in self._owners)
+
+    def lease(self, call: int, swap: bool) -> Slot:
+        """A slot to write into, for layer call `call`; `swap`: it is going to leave for the host."""
+        slot = Slot(self.slot_bytes, None)
+        self._take_buffer(slot, call)
+        if swap:
+            slot.host = self.arena.acquire()
+            self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, self.arena.slots_in_use * self.slot_bytes)
+        return slot
+
+    def offload(self, slot: Slot) -> None:
+        """Start copying what was written since the last call to the host."""
+        start, stop = slot.copied_bytes, slot.used_bytes
+        if slot.host is None or start == stop:
+            return
+        assert slot.buffer is not None
+        slot.offload = self._offload.copy(slot.host[start:stop], slot.buffer[start:stop])
+        slot.copied_bytes = stop
+        self.stats.offloaded_bytes += stop - start
+
+    def fetch(self, slot: Slot, call: int, ahead: bool = False) -> None:
+        """Start bringing a slot back to the device, if it is not there; `ahead` of need, only if its buffer is free."""
+        if slot.buffer is not None or slot.released or (ahead and self._owners[call % 2] is not None):
+            return
+        self._take_buffer(slot, call)
+        assert slot.host is not None and slot.buffer is not None
+        stop = slot.copied_bytes
+        slot.fetch = self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], after=slot.offload)
+        self.stats.fetched_bytes += stop
+
+    def release(self, slot: Slot) -> None:
+        """Give back what a slot holds. A copy under way is waited for first."""
+        if slot.released:
+            return
+        slot.released = True
+        for event in (slot.offload, slot.fetch):
+            if event is not None:
+                event.wait()
+        self._leave_buffer(slot)
+        if slot.host is not None:
+            if self.test_mode is not None:
+                slot.host.fill_(_POISON)
+            self.arena.release(slot.host)
+            slot.host = None
+
+    def close(self) -> None:
+        """Stop the copy streams and give the memory back."""
+        self._offload.close()
+        self._prefetch.close()
+        self.arena.close()
+
+    def _take_buffer(self, slot: Slot, call: int) -> None:
+        number = call % 2
+        owner = self._owners[number]
+        if owner is not None and not self._evict(owner):
+            self.stats.unplanned_slots += 1
+            slot.buffer = torch.empty(slot.capacity_bytes, dtype=torch.uint8, device=self.device)
+            return
+        self._owners[number] = slot
+        slot.buffer, slot.rounding = self._buffers[number], number
+
+    def _evict(self, slot: Slot) -> bool:
+        """Make a slot leave its buffer; it can if all of it is on the host, or on its way there."""
+        if slot.host is None or slot.in_backward or slot.copied_bytes < slot.used_bytes or slot.fetch is not None:
+            return False
+        if slot.offload is not None:
+            slot.offload.wait()
+        self._leave_buffer(slot)
+        return True
+
+    def _leave_buffer(self, slot: Slot) -> None:
+        if self.test_mode is not None and slot.buffer is not None:
+            slot.buffer.fill_(_POISON)
+        if slot.rounding is not None:
+            self._owners[slot.rounding] = None
+        slot.buffer = slot.rounding = None

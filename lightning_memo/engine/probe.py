@@ -1,0 +1,123 @@
+"""Looks at a layer once, before its first run: can it be cut by tokens, and what does its attention need?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.intercept import handling
+from lightning_memo.engine.run import LayerCall
+from lightning_memo.engine.slices import Action, TokenRange
+from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
+
+BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
+
+# Two runs of the same arithmetic on other shapes differ by rounding; a token that leaks from one slice into another
+# changes outputs by something of their own size.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """What a layer allows.
+
+    Attributes:
+        why_whole: Why it has to run as one slice; empty if it may be cut.
+        schedule: "layer", or "nest" where attention needs all tokens at once.
+        attention_bytes: Bytes of attention outputs and log-sum-exps of one call.
+    """
+
+    why_whole: str
+    schedule: str
+    attention_bytes: tuple[int, ...]
+
+
+class _Recorder:
+    """Answers attention calls and remembers them."""
+
+    def __init__(self, backend_of: BackendOf) -> None:
+        self._backend_of = backend_of
+        self.specs: list[AttentionSpec] = []
+        self.blocks = True
+        self.saved_bytes: list[int] = []
+        self.outputs: list[Tensor] = []
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        backend = self._backend_of(q, k, v, spec)
+        result = backend.forward(q, k, v, spec)
+        self.specs.append(spec)
+        self.blocks &= backend.blocks
+        self.saved_bytes += [result.out.nbytes, result.lse.nbytes]
+        self.outputs.append(result.out)
+        return result.out
+
+    def part(self, part: TokenRange) -> Callable[..., Tensor]:
+        """Answers with the known output of these tokens."""
+        known = iter(self.outputs)
+        return lambda q, k, v, spec: next(known).narrow(2, part.start, part.tokens)
+
+
+@torch.no_grad()
+def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf) -> LayerTraits:
+    """Run a layer whole and in two slices, without gradients, and compare.
+
+    Attention is answered from the whole run, so that what is compared is everything else: a layer that mixes tokens
+    outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices.
+    """
+    recorder = _Recorder(backend_of)
+    present = RngState.capture(x.device)
+    try:
+        whole_range = TokenRange(0, call.tokens, Action.KEEP)
+        with handling(recorder.whole), call.mode(whole_range):
+            whole = _hidden(call.run(x, whole_range))
+        after = RngState.capture(x.device)
+        sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
+        why = _why_whole(call, x, recorder, whole, present, after, sliceable)
+        return LayerTraits(why, "layer" if sliceable else "nest", tuple(recorder.saved_bytes))
+    finally:
+        present.restore()
+
+
+def _why_whole(
+    call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, start: RngState, after: RngState, sliceable: bool
+) -> str:
+    name = type(call.layer).__name__
+    if call.tokens < 2:
+        return f"{name} got a single token"
+    if not recorder.specs:
+        return f"{name} calls no attention that is known here"
+    if not sliceable and len(recorder.specs) > 1:
+        return f"{name} calls attention {len(recorder.specs)} times, not all causal"
+    middle = call.tokens // 2
+    parts = [TokenRange(0, middle, Action.KEEP), TokenRange(middle, call.tokens, Action.KEEP)]
+    outputs, drawn_alike = [], True
+    for part in parts:
+        start.restore()
+        try:
+            with handling(recorder.part(part)), call.mode(part), contextlib.suppress(StopIteration):
+                outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens), part)))
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
+        drawn_alike &= RngState.capture(x.device).same(after)
+    if not drawn_alike:
+        return f"{name} draws random numbers other than dropout"
+    joined = torch.cat(outputs, call.token_dim)
+    if joined.shape != whole.shape or _distance(joined, whole) > _TOLERANCE.get(whole.dtype, _HALF_TOLERANCE):
+        return f"{name} mixes tokens outside attention"
+    return ""
+
+
+def _hidden(output: object) -> Tensor:
+    hidden = output[0] if isinstance(output, (tuple, list)) else output
+    assert isinstance(hidden, Tensor), f"a layer returned {type(output).__name__}"
+    return hidden
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest value."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny))

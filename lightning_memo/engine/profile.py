@@ -1,0 +1,100 @@
+"""What a profiled step measures of each layer call: what it saves, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.regions import Registry
+from lightning_memo.engine.slices import SavedBytes
+
+
+class Clock:
+    """Points in time on the device: CUDA events on its stream, the wall clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def seconds(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+        if isinstance(start, float) and isinstance(stop, float):
+            return stop - start
+        assert isinstance(start, torch.cuda.Event)
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+
+@dataclass(slots=True)
+class CallProfile:
+    """One layer call: the tensors it saves for all its tokens, and marks in time."""
+
+    saved: list[SavedBytes] = field(default_factory=list)
+    marks: dict[str, torch.cuda.Event | float] = field(default_factory=dict)
+    seen: Registry[None] = field(default_factory=Registry)
+
+    def seconds(self, name: str) -> float:
+        """Seconds from `{name}_begin` to `{name}_end`; 0 if that did not happen."""
+        start, stop = self.marks.get(f"{name}_begin"), self.marks.get(f"{name}_end")
+        return 0.0 if start is None or stop is None else Clock.seconds(start, stop)
+
+
+class StepProfile:
+    """Filled by the engine while a step runs with every layer recomputed.
+
+    Args:
+        device: Where layers run.
+        batch: Sequences of a layer's input.
+        tokens: Tokens of each.
+        input_bytes: Size of that input.
+    """
+
+    def __init__(self, device: torch.device, batch: int, tokens: int, input_bytes: int) -> None:
+        self.batch, self.tokens, self.input_bytes = batch, tokens, input_bytes
+        self.calls: dict[int, CallProfile] = {}
+        self._clock = Clock(device)
+
+    @property
+    def complete(self) -> bool:
+        """Whether forward and backward of every layer call were seen."""
+        return bool(self.calls) and all("backward_end" in call.marks for call in self.calls.values())
+
+    def mark(self, index: int, name: str) -> None:
+        if name == "forward_begin":
+            self.calls[index] = CallProfile()  # a forward that was given up before leaves nothing
+        self._call(index).marks[name] = self._clock.now()
+
+    def saved(self, index: int, kind: str, size_bytes: int) -> None:
+        """A tensor that was stored."""
+        if size_bytes:
+            self._call(index).saved.append(SavedBytes(kind, size_bytes))
+
+    def recomputed(self, index: int, t: Tensor, kind: str = "other") -> None:
+        """A tensor that would be stored if its slice were swapped; each of its bytes counts once."""
+        call = self._call(index)
+        if t.numel() and call.seen.find(t) is None:
+            call.seen.add(t, None)
+            call.saved.append(SavedBytes(kind, t.nbytes))
+
+    def bytes_of(self, *kinds: str) -> tuple[int, ...]:
+        """Bytes of these kinds for every call, in order of execution."""
+        return tuple(sum(s.size_bytes for s in call.saved if s.kind in kinds) for call in self.in_order())
+
+    def seconds_of(self, name: str) -> tuple[float, ...]:
+        return tuple(call.seconds(name) for call in self.in_order())
+
+    def in_order(self) -> list[CallProfile]:
+        """The calls in order of execution."""
+        return [self.calls[index] for index in sorted(self.calls)]
+
+    def _call(self, index: int) -> CallProfile:
+        return self.calls.setdefault(index, CallProfile())

@@ -1,0 +1,264 @@
+"""The order in which the slices of a layer run, forward and backward.
+
+Note: [Schedules]
+"layer": slice 1, then slice 2, ...; under a causal mask a slice needs the keys of itself and earlier ones only. A scalar
+token runs through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that in the backward the last
+slice goes first and each is wholly done before the one before it.
+
+"nest": slice 2's forward runs inside slice 1's attention call, and so on; attention runs once over all tokens, and the
+stack unwinds. For attention that is not causal or that draws dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.run import LayerRun, Slice, autocast_inputs
+from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
+
+
+def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer slice after slice; returns what the layer returns."""
+    anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
+    token, extras = _Scatter.apply(run, anchor), []
+    for number, tokens in enumerate(run.slices):
+        part = Slice(run, number, tokens)
+        if not run.whole:
+            run.rng_start.restore()
+        token, extra = _run_slice(part, x, token)
+        extras.append(extra)
+        run.offload()
+    y = _Gather.apply(run, token)
+    return _with_extras(y, extras, run)
+
+
+def _run_slice(part: Slice, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
+    x_part = _Fetch.apply(part, x, token)
+    with part.running(part.attend):
+        y, extra = _split_output(part.call(x_part))
+    return _Store.apply(part, y), extra
+
+
+def run_nested(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer with its slices nested in one attention call; returns what the layer returns."""
+    slices = [Slice(run, number, tokens) for number, tokens in enumerate(run.slices)]
+    x = _Enter.apply(slices, x if x.requires_grad else x.detach().requires_grad_())
+    nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
+    nest.run(0)
+    y = _Leave.apply(run, torch.cat(nest.outputs, run.call.token_dim))
+    return _with_extras(y, nest.extras, run)
+
+
+class _Nest:
+    """Slices on their way in: what they hand to the one attention call, and what comes out."""
+
+    def __init__(self, slices: list[Slice], inputs: tuple[Tensor, ...]) -> None:
+        self._slices = slices
+        self._inputs = inputs
+        self._qkv: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._attended: tuple[Tensor, ...] = ()
+        self._after_attention: RngState | None = None
+        self.outputs: list[Tensor] = [inputs[0]] * len(inputs)
+        self.extras: list[Any] = [None] * len(inputs)
+
+    def run(self, number: int) -> None:
+        part = self._slices[number]
+        part.run.rng_start.restore()
+
+        def handler(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+            return self._attend(number, *autocast_inputs(q, k, v), spec)
+
+        with part.running(handler):
+            y, self.extras[number] = _split_output(part.call(self._inputs[number]))
+        self.outputs[number] = y
+
+    def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        self._qkv.append((q, k, v))
+        if number + 1 < len(self._inputs):
+            self.run(number + 1)
+        else:
+            flat = [t for parts in zip(*self._qkv, strict=True) for t in parts]
+            self._attended = _NestedAttention.apply(self._slices, spec, *flat)
+            self._after_attention = RngState.capture(q.device)
+        assert self._after_attention is not None
+        self._slices[number].rng_after_attention.append(self._after_attention)
+        self._after_attention.restore()
+        return self._attended[number]
+
+
+class _NestedAttention(torch.autograd.Function):
+    """Attention over the tokens of all slices at once: q of all, then k of all, then v of all."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: list[Slice], spec: AttentionSpec, *qkv: Tensor) -> tuple[Tensor, ...]:
+        run, count = slices[0].run, len(slices)
+        parts = [qkv[n * count : (n + 1) * count] for n in range(3)]
+        q, k, v = (torch.cat(part, 2) for part in parts)
+        backend = run.engine.backend(q, k, v, spec)
+        result = backend.forward(q, k, v, spec)
+        ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
+        ctx.lse = run.store("lse", result.lse)
+        # Each slice's output on its own, so that its output projection reads it without another copy.
+        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.slices], 2))
+        for n, (part, out) in enumerate(zip(slices, outs, strict=True)):
+            part.save_attention(*(p[n] for p in parts), AttentionResult(out, result.lse[..., :0]), spec, nested=True)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
+        slices = ctx.slices
+        run = slices[0].run
+        qkv = [part.qkv(0) for part in slices]
+        q, k, v = (torch.cat(parts, 2) for parts in zip(*qkv, strict=True))
+        out = torch.cat([run.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(1, 2)
+        result = AttentionResult(out, run.load(ctx.lse), ctx.state)
+        grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
+        lengths = [part.tokens for part in run.slices]
+        return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
+
+
+def _split_output(output: Any) -> tuple[Tensor, Any]:
+    """A layer's hidden states, and whatever else it returns (as a tuple of the rest)."""
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, (tuple, list)) and isinstance(output[0], Tensor):
+        return output[0], tuple(output[1:])
+    raise ValueError(
+        f"a layer returned {type(output).__name__}: it has to return its hidden states, alone or first in a tuple"
+    )
+
+
+def _with_extras(y: Tensor, extras: list[Any], run: LayerRun) -> Any:
+    """The layer's return value, with what every slice returned beside hidden states put together."""
+    if extras[0] is None:
+        return y
+    return (y, *(_join(list(parts), run) for parts in zip(*extras, strict=True)))
+
+
+def _join(parts: list[Any], run: LayerRun) -> Any:
+    if len(parts) == 1 or not isinstance(parts[0], Tensor) or parts[0].dim() == 0:
+        return parts[-1]
+    by_token = parts[0].dim() > run.call.token_dim and parts[0].shape[run.call.token_dim] == run.slices[0].tokens
+    return torch.cat(parts, run.call.token_dim if by_token else 0)
+
+
+class _Scatter(torch.autograd.Function):
+    """Opens the chain; its backward is the layer's last act."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LayerRun, anchor: Tensor) -> Tensor:
+        ctx.run, ctx.anchor = run, anchor.dim() == 0
+        return torch.zeros((), device=anchor.device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        dx = ctx.run.end_backward()
+        return None, (token if ctx.anchor else dx)
+
+
+class _Fetch(torch.autograd.Function):
+    """Hands a slice its input; takes the gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Slice, x: Tensor, token: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        return x.detach().narrow(part.run.call.token_dim, part.range.start, part.range.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Any, ...]:
+        _take_input_gradient(ctx.part, dx)
+        return None, None, torch.zeros((), device=ctx.part.run.device)
+
+
+class _Store(torch.autograd.Function):
+    """Takes a slice's output; hands out the gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Slice, y: Tensor) -> Tensor:
+        run = ctx.run = part.run
+        ctx.part = part
+        if run.whole:
+            run.y = y.detach()
+        else:
+            if run.y is None:
+                shape = list(y.shape)
+                shape[run.call.token_dim] = run.call.tokens
+                run.y = y.new_empty(shape)
+            run.y.narrow(run.call.token_dim, part.range.start, part.range.tokens).copy_(y)
+        return torch.zeros((), device=y.device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        part = ctx.part
+        dy = part.run.dy
+        if part.run.whole:
+            part.run.dy = None
+            return None, dy
+        return None, dy.narrow(part.run.call.token_dim, part.range.start, part.range.tokens)
+
+
+class _Gather(torch.autograd.Function):
+    """Closes the chain: the layer's output; its backward is the first act of the layer's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LayerRun, token: Tensor) -> Tensor:
+        ctx.run = run
+        y, run.y = run.y, None
+        assert y is not None
+        run.end_forward()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        ctx.run.dy = dy
+        ctx.run.begin_backward()
+        return None, torch.zeros((), device=dy.device)
+
+
+def _take_input_gradient(part: Slice, dx: Tensor | None) -> None:
+    run = part.run
+    part.end_backward()
+    if not run.x_requires_grad or dx is None:
+        return
+    if run.whole:
+        run.dx = dx
+        return
+    if run.dx is None:
+        run.dx = dx.new_zeros(run.x_shape)
+    run.dx.narrow(run.call.token_dim, part.range.start, part.range.tokens).copy_(dx)
+
+
+class _Enter(torch.autograd.Function):
+    """The input of a nested run; its backward is the layer's last act."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: list[Slice], x: Tensor) -> Tensor:
+        ctx.slices = slices
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        run = ctx.slices[0].run
+        for part in ctx.slices:
+            part.end_backward()
+        run.end_backward()
+        return None, (dx if run.x_requires_grad else None)
+
+
+class _Leave(torch.autograd.Function):
+    """The output of a nested run; its backward is the first act of the layer's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LayerRun, y: Tensor) -> Tensor:
+        ctx.run = run
+        run.end_forward()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        ctx.run.begin_backward()
+        return None, dy

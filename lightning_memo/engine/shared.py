@@ -1,0 +1,51 @@
+"""Saved tensors that are no activations: weights, buffers, and what all layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+_LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view of it, and some room
+
+
+class SharedTensors:
+    """Tells whether a saved tensor stays where it is: it is on the device anyway.
+
+    Args:
+        layer: Its parameters and buffers are shared.
+        arguments: What the layer gets beside its input; all layers get the same (rotary tables, masks).
+        x: The layer's input, an activation even if the arguments hold it too.
+    """
+
+    def __init__(self, layer: nn.Module, arguments: Any, x: Tensor) -> None:
+        tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+        weights = list(layer.parameters())
+        self._storages = {t.untyped_storage()._cdata for t in [*tensors, *weights, *layer.buffers()]}
+        self._storages.discard(x.untyped_storage()._cdata)
+        self._frozen_shapes = {tuple(w.shape) for w in weights if not w.requires_grad}
+
+    def __contains__(self, t: Tensor) -> bool:
+        if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
+            return True
+        if t.untyped_storage()._cdata in self._storages:
+            return True
+        return self._is_made_of_a_weight(t)
+
+    def _is_made_of_a_weight(self, t: Tensor) -> bool:
+        """Whether `t` is a view or an autocast copy of a weight."""
+        node = t.grad_fn
+        if node is None and not t.requires_grad and torch.is_autocast_enabled(t.device.type):
+            # The autocast copy of a frozen weight has no history to follow.
+            return tuple(t.shape) in self._frozen_shapes or tuple(t.shape[::-1]) in self._frozen_shapes
+        for _ in range(_LONGEST_PATH_TO_A_WEIGHT):
+            # A custom function is the engine's own entry of the layer: beyond it lies the model, not a weight's view.
+            if node is None or len(node.next_functions) != 1 or isinstance(node, BackwardCFunction):
+                return False
+            node = node.next_functions[0][0]
+            if hasattr(node, "variable"):
+                return isinstance(node.variable, nn.Parameter)
+        return False

@@ -1,0 +1,118 @@
+"""Slices: ranges of tokens that run through a layer as one unit, and what is done with what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lightning_memo.engine.regions import aligned
+
+# GEMMs run at full speed on whole tiles of tokens; short sequences are cut where alpha says.
+TILE_TOKENS = 128
+TILED_FROM_TOKENS = 2048
+
+
+class Action(Enum):
+    """What is done with a slice's saved activations between forward and backward."""
+
+    KEEP = "keep"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens `[start, stop)` of a layer's input, and their action."""
+
+    start: int
+    stop: int
+    action: Action
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """One tensor that a layer call saves, for all tokens: its kind and size.
+
+    Kinds: "input", "out", "lse" (always swapped), "query", "key", "value" (of attention), "other".
+    """
+
+    kind: str
+    size_bytes: int
+
+
+def swapped_tokens(tokens: int, alpha: float) -> int:
+    """How many of the first tokens are swapped: `alpha * tokens`, in whole tiles where the sequence is long."""
+    tile = TILE_TOKENS if tokens >= TILED_FROM_TOKENS else 1
+    return tokens if alpha >= 1.0 else int(alpha * tokens / tile + 1e-9) * tile
+
+
+def slice_tokens_by_alpha(tokens: int, alpha: float, longest: int | None = None) -> tuple[TokenRange, ...]:
+    """MEMO's slices: `[0, alpha * tokens)` swapped, the rest recomputed, each cut into slices of at most `longest`."""
+    bound = swapped_tokens(tokens, alpha)
+    ranges = []
+    for start, stop, action in ((0, bound, Action.SWAP), (bound, tokens, Action.RECOMPUTE)):
+        step = longest or max(stop - start, 1)
+        ranges += [TokenRange(a, min(a + step, stop), action) for a in range(start, stop, step)]
+    return tuple(ranges)
+
+
+def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], schedule: str) -> int:
+    """Bytes of the slot that these slices of a layer call fill, alignment included.
+
+    Args:
+        saved: What the call saves when it runs as one slice.
+        tokens: Tokens for which `saved` was measured.
+        slices: The slices to be run.
+        schedule: "layer" or "nest".
+    """
+    whole = schedule == "nest" or len(slices) == 1
+    total = 0
+    for item in saved:
+        if item.kind == "input" or (item.kind == "lse" and whole):
+            total += aligned(_share(item.size_bytes, slices[-1].stop, tokens))
+            continue
+        total += sum(
+            aligned(_share(item.size_bytes, part.tokens, tokens))
+            for n, part in enumerate(slices)
+            if _is_stored(item.kind, part.action, whole, last=n == len(slices) - 1)
+        )
+    return total
+
+
+def _share(size_bytes: int, part_tokens: int, tokens: int) -> int:
+    """Bytes of a tensor for a part of the tokens; tensors that are not per token are saved whole."""
+    return size_bytes * part_tokens // tokens if size_bytes % tokens == 0 else size_bytes
+
+
+def _is_stored(kind: str, action: Action, whole: bool, last: bool) -> bool:
+    if action is Action.KEEP:
+        return False
+    if kind in ("out", "lse") or action is Action.SWAP:
+        return True
+    # Later slices attend to the keys and values of a recomputed one.
+    return kind in ("key", "value") and not whole and not last
+
+
+def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int) -> Any:
+    """The tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
+
+    Those are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) and `[tokens]`; others pass unchanged.
+    """
+
+    def narrow(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() == 1 and t.shape[0] == tokens:
+            return t[start:stop]
+        if t.dim() >= 2 and t.shape[token_dim] == tokens and t.shape[1 - token_dim] in (1, batch):
+            return t.narrow(token_dim, start, stop - start)
+        return t
+
+    return tree if start == 0 and stop == tokens else tree_map_only(torch.Tensor, narrow, tree)

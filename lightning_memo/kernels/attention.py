@@ -1,0 +1,156 @@
+"""What the engine asks of an attention kernel: explicit output and log-sum-exp, and a backward that takes them.
+
+Every back end computes one *block*: queries at absolute positions `query_start ...` against keys at `key_start ...`.
+Blocks are merged by their log-sum-exp (online softmax), so that a slice's queries can meet the keys of other slices
+one after the other. Queries, keys and values are `[batch, heads, tokens, head_dim]`; outputs lie in memory as
+`[batch, tokens, heads, head_dim]`, the layout that the output projection reads without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Which keys a query sees, and how scores are formed.
+
+    Attributes:
+        causal: A query sees keys at its own position and before.
+        scale: Factor on the scores; `None` is `head_dim ** -0.5`.
+        window: With `causal`, a query sees only the last `window` positions, its own included.
+        dropout: Probability with which attention weights are dropped.
+        lengths: Valid keys of each batch row, counted from token 0 (right padding); `None` when all are valid.
+        mask: An explicit mask as `scaled_dot_product_attention` takes it, `[..., queries, keys]`.
+    """
+
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    dropout: float = 0.0
+    lengths: tuple[int, ...] | None = None
+    mask: Tensor | None = None
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether a slice's attention needs the keys of its own and earlier slices only."""
+        return self.causal and self.dropout == 0.0 and self.mask is None
+
+    def sees_nothing(self, query_start: int, key_stop: int) -> bool:
+        """Whether every key before `key_stop` is outside the window of every query from `query_start` on."""
+        return self.window is not None and key_stop <= query_start - self.window + 1
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionResult:
+    """Output `[batch, heads, tokens, head_dim]`, log-sum-exp `[batch, heads, tokens]` (fp32), and kernel state."""
+
+    out: Tensor
+    lse: Tensor
+    state: Any = None
+
+
+class AttentionBackend(Protocol):
+    """One kernel. `blocks` says whether it can compute a part of the keys (it returns a log-sum-exp)."""
+
+    name: str
+    blocks: bool
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v, given the output and log-sum-exp over *all* keys."""
+        ...
+
+
+def token_major(t: Tensor) -> Tensor:
+    """`t` `[batch, heads, tokens, head_dim]` with memory laid out as `[batch, tokens, heads, head_dim]`."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def repeat_heads(t: Tensor, groups: int) -> Tensor:
+    """Keys or values of grouped-query attention, repeated to one per query head (kernels without GQA)."""
+    return t if groups == 1 else t.repeat_interleave(groups, 1)
+
+
+def sum_head_groups(t: Tensor, groups: int) -> Tensor:
+    """The gradient of `repeat_heads`."""
+    return t if groups == 1 else t.unflatten(1, (-1, groups)).sum(2)
+
+
+def merge(a: AttentionResult, b: AttentionResult) -> AttentionResult:
+    """Attention over the keys of `a` and of `b` together (online softmax), in fp32.
+
+    Rows that saw no key have a log-sum-exp of minus infinity and weigh nothing.
+    """
+    lse = torch.logaddexp(a.lse, b.lse)
+    # A row that no block has served yet would give inf - inf; its outputs are zero, so any finite weight is right.
+    safe = lse.masked_fill(lse == -math.inf, 0.0)
+    weight_a, weight_b = ((r.lse - safe).exp_().unsqueeze(-1) for r in (a, b))
+    return AttentionResult(a.out.float() * weight_a + b.out.float() * weight_b, lse)
+
+
+def block_mask(
+    spec: AttentionSpec, batch: int, queries: range, keys: range, device: torch.device, flag_with_mask: bool = True
+) -> tuple[Tensor | None, bool]:
+    """The boolean mask that a block needs beside its kernel's own causal flag.
+
+    Args:
+        queries: Absolute positions of the block's queries.
+        keys: Absolute positions of its keys.
+        flag_with_mask: Whether the kernel takes a mask and the causal flag at once.
+
+    Returns:
+        A mask `[1 or batch, 1, 1 or queries, keys]` (`True` is seen) or `None`, and whether the kernel's causal flag
+        is to be set.
+    """
+    aligned = spec.causal and queries == keys
+    windowed = spec.window is not None and queries.stop - 1 - keys.start >= spec.window
+    padded = spec.lengths is not None and min(spec.lengths) < keys.stop
+    flag = aligned and not windowed and (flag_with_mask or not padded)
+    mask: Tensor | None = None
+    if (spec.causal and not flag and keys.stop - 1 > queries.start) or windowed:
+        i = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        mask = (j <= i)[None, None]
+        if spec.window is not None:
+            mask = mask & (j > i - spec.window)
+    if spec.lengths is not None and padded:
+        lengths = torch.tensor(spec.lengths, device=device)[:, None]
+        valid = (torch.arange(keys.start, keys.stop, device=device)[None, :] < lengths)[:, None, None, :]
+        mask = valid if mask is None else mask & valid
+    return mask, flag
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as CPU kernels take it: minus infinity where nothing is seen, in the queries' dtype."""
+    if mask is None or mask.dtype == dtype:
+        return mask
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def blind_rows(mask: Tensor | None) -> Tensor | None:
+    """Rows of an additive mask that see no key, `[1 or batch, 1, 1 or queries]`, or `None` when there are none."""
+    if mask is None:
+        return None
+    blind = (mask == -math.inf).all(-1)
+    return blind if bool(blind.any()) else None

@@ -1,0 +1,129 @@
+"""Attention on the CPU: PyTorch's flash kernel, with explicit output and log-sum-exp."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_memo.kernels.attention import (
+    AttentionResult,
+    AttentionSpec,
+    additive,
+    blind_rows,
+    block_mask,
+    repeat_heads,
+    sum_head_groups,
+    token_major,
+)
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuFlash:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: what plain training runs on a CPU without dropout.
+
+    Masks are built for one block of queries at a time, so that a sliding window over a long sequence never costs
+    the square of its length.
+    """
+
+    name = "sdpa"
+    blocks = True
+    # Rows of a windowed block that share one mask. One call below it keeps the arithmetic of plain training.
+    query_rows = 2048
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        parts = [
+            self._forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], spec, query_start + rows.start, key_start + keys.start)
+            for rows, keys in self._chunks(q, k, spec, query_start, key_start)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        out = torch.cat([p.out.transpose(1, 2) for p in parts], 1).transpose(1, 2)
+        return AttentionResult(out, torch.cat([p.lse for p in parts], 2))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chunks = self._chunks(q, k, spec, query_start, key_start)
+        if len(chunks) == 1:
+            return self._backward(dout, q, k, v, result, spec, query_start, key_start)
+        dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys in chunks:
+            part = AttentionResult(result.out[:, :, rows], result.lse[:, :, rows])
+            dq, dk_part, dv_part = self._backward(
+                dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], part, spec,
+                query_start + rows.start, key_start + keys.start,
+            )  # fmt: skip
+            dqs.append(dq)
+            dk[:, :, keys] += dk_part
+            dv[:, :, keys] += dv_part
+        return torch.cat(dqs, 2), dk, dv
+
+    def _chunks(
+        self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int
+    ) -> list[tuple[slice, slice]]:
+        """Ranges of rows and the keys they can see: one, unless a window makes blocks of rows worthwhile."""
+        queries, keys = q.shape[2], k.shape[2]
+        if spec.window is None or queries <= self.query_rows:
+            return [(slice(0, queries), slice(0, keys))]
+        chunks = []
+        for first in range(0, queries, self.query_rows):
+            last = min(first + self.query_rows, queries)
+            low = max(query_start + first - spec.window + 1 - key_start, 0)
+            high = min(query_start + last - key_start, keys)
+            # A block that sees nothing still needs an answer: one masked key gives rows that weigh nothing.
+            low = min(low, keys - 1)
+            chunks.append((slice(first, last), slice(low, max(high, low + 1))))
+        return chunks
+
+    def _arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int, key_start: int
+    ) -> tuple[Tensor, Tensor, int, Tensor | None, bool]:
+        groups = q.shape[1] // k.shape[1]
+        if spec.mask is not None:
+            mask, causal = spec.mask, False
+        else:
+            queries = range(query_start, query_start + q.shape[2])
+            keys = range(key_start, key_start + k.shape[2])
+            mask, causal = block_mask(spec, q.shape[0], queries, keys, q.device)
+        return repeat_heads(k, groups), repeat_heads(v, groups), groups, additive(mask, q.dtype), causal
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int, key_start: int
+    ) -> AttentionResult:
+        k, v, _, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
+        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
+        blind = blind_rows(mask)
+        if blind is not None:  # the kernel answers 0 for them, which would weigh in a merge
+            lse = lse.masked_fill(blind, -math.inf)
+        return AttentionResult(token_major(out), lse)
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int,
+        key_start: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k, v, groups, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
+        dq, dk, dv = _backward(
+            dout, q, k, v, result.out, result.lse, 0.0, causal, attn_mask=mask, scale=spec.scale
+        )
+        return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)

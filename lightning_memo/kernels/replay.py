@@ -1,0 +1,58 @@
+"""Attention that no flash kernel of the device computes: run as it is, and run again in the backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, block_mask, token_major
+from lightning_memo.kernels.rng import RngState
+
+# The engine replaces `F.scaled_dot_product_attention` while layers run; this is PyTorch's own.
+_sdpa = F.scaled_dot_product_attention
+
+
+class Replay:
+    """Whatever `scaled_dot_product_attention` picks, replayed with the saved random state in the backward.
+
+    It is bit-exact with plain training, dropout included, and keeps neither scores nor probabilities, but it computes
+    attention twice. It serves attention dropout on the CPU, fp32 on CUDA and head sizes that flash kernels refuse.
+    """
+
+    name = "replay"
+    blocks = False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        state = RngState.capture(q.device)
+        out = self._attend(q, k, v, spec)
+        return AttentionResult(token_major(out), out.new_empty((*q.shape[:2], 0), dtype=torch.float32), state)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with result.state.replayed(), torch.enable_grad():
+            out = self._attend(*leaves, spec)
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        return dq, dk, dv
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        mask, causal = spec.mask, False
+        if mask is None:
+            queries, keys = range(q.shape[2]), range(k.shape[2])
+            mask, causal = block_mask(spec, q.shape[0], queries, keys, q.device, flag_with_mask=False)
+        return _sdpa(
+            q, k, v, attn_mask=mask, dropout_p=spec.dropout, is_causal=causal, scale=spec.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip

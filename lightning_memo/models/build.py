@@ -1,0 +1,86 @@
+"""Hugging Face causal language models: random weights from a configuration, or a local checkpoint; LoRA on top."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from lightning_utilities.core.imports import RequirementCache
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+_PEFT = RequirementCache("peft>=0.18")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained.
+
+    Raises:
+        ValueError: Neither ``config`` nor ``path`` is given.
+    """
+
+    config: Mapping[str, Any] | None = None
+    """``model_type`` and arguments of that Hugging Face configuration class; the weights are random."""
+    path: str | None = None
+    """Folder of a saved Hugging Face model; where it is given, ``config`` is not looked at."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of :class:`peft.LoraConfig`; none, or ``r`` 0, trains all weights."""
+    gradient_checkpointing: bool = False
+    """Hugging Face's own full recomputation, without swapping."""
+
+    def __post_init__(self) -> None:
+        if self.config is None and self.path is None:
+            raise ValueError("model: give model.config (random weights) or model.path (the folder of a saved model)")
+
+
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """Returns the Hugging Face configuration, with the key-value cache off.
+
+    Raises:
+        ValueError: The folder is not a saved model, or the model type or its arguments are unknown.
+    """
+    if model.path is None:
+        assert model.config is not None
+        try:
+            config = AutoConfig.for_model(**model.config)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise ValueError(f"model.config: Hugging Face refuses it: {error}") from error
+    else:
+        if not (Path(model.path) / "config.json").is_file():
+            raise ValueError(
+                f"model.path={model.path}: no config.json there; give the folder of a saved Hugging Face model"
+            )
+        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+    config.use_cache = False
+    return config
+
+
+def build_model(model: ModelConfig) -> nn.Module:
+    """Returns the model in torch's default dtype, which Lightning sets from the trainer's precision.
+
+    Raises:
+        ValueError: See :func:`load_hf_config`; or LoRA is asked for and peft is not installed.
+    """
+    config, dtype = load_hf_config(model), torch.get_default_dtype()
+    if model.path is None:
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        network = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, local_files_only=True)
+    network.train()  # from_pretrained returns it for inference
+    if model.gradient_checkpointing:
+        # The second name is the one of older releases of transformers 5.
+        getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)()
+    return _with_lora(network, model.lora) if model.lora.get("r") else network
+
+
+def _with_lora(network: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+    if not _PEFT:
+        raise ValueError(
+            f"model.lora.r={settings['r']}: LoRA needs peft; pip install 'lightning-memo[peft]', or set it to 0"
+        )
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", **settings))

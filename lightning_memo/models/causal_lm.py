@@ -1,0 +1,100 @@
+"""A plain Lightning module for causal language models: nothing in it knows of the strategy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
+from typing_extensions import override
+
+from lightning_memo.models.build import ModelConfig, build_model
+
+
+class CausalLM(LightningModule):
+    """Trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``, ``[batch, seq_len]``.
+
+    Args:
+        model: Fields of :class:`~lightning_memo.models.build.ModelConfig`.
+        lr: Learning rate after the warm-up.
+        weight_decay: On matrices and embeddings; norms and biases have none.
+        betas: AdamW's.
+        warmup_steps: Optimizer steps of linear warm-up.
+        min_lr_ratio: The cosine ends at this fraction of ``lr``.
+
+    Raises:
+        ValueError: ``model`` gives neither or both of ``config`` and ``path``.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 20,
+        min_lr_ratio: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self._config = ModelConfig(**model)
+        self.model: nn.Module | None = None
+        self._rng_state: Tensor | None = None
+
+    @override
+    def configure_model(self) -> None:
+        """Builds the model, in the precision and on the device of the trainer; once."""
+        if self.model is None:
+            self.model = build_model(self._config)
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        tokens = (self.trainer.fit_loop.total_batch_idx + 1) * batch["input_ids"].numel() * self.trainer.world_size
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("tokens", float(tokens))
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+
+    @override
+    def configure_optimizers(self) -> dict[str, Any]:
+        weights = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in weights if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
+            {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=self.hparams["lr"], betas=tuple(self.hparams["betas"])
+        )
+        scheduler = get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer,
+            num_warmup_steps=self.hparams["warmup_steps"],
+            num_training_steps=int(self.trainer.estimated_stepping_batches),
+            min_lr_rate=self.hparams["min_lr_ratio"],
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning saves no random state; with dropout, a resumed run would else differ from the uninterrupted one.
+        checkpoint["rng_state"] = torch.get_rng_state()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._rng_state = checkpoint.get("rng_state")
+
+    @override
+    def on_train_start(self) -> None:
+        if self._rng_state is not None:
+            torch.set_rng_state(self._rng_state)
+            self._rng_state = None
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(**batch).loss
+        return loss

@@ -1,0 +1,1 @@
+"""Measuring: what the machine has, and what a block of code takes."""

@@ -1,0 +1,129 @@
+"""Turns a profiled step into what the planner reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine.copies import make_copy_stream
+from lightning_memo.engine.profile import StepProfile
+from lightning_memo.plan import Budget, Fingerprint, LayerCosts
+from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+
+_LONGEST_COPY_BYTES = 256 * 2**20
+_BANDWIDTH_SECONDS = 0.2
+# The rest of the host is for the data loader, checkpoints and the system.
+_USABLE_HOST_SHARE = 0.9
+
+
+def layer_costs(
+    profile: StepProfile, step_seconds: float, fixed_device_bytes: int, transient_device_bytes: int, device: torch.device
+) -> LayerCosts:
+    """Costs of the layers of a profiled step.
+
+    Args:
+        profile: The step.
+        step_seconds: How long it took, optimizer included.
+        fixed_device_bytes: Parameters, gradients and optimizer state.
+        transient_device_bytes: Highest peak above those and skeletal activations.
+        device: Where it ran; bandwidth is measured there, with both directions busy.
+    """
+    recompute = profile.seconds_of("recompute")
+    forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
+    attention = profile.bytes_of("out", "lse")
+    copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
+    offload, prefetch = copy_bandwidth(device, min(copied, _LONGEST_COPY_BYTES))
+    return LayerCosts(
+        batch=profile.batch,
+        tokens=profile.tokens,
+        input_bytes=profile.bytes_of("input"),
+        attention_bytes=attention,
+        other_bytes=profile.bytes_of("query", "key", "value", "other"),
+        forward_seconds=forward,
+        backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, recompute, strict=True)),
+        recompute_seconds=recompute,
+        outside_seconds=max(step_seconds - sum(forward) - sum(both), 0.0),
+        offload_bytes_per_second=offload,
+        prefetch_bytes_per_second=prefetch,
+        fixed_device_bytes=fixed_device_bytes,
+        transient_device_bytes=transient_device_bytes,
+    )
+
+
+def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """Bytes per second from device to host and back, both at once, over the engine's own copy streams."""
+    pinned = device.type == "cuda"
+    hosts = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    blocks = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [make_copy_stream(device, name) for name in ("offload", "prefetch")]
+
+    def copy_out() -> None:
+        streams[0].copy(hosts[0], blocks[0])
+        streams[0].synchronize()
+
+    def copy_in() -> None:
+        streams[1].copy(blocks[1], hosts[1])
+        streams[1].synchronize()
+
+    try:
+        return measure_copy_bandwidth(copy_out, copy_in, size_bytes, _BANDWIDTH_SECONDS)
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes of parameters, buffers, gradients (of what is trained) and optimizer state."""
+    weights = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    states = [t for optimizer in optimizers for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
+    return weights + gradients + sum(t.nbytes for t in states)
+
+
+def transient_bytes(profile: StepProfile, fixed_device_bytes: int, device: torch.device) -> int:
+    """The step's highest peak above model state and what the plan governs.
+
+    On CUDA from the allocator's statistics, which count the layer that was being recomputed. On the CPU, where
+    PyTorch keeps none, that layer's activations stand for it.
+    """
+    largest = max(profile.bytes_of("input", "out", "lse", "query", "key", "value", "other"))
+    if device.type != "cuda":
+        return largest
+    return max(torch.cuda.max_memory_allocated(device) - fixed_device_bytes, largest)
+
+
+def budget(config: MemoConfig, device: torch.device, fixed_device_bytes: int, held_host_bytes: int) -> Budget:
+    """What the run may use: the user's limits, else what is free now (cgroup limits respected).
+
+    Args:
+        held_host_bytes: Host memory that the engine holds for the profile and gives back.
+    """
+    host = config.host_memory_bytes
+    if host is None:
+        host = int(_USABLE_HOST_SHARE * (available_host_bytes() + held_host_bytes))
+    limit = config.device_memory_bytes
+    if limit is None:
+        limit = fixed_device_bytes + free_device_bytes(device)
+    return Budget(device_bytes=limit, host_bytes=host)
+
+
+def fingerprint(model: nn.Module, profile: StepProfile, precision: str, device: torch.device) -> Fingerprint:
+    """What a plan of this run is valid for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Fingerprint(
+        model=model_fingerprint(model), batch=profile.batch, tokens=profile.tokens, precision=precision, device=name,
+        torch=torch.__version__, parallel="dp1-cp1-tp1-zero0",
+    )  # fmt: skip
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Class, and a digest of the names, shapes and types of the weights."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+    return f"{type(model).__name__}-{digest.hexdigest()[:16]}"

@@ -1,0 +1,106 @@
+"""Tables for people: what a plan does, and how settings compare. Formatting only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memo.config import format_bytes
+from lightning_memo.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One row of `comparison_table`."""
+
+    name: str
+    step_seconds: float
+    peak_device_bytes: int
+    host_bytes: int
+    tokens_per_second: float
+
+
+def plan_table(plan: Plan) -> Table:
+    """Show what each layer call swaps, recomputes and keeps, and what the whole plan needs.
+
+    Layer calls that do the same share a row. The caption holds alpha, host and device memory, the expected step time
+    and the reason.
+
+    Args:
+        plan: any plan.
+    """
+    table = Table(title=_title(plan), caption=Text("\n".join(_summary(plan))), caption_justify="left")
+    table.add_column("layer calls", no_wrap=True)
+    for name in ("swapped", "recomputed", "kept on device"):
+        table.add_column(f"{name}, each", justify="right", no_wrap=True)
+    first = 0
+    for sizes, alike in groupby(_call_bytes(plan)):
+        last = first + len(list(alike)) - 1
+        table.add_row(f"layer {first}" if first == last else f"layers {first}-{last}", *_cells(sizes))
+        first = last + 1
+    return table
+
+
+def _title(plan: Plan) -> Text:
+    fingerprint = plan.fingerprint
+    return Text(f"{fingerprint.model}, batch {fingerprint.batch} x {fingerprint.tokens:,} tokens")
+
+
+def _call_bytes(plan: Plan) -> Iterable[tuple[int, int, int]]:
+    """Bytes that each layer call swaps, recomputes and keeps on the device between its forward and its backward."""
+    costs, swap = plan.costs, plan.swap
+    for call in range(costs.calls):
+        stored = costs.swapped_bytes(call, 1.0 if swap.mode == "plain" else swap.alpha)
+        recomputed = costs.swapped_bytes(call, 1.0) - stored
+        yield (stored, recomputed, 0) if call < swap.swapped_calls else (0, recomputed, stored)
+
+
+def _cells(sizes: Iterable[int]) -> list[str]:
+    return [format_bytes(size_bytes) if size_bytes else "-" for size_bytes in sizes]
+
+
+def _summary(plan: Plan) -> list[str]:
+    swap, budget = plan.swap, plan.budget
+    slices = "" if swap.slice_tokens is None else f", slices of at most {swap.slice_tokens:,} tokens"
+    how = f"alpha={swap.alpha:.4g}, {swap.schedule} schedule{slices}"
+    return [
+        f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
+        f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
+        f"device  {format_bytes(budget.device_bytes)} available, {format_bytes(plan.costs.fixed_device_bytes)} fixed",
+        f"step    {_seconds(plan.step_seconds)} expected",
+        plan.reason,
+    ]
+
+
+def comparison_table(rows: Sequence[Measurement]) -> Table:
+    """Compare measurements; ratios in brackets are to the first row.
+
+    Args:
+        rows: the measurements, the baseline first.
+    """
+    table = Table(title="Comparison")
+    table.add_column("", no_wrap=True)
+    for name in ("step", "device peak", "host", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        base = rows[0]
+        table.add_row(
+            Text(row.name),
+            _seconds(row.step_seconds) + _ratio(row.step_seconds, base.step_seconds),
+            format_bytes(row.peak_device_bytes) + _ratio(row.peak_device_bytes, base.peak_device_bytes),
+            format_bytes(row.host_bytes) + _ratio(row.host_bytes, base.host_bytes),
+            f"{row.tokens_per_second:,.0f}" + _ratio(row.tokens_per_second, base.tokens_per_second),
+        )
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _ratio(value: float, base: float) -> str:
+    return f" ({value / base:.2f}x)" if base else ""

@@ -1,0 +1,180 @@
+"""Command line: ``python -m lightning_memo.train [overrides]`` trains, ``-m`` sweeps over comma-separated values."""
+
+import gc
+import logging
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_memo.assemble import build_trainer, check_vocabulary, find_checkpoint, module_settings, trainer_settings
+from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
+from lightning_memo.compare import measure_baselines
+from lightning_memo.data import TextDataModule
+from lightning_memo.models import CausalLM
+from lightning_memo.plan import Plan, SwapPlan
+from lightning_memo.report import Measurement, comparison_table
+from lightning_memo.step_stats import StepStats
+from lightning_memo.summary import RunSummary
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a finished training run leaves behind."""
+
+    stats: StepStats
+    val_loss: float | None
+    peak_device_bytes: int | None
+    alpha: float | None = None
+    """Fraction of the tokens whose activations were swapped; None: all stayed on the device."""
+    host_bytes: int = 0
+
+
+def train(cfg: DictConfig, output_dir: Path) -> RunSummary:
+    """Trains as configured, prints the results and returns them.
+
+    Args:
+        cfg: The composed configuration, see ``conf/train.yaml``.
+        output_dir: Where the plan is saved.
+
+    Raises:
+        ValueError: A setting is not allowed, or data or a checkpoint is missing.
+    """
+    # Batches are views of text in memory: worker processes would only cost.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    seed_everything(cfg.seed, verbose=False)
+    data: TextDataModule = instantiate(cfg.data)
+    data.setup()
+    fitted = fit(cfg, data, output_dir)
+    stats = fitted.stats
+    summary = RunSummary(
+        overrides=[],
+        status="ok",
+        seq_len=data.seq_len,
+        batch_size=data.batch_size,
+        alpha=fitted.alpha,
+        step_seconds=stats.step_seconds,
+        tokens_per_second=stats.tokens_per_second,
+        peak_device_bytes=fitted.peak_device_bytes,
+        host_bytes=fitted.host_bytes,
+        train_loss=stats.train_loss,
+        val_loss=fitted.val_loss,
+        unigram_entropy=data.unigram_entropy,
+    )
+    rows = compare(cfg, data, fitted) if cfg.compare else []
+    print_results(summary, rows)
+    return summary
+
+
+def fit(cfg: DictConfig, data: TextDataModule, output_dir: Path) -> Fitted:
+    """Trains, and saves the strategy's plan as ``plan.json`` where it has one.
+
+    Raises:
+        ValueError: A setting is not allowed, or a checkpoint is missing.
+    """
+    ckpt_path = find_checkpoint(cfg)
+    settings = module_settings(cfg)
+    check_vocabulary(settings["model"], data.vocab_size)
+    stats = StepStats()
+    trainer = build_trainer(cfg, stats)
+    for logger in trainer.loggers:
+        logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
+    trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
+    data.trainer = None  # it holds the model, and what follows needs the memory
+    val_loss = trainer.callback_metrics.get("val_loss")
+    fitted = Fitted(stats, None if val_loss is None else val_loss.item(), stats.peak_device_bytes)
+    plan: Plan | None = getattr(trainer.strategy, "plan", None)
+    if plan is None:
+        return fitted
+    plan.save(output_dir / "plan.json")
+    return fitted if plan.swap.mode == "plain" else _with_swap(fitted, plan.swap)
+
+
+def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
+    # The two rounding buffers stay on the device between steps, so the peak within a step lacks them.
+    peak = fitted.peak_device_bytes
+    return replace(
+        fitted,
+        peak_device_bytes=None if peak is None else peak + 2 * swap.slot_bytes,
+        alpha=swap.alpha,
+        host_bytes=swap.host_bytes,
+    )
+
+
+def compare(cfg: DictConfig, data: TextDataModule, fitted: Fitted) -> list[Measurement]:
+    """Returns rows for plain training, full recomputation and the run, in this order."""
+    gc.collect()
+    batch = next(iter(data.train_dataloader()))
+    rows = measure_baselines(module_settings(cfg), batch, trainer_settings(cfg), cfg.compare_steps, cfg.seed)
+    name = "this run" if fitted.alpha is None else f"this run, alpha {fitted.alpha:.2f}"
+    own = fitted.stats.measurement(name, fitted.peak_device_bytes, fitted.host_bytes)
+    return rows if own is None else [*rows, own]
+
+
+def print_results(summary: RunSummary, rows: list[Measurement]) -> None:
+    """Prints the losses beside the entropy of the text, and the comparison where there is one."""
+    console = Console()
+    if rows:
+        console.print(comparison_table(rows))
+    losses = {"train loss": summary.train_loss, "validation loss": summary.val_loss}
+    parts = [f"{name} {value:.3f}" for name, value in losses.items() if value is not None]
+    console.print(
+        ", ".join([*parts, f"unigram entropy of the text {summary.unigram_entropy:.3f}"]) + " (nats per token)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def run_job(cfg: DictConfig) -> RunSummary:
+    """Trains and writes the summary. Within a sweep a failed job has one too, and the other jobs go on."""
+    job = HydraConfig.get()
+    output_dir = Path(job.runtime.output_dir)
+    overrides: list[str] = list(job.overrides.task)
+    try:
+        summary = replace(train(cfg, output_dir), overrides=overrides)
+    except Exception as error:
+        if job.mode is not RunMode.MULTIRUN:
+            exit_for_user(error)
+            raise
+        summary = _failure(cfg, overrides, error)
+        log.error("job failed: %s", summary.message, exc_info=error if user_message(error) is None else None)
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    summary.save(output_dir)
+    return summary
+
+
+def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:
+    message = user_message(error) or " ".join(f"{type(error).__name__}: {error}".split())
+    sizes: dict[str, Any] = {name: OmegaConf.select(cfg, f"data.{name}") for name in ("seq_len", "batch_size")}
+    return RunSummary(overrides=overrides, status="failed", message=message, **sizes)
+
+
+def main() -> None:
+    """Runs one job, or a sweep; a sweep with failed jobs ends with status 1, after its report."""
+    failed: list[RunSummary] = []
+
+    def task(cfg: DictConfig) -> None:
+        summary = run_job(cfg)
+        if summary.status == "failed":
+            failed.append(summary)
+
+    run_command(hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task))
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memo.config import MemoConfig, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "size_bytes"),
+    [
+        (1, 1),
+        ("7", 7),
+        ("512 B", 512),
+        ("300MiB", 300 * 2**20),
+        ("120GiB", 120 * 2**30),
+        ("120gib", 120 * 2**30),
+        (" 1.5 GB ", 1_500_000_000),
+        ("0.1TB", 100_000_000_000),
+        ("1.5KiB", 1536),
+    ],
+)
+def test_sizes_are_read_exactly(size, size_bytes):
+    assert parse_bytes(size) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "size",
+    [0, -1, True, 1.5, None, "", "GiB", "12 parsecs", "120G", "-1GiB", "1e9", "0.1B", "nan", "1.2.3GB", "9" * 40],
+)
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(ValueError, match=r"is not a size: give bytes as a positive integer, or text like") as caught:
+        parse_bytes(size)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1.2 * 2**30, "1.2 GiB"),
+        (2**30 - 1, "1.0 GiB"),
+        (1500 * 2**50, "1500.0 PiB"),
+    ],
+)
+def test_sizes_are_written_with_one_decimal(size_bytes, text):
+    assert format_bytes(size_bytes) == text
+
+
+@given(st.integers(1, 2**60))
+def test_a_written_size_reads_back_within_its_rounding(size_bytes):
+    assert parse_bytes(format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.051)
+
+
+def test_defaults_are_the_documented_ones():
+    config = MemoConfig()
+    assert (config.data_parallel_size, config.alpha, config.slice_tokens) == ("auto", "auto", "auto")
+    assert (config.attention, config.schedule, config.context_parallel_method) == ("auto", "auto", "ring")
+    assert config.plan_memory is True
+    assert config.device_memory_bytes is None
+    assert config.host_memory_bytes is None
+
+
+def test_budgets_are_kept_as_given_and_read_as_bytes():
+    config = MemoConfig(device_memory="80GiB", host_memory=10**9)
+    assert config.device_memory == "80GiB"
+    assert config.device_memory_bytes == 80 * 2**30
+    assert config.host_memory_bytes == 10**9
+
+
+@pytest.mark.parametrize("alpha", [0, 0.0, 0.25, 1, 1.0, "auto"])
+def test_fractions_are_accepted(alpha):
+    assert MemoConfig(alpha=alpha).alpha == alpha
+
+
+REFUSED = [
+    ({"alpha": 1.5}, 'alpha=1.5 is not a fraction of the tokens: give a number from 0.0 to 1.0, or "auto"'),
+    ({"alpha": -0.1}, "alpha=-0.1 is not a fraction"),
+    ({"alpha": float("nan")}, "alpha=nan is not a fraction"),
+    ({"alpha": True}, "alpha=True is not a fraction"),
+    ({"alpha": "half"}, "alpha='half' is not a fraction"),
+    ({"alpha": None}, "alpha=None is not a fraction"),
+    (
+        {"data_parallel_size": 2},
+        'data_parallel_size=2 is not available: this version trains in one process; set 1 or "auto"',
+    ),
+    ({"data_parallel_size": True}, "data_parallel_size=True is not available"),
+    (
+        {"context_parallel_size": 2},
+        "context_parallel_size=2 is not available: this version trains in one process; set 1",
+    ),
+    ({"tensor_parallel_size": "auto"}, "tensor_parallel_size='auto' is not available"),
+    ({"zero_stage": 3}, "zero_stage=3 is not available: this version trains in one process; set 0"),
+    ({"zero_stage": False}, "zero_stage=False is not available"),
+    (
+        {"context_parallel_method": "tree"},
+        'context_parallel_method=\'tree\' is not known: give one of "ring", "ulysses"',
+    ),
+    ({"attention": "xformers"}, '"auto", "sdpa", "flash_attn", "transformer_engine"'),
+    ({"schedule": ["layer"]}, '"auto", "layer", "nest"'),
+    ({"plan_memory": "yes"}, "plan_memory='yes' is not a switch: give True or False"),
+    ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),
+    ({"slice_tokens": 1.0}, "slice_tokens=1.0 is not a number of tokens"),
+    ({"slice_tokens": True}, "slice_tokens=True is not a number of tokens"),
+    ({"device_memory": "lots"}, "device_memory='lots' is not a size"),
+    ({"host_memory": 0}, "host_memory=0 is not a size"),
+    ({"layers": ""}, "layers='' is not usable: give the dotted name"),
+    ({"layers": 3}, "layers=3 is not usable"),
+    ({"plan": " "}, "plan=' ' is not usable: give the path"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_wrong_settings_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        MemoConfig(**settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        MemoConfig().alpha = 0.5

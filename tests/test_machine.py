@@ -1,0 +1,176 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_memo.profiler import machine
+from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+
+GIB = 2**30
+
+
+def tree(root, files):
+    for path, content in files.items():
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+    return root
+
+
+def meminfo(available_gib):
+    kib = available_gib * 2**20
+    return {"proc/meminfo": f"MemTotal: 99999999 kB\nMemFree:  1 kB\nMemAvailable:   {kib} kB"}
+
+
+def v2(group, limit, used, cache=0):
+    folder = f"sys/fs/cgroup/{group}".rstrip("/")
+    stat = f"anon 5\nfile 7\ninactive_anon 123456\ninactive_file {cache}\nactive_file 99"
+    return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used, f"{folder}/memory.stat": stat}
+
+
+def v1(group, limit, used, cache=0):
+    folder = f"sys/fs/cgroup/memory/{group}".rstrip("/")
+    stat = f"inactive_file 1\ntotal_inactive_file {cache}"
+    return {
+        f"{folder}/memory.limit_in_bytes": limit,
+        f"{folder}/memory.usage_in_bytes": used,
+        f"{folder}/memory.stat": stat,
+    }
+
+
+def test_without_cgroups_the_machine_decides(tmp_path):
+    assert available_host_bytes(tree(tmp_path, meminfo(20))) == 20 * GIB
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected_gib"),
+    [
+        ([v2("a/b", 8 * GIB, 5 * GIB)], 3),
+        ([v2("a/b", 8 * GIB, 5 * GIB, cache=2 * GIB)], 5),
+        ([v2("a/b", "max", 5 * GIB)], 20),
+        ([v2("a/b", "max", 5 * GIB), v2("a", 6 * GIB, 5 * GIB)], 1),
+        ([v2("a/b", 9 * GIB, 5 * GIB), v2("a", "max", 5 * GIB), v2("", 8 * GIB, 6 * GIB)], 2),
+        ([v2("a/b", 90 * GIB, 5 * GIB)], 20),
+        ([v2("a/b", 4 * GIB, 5 * GIB)], 0),
+        ([v2("a/b", 4 * GIB, GIB, cache=2 * GIB)], 4),
+        ([v2("other", 1 * GIB, 0)], 20),
+    ],
+)
+def test_v2_limits_of_all_groups_above_count(tmp_path, groups, expected_gib):
+    tree(tmp_path, meminfo(20) | {"proc/self/cgroup": "0::/a/b"})
+    for group in groups:
+        tree(tmp_path, group)
+    assert available_host_bytes(tmp_path) == expected_gib * GIB
+
+
+def test_a_group_without_statistics_still_limits(tmp_path):
+    tree(tmp_path, meminfo(20) | {"proc/self/cgroup": "0::/a"} | v2("a", 8 * GIB, 5 * GIB))
+    (tmp_path / "sys/fs/cgroup/a/memory.stat").unlink()
+    assert available_host_bytes(tmp_path) == 3 * GIB
+
+
+@pytest.mark.parametrize("path", ["/", "/../../system.slice/job", "/host/path/that/is/not/mounted"])
+def test_in_a_container_the_mount_itself_is_the_group(tmp_path, path):
+    tree(tmp_path, meminfo(20) | {"proc/self/cgroup": f"0::{path}"} | v2("", 8 * GIB, 5 * GIB))
+    assert available_host_bytes(tmp_path) == 3 * GIB
+
+
+@pytest.mark.parametrize("controllers", ["memory", "cpu,memory"])
+def test_v1_limits_count(tmp_path, controllers):
+    unlimited = 9223372036854771712
+    tree(tmp_path, meminfo(20) | {"proc/self/cgroup": f"12:pids:/x\n4:{controllers}:/job/step\n1:name=systemd:/\n0::/"})
+    tree(tmp_path, v1("job/step", unlimited, GIB) | v1("", unlimited, GIB))
+    assert available_host_bytes(tmp_path) == 20 * GIB
+    tree(tmp_path, v1("job", 8 * GIB, 6 * GIB, cache=GIB))
+    assert available_host_bytes(tmp_path) == 3 * GIB
+
+
+def test_v2_beside_v1_is_found_in_its_own_folder(tmp_path):
+    tree(tmp_path, meminfo(20) | {"proc/self/cgroup": "0::/job"} | v2("unified/job", 8 * GIB, 6 * GIB))
+    assert available_host_bytes(tmp_path) == 2 * GIB
+
+
+@pytest.mark.parametrize("files", [{}, {"proc/meminfo": "MemTotal: 5 kB"}])
+def test_a_system_that_says_nothing_asks_for_a_setting(tmp_path, files):
+    with pytest.raises(ValueError, match='set host_memory, like "32GiB"'):
+        available_host_bytes(tree(tmp_path, files))
+
+
+def test_this_machine_has_memory():
+    assert 0 < available_host_bytes() < 2**50
+
+
+def test_the_memory_of_a_cpu_is_the_hosts(monkeypatch):
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: 77)
+    assert free_device_bytes(torch.device("cpu")) == 77
+
+
+def test_free_bytes_of_a_gpu_include_what_pytorch_reserved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 120)
+    assert free_device_bytes(torch.device("cuda", 0)) == 1180
+
+
+def test_other_devices_ask_for_a_setting():
+    with pytest.raises(ValueError, match="device 'meta' can't be read: set device_memory"):
+        free_device_bytes(torch.device("meta"))
+
+
+def test_each_direction_gets_its_own_bandwidth():
+    offload, prefetch = measure_copy_bandwidth(lambda: time.sleep(0.004), lambda: time.sleep(0.016), 1000, 0.1)
+    # Sleeps can only be longer than asked for.
+    assert 0 < offload <= 1000 / 0.004
+    assert 0 < prefetch <= 1000 / 0.016
+    assert offload > 1.5 * prefetch
+
+
+def test_both_directions_run_at_once():
+    meeting = threading.Barrier(2, timeout=10)
+    warm = {"out": False, "in": False}
+
+    def copy(name):
+        if warm[name] and not meeting.broken:
+            try:
+                meeting.wait()
+            except threading.BrokenBarrierError:
+                pytest.fail("the other direction was not running")
+            meeting_over.set()
+        warm[name] = True
+
+    meeting_over = threading.Event()
+
+    def once(name):
+        if not meeting_over.is_set():
+            copy(name)
+
+    assert all(rate > 0 for rate in measure_copy_bandwidth(lambda: once("out"), lambda: once("in"), 1, 0.01))
+    assert meeting_over.is_set()
+
+
+def test_a_slow_direction_is_measured_however_short_the_time():
+    _, prefetch = measure_copy_bandwidth(lambda: time.sleep(0.001), lambda: time.sleep(0.03), 1000, 0.001)
+    assert 1000 / 0.3 < prefetch <= 1000 / 0.03
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_copy_that_fails_ends_the_measurement(failing):
+    calls = []
+
+    def broken():
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError("copy failed")
+
+    copies = [lambda: time.sleep(0.001)] * 2
+    copies[failing] = broken
+    with pytest.raises(OSError, match="copy failed"):
+        measure_copy_bandwidth(*copies, 1000, 60.0)
+
+
+def test_tensor_copies_are_measured():
+    source, target = torch.zeros(2**16), torch.zeros(2**16)
+    other, back = torch.zeros(2**16), torch.zeros(2**16)
+    rates = measure_copy_bandwidth(lambda: target.copy_(source), lambda: back.copy_(other), 2**18, 0.02)
+    assert all(rate > 1e6 for rate in rates)
