@@ -41,12 +41,11 @@ class Fitted:
     host_bytes: int = 0
 
 
-def train(cfg: DictConfig, output_dir: Path) -> RunSummary:
+def train(cfg: DictConfig) -> RunSummary:
     """Trains as configured, prints the results and returns them.
 
     Args:
         cfg: The composed configuration, see ``conf/train.yaml``.
-        output_dir: Where the plan is saved.
 
     Raises:
         ValueError: A setting is not allowed, or data or a checkpoint is missing.
@@ -56,7 +55,7 @@ def train(cfg: DictConfig, output_dir: Path) -> RunSummary:
     seed_everything(cfg.seed, verbose=False)
     data: TextDataModule = instantiate(cfg.data)
     data.setup()
-    fitted = fit(cfg, data, output_dir)
+    fitted = fit(cfg, data)
     stats = fitted.stats
     summary = RunSummary(
         overrides=[],
@@ -77,8 +76,8 @@ def train(cfg: DictConfig, output_dir: Path) -> RunSummary:
     return summary
 
 
-def fit(cfg: DictConfig, data: TextDataModule, output_dir: Path) -> Fitted:
-    """Trains, and saves the strategy's plan as ``plan.json`` where it has one.
+def fit(cfg: DictConfig, data: TextDataModule) -> Fitted:
+    """Trains, and reads what the strategy planned, if it plans.
 
     Raises:
         ValueError: A setting is not allowed, or a checkpoint is missing.
@@ -97,7 +96,6 @@ def fit(cfg: DictConfig, data: TextDataModule, output_dir: Path) -> Fitted:
     plan: Plan | None = getattr(trainer.strategy, "plan", None)
     if plan is None:
         return fitted
-    plan.save(output_dir / "plan.json")
     return fitted if plan.swap.mode == "plain" else _with_swap(fitted, plan.swap)
 
 
@@ -142,7 +140,7 @@ def run_job(cfg: DictConfig) -> RunSummary:
     output_dir = Path(job.runtime.output_dir)
     overrides: list[str] = list(job.overrides.task)
     try:
-        summary = replace(train(cfg, output_dir), overrides=overrides)
+        summary = replace(train(cfg), overrides=overrides)
     except Exception as error:
         if job.mode is not RunMode.MULTIRUN:
             exit_for_user(error)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.intercept import current_handler
+from lightning_memo.engine.intercept import autocast_inputs, current_handler
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 
 BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
@@ -96,6 +96,7 @@ def _attention(
     if handler is not None:
         out = handler(query, key, value, spec)
     else:
+        query, key, value = autocast_inputs(query, key, value)
         out = _WholeAttention.apply(backend_of(query, key, value, spec), spec, query, key, value)
     return out.transpose(1, 2).contiguous(), None
 

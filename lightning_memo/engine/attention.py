@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.slices import TokenRange
-from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec, merge
+from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 
 # Turns what a slice stored (a handle that only its run understands) into a tensor on the device.
 Load = Callable[[Any], Tensor]
@@ -18,8 +18,9 @@ Load = Callable[[Any], Tensor]
 class AttentionCore:
     """Causal attention of slice after slice, without autograd.
 
-    The forward of slice `i` meets the keys of slices `0 .. i`; its backward, last slice first, adds to the key and value
-    gradients of every slice it met, in fp32 for half-precision tensors.
+    The forward of slice `i` meets the keys of slices `0 .. i` in one kernel call, so that its output is rounded once, as
+    in plain training. Its backward, last slice first, adds to the key and value gradients of every slice it met, in fp32
+    for half-precision tensors.
 
     Args:
         backend: The kernel; several slices need one that computes blocks.
@@ -36,19 +37,9 @@ class AttentionCore:
         self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, load: Load
     ) -> AttentionResult:
         """Attention of slice `index`: q, k, v are its own, `[batch, heads, tokens, head_dim]`."""
-        own = self._slices[index].start
-        result: AttentionResult | None = None
-        # Ascending, so that rows whose own keys are all padding have met a valid key before they meet none.
-        for earlier in self._seen_by(index, spec):
-            key, value = (load(handle) for handle in self._keys_values[earlier])
-            block = self._backend.forward(q, key, value, spec, own, self._slices[earlier].start)
-            result = block if result is None else merge(result, block)
-        block = self._backend.forward(q, k, v, spec, own, own)
-        if result is None:
-            return block
-        result = merge(result, block)
-        # `merge` keeps fp32 and the layout of its inputs; the layer goes on in the dtype of its queries.
-        return AttentionResult(result.out.to(q.dtype), result.lse)
+        seen = self._seen_by(index, spec)
+        keys, values = self._join(seen, k, v, load)
+        return self._backend.forward(q, keys, values, spec, self._slices[index].start, self._start(seen, index))
 
     def hold(self, index: int, key: Any, value: Any) -> None:
         """Handles by which later slices, and the backward, find the keys and values of a slice."""
@@ -66,35 +57,45 @@ class AttentionCore:
         load: Load,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the slice's q, k, v, later slices' share included: those must have run before."""
-        own = self._slices[index].start
-        dq, dk, dv = self._backend.backward(dout, q, k, v, result, spec, own, own)
+        seen = self._seen_by(index, spec)
+        keys, values = self._join(seen, k, v, load)
+        start = self._start(seen, index)
+        dq, *dkv = self._backend.backward(dout, q, keys, values, result, spec, self._slices[index].start, start)
+        lengths = [self._slices[n].tokens for n in (*seen, index)]
+        parts = list(zip(*(grad.split(lengths, 2) for grad in dkv), strict=True))
+        for earlier, (dk, dv) in zip(seen, parts, strict=False):
+            self._accumulate(earlier, dk, dv)
+        dk, dv = parts[-1]
         if index in self._gradients:
             later_dk, later_dv = self._gradients.pop(index)
             dk, dv = (later_dk + dk).to(k.dtype), (later_dv + dv).to(v.dtype)
-        earlier_slices = self._seen_by(index, spec)
-        if earlier_slices and dq.dtype in (torch.float16, torch.bfloat16):
-            dq = dq.float()
-        for earlier in earlier_slices:
-            key, value = (load(handle) for handle in self._keys_values[earlier])
-            start = self._slices[earlier].start
-            part_dq, part_dk, part_dv = self._backend.backward(dout, q, key, value, result, spec, own, start)
-            dq = dq + part_dq
-            self._accumulate(earlier, part_dk, part_dv)
-        return dq.to(q.dtype), dk, dv
+        return dq, dk, dv
 
     def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
-        """Earlier slices of which the slice sees any key."""
+        """Earlier slices of which the slice sees any key: those right before it."""
         start = self._slices[index].start
         return [n for n in range(index) if not spec.sees_nothing(start, self._slices[n].stop)]
 
+    def _start(self, seen: list[int], index: int) -> int:
+        return self._slices[seen[0] if seen else index].start
+
+    def _join(self, seen: list[int], k: Tensor, v: Tensor, load: Load) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slices seen and of the slice itself, `[batch, heads, keys, head_dim]`."""
+        if not seen:
+            return k, v
+        held = [self._keys_values[n] for n in seen]
+        return torch.cat([*(load(key) for key, _ in held), k], 2), torch.cat([*(load(value) for _, value in held), v], 2)
+
     def _accumulate(self, index: int, dk: Tensor, dv: Tensor) -> None:
         if index not in self._gradients:
-            self._gradients[index] = (_fp32(dk), _fp32(dv))
+            self._gradients[index] = (_fp32_copy(dk), _fp32_copy(dv))
             return
         sum_dk, sum_dv = self._gradients[index]
         sum_dk += dk
         sum_dv += dv
 
 
-def _fp32(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+def _fp32_copy(t: Tensor) -> Tensor:
+    """A copy of its own, in fp32 if `t` is half precision."""
+    dtype = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
+    return t.to(dtype, copy=True)

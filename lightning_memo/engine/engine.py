@@ -31,7 +31,6 @@ from lightning_memo.plan import SwapPlan
 
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
 RESIDENT_CALLS = 2
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class LayerForward:
@@ -281,13 +280,17 @@ def _layer_call(
         x, *rest = args
     else:
         x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
-    for name in _CACHES:
-        if kwargs.get(name) is not None:
-            kwargs[name] = None
+    rest = [None if _is_cache(value) else value for value in rest]
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     dim = token_dim(layer)
     return x, LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether an argument is a key-value cache of transformers."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def token_dim(layer: nn.Module) -> int:

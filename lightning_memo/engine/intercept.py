@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_memo.engine.regions import gapless_strides
 from lightning_memo.kernels import AttentionSpec
 
 # q, k, v [batch, heads, tokens, head_dim] and the spec -> output of the same shape
@@ -44,6 +46,23 @@ def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
     return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
 
 
+def _answer(handler: AttentionHandler, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Ask a handler, whose own attention calls are not caught again."""
+    token = _handler.set(None)
+    try:
+        return handler(*autocast_inputs(q, k, v), spec)
+    finally:
+        _handler.reset(token)
+
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Autocast casts what `scaled_dot_product_attention` gets; a kernel called directly must do the same."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 @contextmanager
 def handling(handler: AttentionHandler) -> Iterator[None]:
     """Inside, attention calls of this thread go to `handler`.
@@ -53,7 +72,7 @@ def handling(handler: AttentionHandler) -> Iterator[None]:
     `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
     which only a `TorchFunctionMode` sees; but that mode is off inside composites such as `multi_head_attention_forward`.
     """
-    token = _handler.set(handler)
+    token = _handler.set(functools.partial(_answer, handler))
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:
@@ -75,13 +94,21 @@ class LayerMode(TorchFunctionMode):
         super().__init__()
         self._tokens, self._start, self._stop = tokens, start, stop
         self._batch, self._token_dim = batch, token_dim
+        self._own: object = None
+
+    def __enter__(self) -> LayerMode:
+        self._own = _handler.get()
+        super().__enter__()
+        return self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         handler = _handler.get()
-        if func is _sdpa and handler is not None:
+        if handler is None or handler is not self._own:  # inside an attention call, or inside a nested slice
+            return func(*args, **kwargs)
+        if func is _sdpa:
             return _answer_sdpa(handler, args, kwargs)
         if func in _DROPOUTS and self._stop - self._start < self._tokens:
             return self._dropout(*args, **kwargs)
@@ -100,7 +127,8 @@ class LayerMode(TorchFunctionMode):
         shape, dim = list(input.shape), self._token_dim
         if input.dim() >= 2 and shape[dim] == count and shape[1 - dim] == self._batch:
             shape[dim] = self._tokens
-            return F.dropout(input.new_ones(shape), p).narrow(dim, self._start, count)
+            whole = input.new_empty_strided(shape, gapless_strides(shape, input)).fill_(1)
+            return F.dropout(whole, p).narrow(dim, self._start, count)
         if shape[0] == count * self._batch and dim == 1:
             whole = F.dropout(input.new_ones(self._batch * self._tokens, *shape[1:]), p)
             part = whole.unflatten(0, (self._batch, self._tokens)).narrow(1, self._start, count)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies import CopyEvent, CopyStream, Delays, make_copy_stream
-from lightning_memo.engine.regions import aligned, flat, is_dense
+from lightning_memo.engine.regions import aligned, flat, gapless_strides, is_dense
 
 _POISON = 0xFF  # a NaN in every floating-point format
 
@@ -125,8 +125,9 @@ class Slot:
         if is_dense(t):
             target.copy_(flat(t))
             return Stored(start, t.nbytes, t.dtype, tuple(t.shape), t.stride())
-        compact = target.view(t.shape).copy_(t)
-        return Stored(start, t.nbytes, t.dtype, tuple(t.shape), compact.stride(), compact=True)
+        strides = gapless_strides(t.shape, t)
+        torch.as_strided(target, t.shape, strides, target.storage_offset()).copy_(t)
+        return Stored(start, t.nbytes, t.dtype, tuple(t.shape), strides, compact=True)
 
     def load(self, stored: Stored) -> Tensor:
         """The tensor, once its bytes are on the device."""

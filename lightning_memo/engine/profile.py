@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memo.engine.regions import Registry
 from lightning_memo.engine.slices import SavedBytes
@@ -78,12 +78,19 @@ class StepProfile:
         if size_bytes:
             self._call(index).saved.append(SavedBytes(kind, size_bytes))
 
-    def recomputed(self, index: int, t: Tensor, kind: str = "other") -> None:
+    def recomputed(self, index: int, t: Tensor, layer: nn.Module, kind: str = "other") -> None:
         """A tensor that would be stored if its slice were swapped; each of its bytes counts once."""
         call = self._call(index)
         if t.numel() and call.seen.find(t) is None:
             call.seen.add(t, None)
-            call.saved.append(SavedBytes(kind, t.nbytes))
+            call.saved.append(SavedBytes(kind, t.nbytes, self._is_per_token(t, layer)))
+
+    def _is_per_token(self, t: Tensor, layer: nn.Module) -> bool:
+        """A tensor is per token unless all its sizes are those of weights (experts get any number of tokens)."""
+        if any(size in (self.tokens, self.batch * self.tokens) for size in t.shape):
+            return True
+        sizes = {1, *(size for p in layer.parameters() for size in p.shape)}
+        return any(size not in sizes for size in t.shape)
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:
         """Bytes of these kinds for every call, in order of execution."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -32,6 +33,19 @@ def span(t: Tensor) -> int:
 def flat(t: Tensor) -> Tensor:
     """The range of storage that a dense tensor covers, as one dimension."""
     return torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())
+
+
+def gapless_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
+    """Strides of a tensor of `shape` without gaps, whose dimensions lie in memory in the order of those of `like`.
+
+    The order matters: kernels pick their arithmetic by it, and random numbers fill memory in order.
+    """
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ class Slice:
             return t
         if self.action is Action.RECOMPUTE:
             if known is None and run.engine.profile is not None:
-                run.engine.profile.recomputed(run.index, t)
+                run.engine.profile.recomputed(run.index, t, run.call.layer)
             self._saved += 1
             return self._saved - 1
         if known is not None:
@@ -242,7 +242,6 @@ class Slice:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Answer an attention call of the layer's forward in the schedule "layer"."""
-        q, k, v = autocast_inputs(q, k, v)
         self.run.engine.check_sliceable(self.run, spec)
         out: Tensor = _SliceAttention.apply(self, spec, q, k, v)
         self.rng_after_attention.append(RngState.capture(q.device))
@@ -280,7 +279,7 @@ class Slice:
         )
         if recompute and run.engine.profile is not None:
             for kind, t in (("query", q), ("key", k), ("value", v)):
-                run.engine.profile.recomputed(run.index, t, kind)
+                run.engine.profile.recomputed(run.index, t, run.call.layer, kind)
         self.attentions.append(saved)
         return saved
 
@@ -355,7 +354,6 @@ class Slice:
         self._stop_if_enough()
 
     def _replay_attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        q, k, v = autocast_inputs(q, k, v)
         number = len(self._replayed_qkv)
         self._replayed_qkv.append((q.detach(), k.detach(), v.detach()))
         self._stop_if_enough()
@@ -424,11 +422,3 @@ def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContex
     """A factory of the autocast context that is active now."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=enabled)
-
-
-def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Autocast casts what `scaled_dot_product_attention` gets; a kernel called directly must do the same."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)

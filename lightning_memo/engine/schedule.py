@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.run import LayerRun, Slice, autocast_inputs
+from lightning_memo.engine.run import LayerRun, Slice
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
 
 
@@ -69,7 +69,7 @@ class _Nest:
         part.run.rng_start.restore()
 
         def handler(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-            return self._attend(number, *autocast_inputs(q, k, v), spec)
+            return self._attend(number, q, k, v, spec)
 
         with part.running(handler):
             y, self.extras[number] = _split_output(part.call(self._inputs[number]))

@@ -43,10 +43,12 @@ class SavedBytes:
     """One tensor that a layer call saves, for all tokens: its kind and size.
 
     Kinds: "input", "out", "lse" (always swapped), "query", "key", "value" (of attention), "other".
+    `per_token` is false for what is as large for one token as for all (a function of weights, say).
     """
 
     kind: str
     size_bytes: int
+    per_token: bool = True
 
 
 def swapped_tokens(tokens: int, alpha: float) -> int:
@@ -78,19 +80,19 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     total = 0
     for item in saved:
         if item.kind == "input" or (item.kind == "lse" and whole):
-            total += aligned(_share(item.size_bytes, slices[-1].stop, tokens))
+            total += aligned(_share(item, slices[-1].stop, tokens))
             continue
         total += sum(
-            aligned(_share(item.size_bytes, part.tokens, tokens))
+            aligned(_share(item, part.tokens, tokens))
             for n, part in enumerate(slices)
             if _is_stored(item.kind, part.action, whole, last=n == len(slices) - 1)
         )
     return total
 
 
-def _share(size_bytes: int, part_tokens: int, tokens: int) -> int:
-    """Bytes of a tensor for a part of the tokens; tensors that are not per token are saved whole."""
-    return size_bytes * part_tokens // tokens if size_bytes % tokens == 0 else size_bytes
+def _share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
+    """Bytes of a tensor for a part of the tokens."""
+    return -(-item.size_bytes * part_tokens // tokens) if item.per_token else item.size_bytes
 
 
 def _is_stored(kind: str, action: Action, whole: bool, last: bool) -> bool:

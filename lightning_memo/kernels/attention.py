@@ -1,8 +1,7 @@
 """What the engine asks of an attention kernel: explicit output and log-sum-exp, and a backward that takes them.
 
-Every back end computes one *block*: queries at absolute positions `query_start ...` against keys at `key_start ...`.
-Blocks are merged by their log-sum-exp (online softmax), so that a slice's queries can meet the keys of other slices
-one after the other. Queries, keys and values are `[batch, heads, tokens, head_dim]`; outputs lie in memory as
+Every back end computes one *block*: queries at absolute positions `query_start ...` against keys at `key_start ...`, so
+that a slice's queries can meet the keys of the slices before it. Queries, keys and values are `[batch, heads, tokens, head_dim]`; outputs lie in memory as
 `[batch, tokens, heads, head_dim]`, the layout that the output projection reads without a copy.
 """
 
@@ -56,7 +55,7 @@ class AttentionResult:
 
 
 class AttentionBackend(Protocol):
-    """One kernel. `blocks` says whether it can compute a part of the keys (it returns a log-sum-exp)."""
+    """One kernel. `blocks` says whether queries may begin later than keys: whether slices can be computed with it."""
 
     name: str
     blocks: bool
@@ -93,18 +92,6 @@ def repeat_heads(t: Tensor, groups: int) -> Tensor:
 def sum_head_groups(t: Tensor, groups: int) -> Tensor:
     """The gradient of `repeat_heads`."""
     return t if groups == 1 else t.unflatten(1, (-1, groups)).sum(2)
-
-
-def merge(a: AttentionResult, b: AttentionResult) -> AttentionResult:
-    """Attention over the keys of `a` and of `b` together (online softmax), in fp32.
-
-    Rows that saw no key have a log-sum-exp of minus infinity and weigh nothing.
-    """
-    lse = torch.logaddexp(a.lse, b.lse)
-    # A row that no block has served yet would give inf - inf; its outputs are zero, so any finite weight is right.
-    safe = lse.masked_fill(lse == -math.inf, 0.0)
-    weight_a, weight_b = ((r.lse - safe).exp_().unsqueeze(-1) for r in (a, b))
-    return AttentionResult(a.out.float() * weight_a + b.out.float() * weight_b, lse)
 
 
 def block_mask(
@@ -146,11 +133,3 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
-
-
-def blind_rows(mask: Tensor | None) -> Tensor | None:
-    """Rows of an additive mask that see no key, `[1 or batch, 1, 1 or queries]`, or `None` when there are none."""
-    if mask is None:
-        return None
-    blind = (mask == -math.inf).all(-1)
-    return blind if bool(blind.any()) else None

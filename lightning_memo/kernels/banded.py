@@ -6,7 +6,6 @@ no mask. Padding and windows of a block are therefore expressed by the rows and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +71,7 @@ class BandedFlash:
         if len(parts) == 1 and parts[0][0].shape[:2] == (q.shape[0], q.shape[2]):
             return AttentionResult(parts[0][0].transpose(1, 2), parts[0][1], states)
         out = torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-        lse = torch.full(q.shape[:3], -math.inf, device=q.device, dtype=torch.float32)
+        lse = torch.zeros(q.shape[:3], device=q.device, dtype=torch.float32)
         for band, (part, part_lse, _) in zip(calls, parts, strict=True):
             out[band.batch, : band.rows] = part
             lse[band.batch, :, : band.rows] = part_lse

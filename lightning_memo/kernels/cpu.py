@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from lightning_memo.kernels.attention import (
     AttentionResult,
     AttentionSpec,
     additive,
-    blind_rows,
     block_mask,
     repeat_heads,
     sum_head_groups,
@@ -25,14 +22,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class CpuFlash:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: what plain training runs on a CPU without dropout.
 
-    Masks are built for one block of queries at a time, so that a sliding window over a long sequence never costs
-    the square of its length.
+    Its causal flag aligns the first query with the first key; other blocks get masks, built for some rows at a time, so
+    that they never cost the square of the sequence's length.
     """
 
     name = "sdpa"
     blocks = True
-    # Rows of a windowed block that share one mask. One call below it keeps the arithmetic of plain training.
-    query_rows = 2048
+    # Rows that share one mask. One call below it keeps the arithmetic of plain training with a window.
+    query_rows = 1024
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
@@ -75,18 +72,16 @@ class CpuFlash:
     def _chunks(
         self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int
     ) -> list[tuple[slice, slice]]:
-        """Ranges of rows and the keys they can see: one, unless a window makes blocks of rows worthwhile."""
+        """Ranges of rows and the keys they can see: one, unless a mask makes blocks of rows worthwhile."""
         queries, keys = q.shape[2], k.shape[2]
-        if spec.window is None or queries <= self.query_rows:
+        needs_mask = spec.window is not None or (spec.causal and query_start != key_start)
+        if not needs_mask or queries <= self.query_rows:
             return [(slice(0, queries), slice(0, keys))]
         chunks = []
         for first in range(0, queries, self.query_rows):
             last = min(first + self.query_rows, queries)
-            low = max(query_start + first - spec.window + 1 - key_start, 0)
-            high = min(query_start + last - key_start, keys)
-            # A block that sees nothing still needs an answer: one masked key gives rows that weigh nothing.
-            low = min(low, keys - 1)
-            chunks.append((slice(first, last), slice(low, max(high, low + 1))))
+            low = 0 if spec.window is None else max(query_start + first - spec.window + 1 - key_start, 0)
+            chunks.append((slice(first, last), slice(low, min(query_start + last - key_start, keys))))
         return chunks
 
     def _arguments(
@@ -106,9 +101,6 @@ class CpuFlash:
     ) -> AttentionResult:
         k, v, _, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
-        blind = blind_rows(mask)
-        if blind is not None:  # the kernel answers 0 for them, which would weigh in a merge
-            lse = lse.masked_fill(blind, -math.inf)
         return AttentionResult(token_major(out), lse)
 
     def _backward(
