@@ -25,8 +25,8 @@ from lightning_memo.plan import Plan
 class MemoStrategy(ModelParallelStrategy):
     """Trains sequences that do not fit, by swapping a share of each layer's activations and recomputing the others.
 
-    `Trainer(strategy=MemoStrategy(...))`, or `Trainer(strategy="memo")` after `import lightning_memo`. The first batch is
-    profiled; then a share alpha of the tokens has its activations swapped to host memory while later layers compute,
+    `Trainer(strategy=MemoStrategy(...))`, or `Trainer(strategy="memo")` after `import lightning_memo`. The first batch
+    is profiled; then a share alpha of the tokens has its activations swapped to host memory while later layers compute,
     and the others have theirs recomputed in the backward, attention excepted (MEMO). Gradients are those of plain
     training. Nothing else changes in the LightningModule, whose model may be built in `__init__` or `configure_model`.
 
@@ -85,7 +85,7 @@ class MemoStrategy(ModelParallelStrategy):
             layers=layers,
             attention=attention,
             schedule=schedule,
-            plan=plan,
+            plan=None if plan is None else str(plan),
         )
         check_available(attention)
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=False)
@@ -95,7 +95,11 @@ class MemoStrategy(ModelParallelStrategy):
 
     def __repr__(self) -> str:
         # `pytorch_lightning.Trainer` refuses foreign strategies and prints them: the one place to say what to do.
-        hint = "; needs lightning.pytorch.Trainer, not pytorch_lightning.Trainer" if "pytorch_lightning" in sys.modules else ""
+        hint = (
+            "; needs lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
+            if "pytorch_lightning" in sys.modules
+            else ""
+        )
         return f"<MemoStrategy alpha={self.config.alpha}{hint}>"
 
     @property

@@ -52,6 +52,7 @@ def train(cfg: DictConfig) -> RunSummary:
     """
     # Batches are views of text in memory: worker processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own use of torch
     seed_everything(cfg.seed, verbose=False)
     data: TextDataModule = instantiate(cfg.data)
     data.setup()

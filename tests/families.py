@@ -103,8 +103,13 @@ FAMILIES: dict[str, Family] = {
     "mistral_window": Family(_hf("MistralConfig", **_LLAMA_LIKE, sliding_window=24)),
     "gemma": Family(_hf("GemmaConfig", **_LLAMA_LIKE, head_dim=8)),
     "gemma3_mixed_windows": Family(
-        _hf("Gemma3TextConfig", **_LLAMA_LIKE | {"num_hidden_layers": 6}, head_dim=8, sliding_window=16,
-            sliding_window_pattern=3)
+        _hf(
+            "Gemma3TextConfig",
+            **_LLAMA_LIKE | {"num_hidden_layers": 6},
+            head_dim=8,
+            sliding_window=16,
+            sliding_window_pattern=3,
+        )
     ),  # fmt: skip
     "phi": Family(_hf("PhiConfig", **_LLAMA_LIKE, resid_pdrop=0.0)),
     "gpt_neox": Family(_hf("GPTNeoXConfig", **_COMMON, intermediate_size=64)),

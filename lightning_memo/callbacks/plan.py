@@ -19,7 +19,14 @@ from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.plan import Plan
 from lightning_memo.planner import plan_swap
-from lightning_memo.profiler.costs import budget, fingerprint, layer_costs, model_fingerprint, state_bytes, transient_bytes
+from lightning_memo.profiler.costs import (
+    budget,
+    fingerprint,
+    layer_costs,
+    model_fingerprint,
+    state_bytes,
+    transient_bytes,
+)
 from lightning_memo.report import plan_table
 
 PLAN_FILE = "memo_plan.json"
@@ -98,7 +105,7 @@ class PlanAfterFirstStep(Callback):
         """
         alpha, why = self._config.alpha, self._engine.why_whole
         if why and alpha not in ("auto", 0.0, 1.0):
-            raise ValueError(f"alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or \"auto\"")
+            raise ValueError(f'alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or "auto"')
         return alpha
 
     def _slot_bytes(self, profile: StepProfile) -> Any:
@@ -108,7 +115,9 @@ class PlanAfterFirstStep(Callback):
 
         def of_alpha(alpha: float) -> int:
             slices = slice_tokens_by_alpha(profile.tokens, alpha, None if whole else longest)
-            return max(slot_bytes(call.saved, profile.tokens, slices, self._engine.schedule) for call in profile.in_order())
+            return max(
+                slot_bytes(call.saved, profile.tokens, slices, self._engine.schedule) for call in profile.in_order()
+            )
 
         return of_alpha
 

@@ -79,12 +79,10 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it: q, k, v `[batch, heads, tokens, head_dim]` in, tokens first out."""
+    """An attention function as transformers calls it: `[batch, heads, tokens, head_dim]` in, heads after tokens out."""
     handler = current_handler()
     if handler is None and (not torch.is_grad_enabled() or not isinstance(attention_mask, MaskPattern)):
-        return _sdpa_of_transformers(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+        return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     for name in _UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -112,7 +110,15 @@ def _spec(
 
 
 def _sdpa_of_transformers(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, scaling: Any, causal: Any, **kwargs: Any
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: Any,
+    causal: Any,
+    **kwargs: Any,
 ) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -18,9 +18,9 @@ Load = Callable[[Any], Tensor]
 class AttentionCore:
     """Causal attention of slice after slice, without autograd.
 
-    The forward of slice `i` meets the keys of slices `0 .. i` in one kernel call, so that its output is rounded once, as
-    in plain training. Its backward, last slice first, adds to the key and value gradients of every slice it met, in fp32
-    for half-precision tensors.
+    The forward of slice `i` meets the keys of slices `0 .. i` in one kernel call, so that its output is rounded once,
+    as in plain training. Its backward, last slice first, adds to the key and value gradients of every slice it met, in
+    fp32 for half-precision tensors.
 
     Args:
         backend: The kernel; several slices need one that computes blocks.
@@ -33,9 +33,7 @@ class AttentionCore:
         self._keys_values: dict[int, tuple[Any, Any]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def forward(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, load: Load
-    ) -> AttentionResult:
+    def forward(self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, load: Load) -> AttentionResult:
         """Attention of slice `index`: q, k, v are its own, `[batch, heads, tokens, head_dim]`."""
         seen = self._seen_by(index, spec)
         keys, values = self._join(seen, k, v, load)
@@ -84,7 +82,9 @@ class AttentionCore:
         if not seen:
             return k, v
         held = [self._keys_values[n] for n in seen]
-        return torch.cat([*(load(key) for key, _ in held), k], 2), torch.cat([*(load(value) for _, value in held), v], 2)
+        return torch.cat([*(load(key) for key, _ in held), k], 2), torch.cat(
+            [*(load(value) for _, value in held), v], 2
+        )
 
     def _accumulate(self, index: int, dk: Tensor, dv: Tensor) -> None:
         if index not in self._gradients:

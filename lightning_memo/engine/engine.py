@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ class Engine:
         self._traits: dict[object, LayerTraits] = {}
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
         self._planned_input_bytes = 0
+        self._outgrown = False
         self._undo: list[Callable[[], None]] = []
 
     # ---- life
@@ -91,7 +93,7 @@ class Engine:
         """Put the engine around the layers' forward."""
         for layer in self.layers:
             original, own = layer.forward, "forward" in vars(layer)
-            layer.forward = LayerForward(self._run, layer, original)  # type: ignore[method-assign]
+            layer.forward = LayerForward(self._run, layer, original)
             self._undo.append(functools.partial(_restore_forward, layer, original if own else None))
         self._undo += attach_attention(self._model, self.backend)
 
@@ -119,6 +121,7 @@ class Engine:
         if self.memory is not None:
             self.memory.close()
         self.swap = self.memory = self.profile = None
+        self._outgrown = False
 
     def reset(self) -> None:
         """Give back whatever an interrupted step still holds."""
@@ -146,7 +149,7 @@ class Engine:
             return forward(*args, **kwargs)
         x, call = _layer_call(layer, forward, args, kwargs)
         index = max(self._runs.keys(), default=-1) + 1
-        if index == 0 and (self.swap is None or x.nbytes > self._planned_input_bytes):
+        if index == 0 and (self.swap is None or self._outgrown or x.nbytes > self._planned_input_bytes):
             self._start_profile(call, x)
         if self.profile is None and self.swap is not None and self.swap.mode == "plain":
             return forward(*args, **kwargs)
@@ -157,6 +160,8 @@ class Engine:
         traits = self._traits_of(call, x)
         slices = self.slices_for(traits, call.tokens)
         assert self.swap is not None
+        if self.profile is None and index >= self.swap.calls:
+            self._outgrown = True  # more forwards before a backward than were planned: these stay on the device
         run = LayerRun(self, call, x, index, slices, self.memory, swap=index < self.swap.calls - RESIDENT_CALLS)
         self._runs[index] = run
         nested = not run.whole and "nest" in (self._schedule, traits.schedule)
@@ -174,6 +179,7 @@ class Engine:
 
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that (pageable: it serves once)."""
+        started = time.perf_counter()
         attention = self._traits_of(call, x).attention_bytes
         saved = [SavedBytes("input", x.nbytes), *(SavedBytes("out", size) for size in attention)]
         whole = (TokenRange(0, call.tokens, Action.RECOMPUTE),)
@@ -186,6 +192,7 @@ class Engine:
         self.swap, self._planned_input_bytes = bootstrap, x.nbytes
         self._allocate(bootstrap.slot_bytes, bootstrap.swapped_calls, pinned=False)
         self.profile = StepProfile(self.device, call.batch, call.tokens, x.nbytes)
+        self.profile.setup_seconds = time.perf_counter() - started
 
     @property
     def traits(self) -> tuple[LayerTraits, ...]:
@@ -225,12 +232,15 @@ class Engine:
         if not run.whole and not spec.sliceable:
             raise ValueError(
                 f"{type(run.call.layer).__name__} was cut into {len(run.slices)} slices, but its attention is now not "
-                "causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha to 0 or 1"
+                "causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha=0"
             )
 
     def needs_mode(self, run: LayerRun) -> bool:
-        """Whether torch functions are to be caught: for dropout in slices, and for attention imported by name."""
-        return not run.whole or not hasattr(run.call.layer, "gradient_checkpointing")
+        """Whether torch functions are to be caught: for dropout in slices, and for attention imported by name.
+
+        Layers of transformers call attention through its interface; for one slice of them nothing is to be caught.
+        """
+        return not run.whole or not type(run.call.layer).__module__.startswith("transformers.")
 
     def count_overflow(self, size_bytes: int) -> None:
         if self.memory is not None:
@@ -261,7 +271,7 @@ def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
     if own is None:
         del layer.forward
     else:
-        layer.forward = own  # type: ignore[method-assign]
+        layer.forward = own
 
 
 def _needs_grad(layer: nn.Module, arguments: Any) -> bool:

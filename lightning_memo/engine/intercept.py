@@ -70,7 +70,7 @@ def handling(handler: AttentionHandler) -> Iterator[None]:
     Note: [How attention is caught]
     Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
     `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
-    which only a `TorchFunctionMode` sees; but that mode is off inside composites such as `multi_head_attention_forward`.
+    which only a `TorchFunctionMode` sees; but that mode is off inside composites like `multi_head_attention_forward`.
     """
     token = _handler.set(functools.partial(_answer, handler))
     before = F.scaled_dot_product_attention
@@ -114,7 +114,9 @@ class LayerMode(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any) -> Tensor:
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
+    ) -> Tensor:
         training = names.get("train", training)
         if not training or p == 0.0:
             return input

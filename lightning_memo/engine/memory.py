@@ -172,7 +172,7 @@ class SlotMemory:
     _prefetch: CopyStream = field(init=False)
 
     def __post_init__(self) -> None:
-        delays = [None, None]
+        delays: list[Delays | None] = [None, None]
         if self.test_mode is not None:
             seed, longest = self.test_mode.seed, self.test_mode.longest_delay_seconds
             delays = [Delays(seed, longest), Delays(seed + 1, longest)]

@@ -80,7 +80,7 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf) -> LayerTrait
     try:
         whole_range = TokenRange(0, call.tokens, Action.KEEP)
         with handling(recorder.whole), call.mode(whole_range):
-            whole = _hidden(call.run(x, whole_range))
+            whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
         after = RngState.capture(x.device)
         sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
         why = _why_whole(call, x, recorder, whole, present, after, sliceable)
@@ -106,7 +106,7 @@ def _why_whole(
         start.restore()
         try:
             with handling(recorder.part(part)), call.mode(part), contextlib.suppress(StopIteration):
-                outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens), part)))
+                outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
         drawn_alike &= RngState.capture(x.device).same(after)

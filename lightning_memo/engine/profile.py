@@ -27,9 +27,8 @@ class Clock:
 
     @staticmethod
     def seconds(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
-        if isinstance(start, float) and isinstance(stop, float):
-            return stop - start
-        assert isinstance(start, torch.cuda.Event)
+        if isinstance(start, float) or isinstance(stop, float):
+            return float(stop) - float(start)
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3
 
@@ -56,10 +55,14 @@ class StepProfile:
         batch: Sequences of a layer's input.
         tokens: Tokens of each.
         input_bytes: Size of that input.
+
+    Attributes:
+        setup_seconds: Time within the step that went into looking at layers and allocating memory.
     """
 
     def __init__(self, device: torch.device, batch: int, tokens: int, input_bytes: int) -> None:
         self.batch, self.tokens, self.input_bytes = batch, tokens, input_bytes
+        self.setup_seconds = 0.0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
 

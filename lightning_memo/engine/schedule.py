@@ -1,9 +1,9 @@
 """The order in which the slices of a layer run, forward and backward.
 
 Note: [Schedules]
-"layer": slice 1, then slice 2, ...; under a causal mask a slice needs the keys of itself and earlier ones only. A scalar
-token runs through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that in the backward the last
-slice goes first and each is wholly done before the one before it.
+"layer": slice 1, then slice 2, ...; under a causal mask a slice needs the keys of itself and earlier ones only. A
+scalar token runs through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that in the backward
+the last slice goes first and each is wholly done before the one before it.
 
 "nest": slice 2's forward runs inside slice 1's attention call, and so on; attention runs once over all tokens, and the
 stack unwinds. For attention that is not causal or that draws dropout.

@@ -22,7 +22,11 @@ _USABLE_HOST_SHARE = 0.9
 
 
 def layer_costs(
-    profile: StepProfile, step_seconds: float, fixed_device_bytes: int, transient_device_bytes: int, device: torch.device
+    profile: StepProfile,
+    step_seconds: float,
+    fixed_device_bytes: int,
+    transient_device_bytes: int,
+    device: torch.device,
 ) -> LayerCosts:
     """Costs of the layers of a profiled step.
 
@@ -47,7 +51,7 @@ def layer_costs(
         forward_seconds=forward,
         backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, recompute, strict=True)),
         recompute_seconds=recompute,
-        outside_seconds=max(step_seconds - sum(forward) - sum(both), 0.0),
+        outside_seconds=max(step_seconds - profile.setup_seconds - sum(forward) - sum(both), 0.0),
         offload_bytes_per_second=offload,
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,
@@ -81,7 +85,9 @@ def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
     """Bytes of parameters, buffers, gradients (of what is trained) and optimizer state."""
     weights = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    states = [t for optimizer in optimizers for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
+    states = [
+        t for optimizer in optimizers for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)
+    ]
     return weights + gradients + sum(t.nbytes for t in states)
 
 

@@ -1,0 +1,55 @@
+import sys
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from lightning.pytorch import seed_everything
+
+TINY_RUN = (
+    "data.max_bytes=30000",
+    "data.seq_len=32",
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=32",
+    "model.config.num_hidden_layers=4",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+    "trainer.max_steps=5",
+    "trainer.limit_val_batches=1",
+    "trainer.val_check_interval=4",
+    "trainer.accelerator=cpu",
+    "compare_steps=1",
+    "callbacks.progress_bar=null",
+    "+trainer.enable_progress_bar=false",
+    "+trainer.enable_model_summary=false",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    seed_everything(0, verbose=False)
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path, capfd):
+    """Runs the training command in this process and a fresh folder; returns exit status, stdout and stderr."""
+    from lightning_memo.train import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
+
+    def run(*overrides):
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["train", *TINY_RUN, *overrides])
+        capfd.readouterr()
+        try:
+            main()
+        except SystemExit as end:
+            return (end.code, *capfd.readouterr())
+        return (0, *capfd.readouterr())
+
+    return run

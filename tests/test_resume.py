@@ -1,0 +1,81 @@
+"""A resumed run does, to the last bit, what the uninterrupted one does."""
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_memo.data import TextDataModule
+from lightning_memo.models import CausalLM
+
+# Dropout makes the losses depend on the random state, too.
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "attention_dropout": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+}
+
+
+class Record(Callback):
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.batches.append(
+            (trainer.current_epoch, batch_idx, batch["input_ids"].tolist(), outputs["loss"].item(), rate)
+        )
+
+
+def run(folder, text, ckpt_path=None, num_workers=0, **changes):
+    record = Record()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=16,
+        callbacks=[record, ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **changes,
+    )
+    data = TextDataModule(seq_len=32, batch_size=2, path=str(text), num_workers=num_workers)
+    trainer.fit(CausalLM({"config": MODEL}, lr=1e-2, warmup_steps=3), datamodule=data, ckpt_path=ckpt_path)
+    return record.batches
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.py").write_text(f"x{number} = {number}\n" * (10 + number))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("epoch_batches", "changes"),
+    [
+        (11, {}),
+        (11, {"accumulate_grad_batches": 2}),
+        (11, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
+        (4, {"limit_train_batches": 4}),
+        (5, {"limit_train_batches": 0.5}),
+        (11, {"num_workers": 1}),
+    ],
+    ids=["plain", "accumulation", "validation", "epoch-end", "short-epochs", "worker"],
+)
+def test_batches_and_losses_go_on(tmp_path, text, epoch_batches, changes):
+    whole = run(tmp_path / "whole", text, **changes)
+    assert max(batch_idx for _, batch_idx, *_ in whole) == epoch_batches - 1, "the steps resumed from lie within epochs"
+    for step in (4, 8, 12):
+        rest = run(tmp_path / "resumed", text, ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", **changes)
+        assert rest
+        assert rest == whole[-len(rest) :]
+        # An accumulation that the end of an epoch cuts short has one batch less.
+        assert len(whole) - len(rest) == pytest.approx(step * changes.get("accumulate_grad_batches", 1), abs=1)
