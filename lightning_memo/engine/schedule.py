@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.run import LayerRun, Slice
+from lightning_memo.engine.run import LayerRun
+from lightning_memo.engine.slice_run import SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
 
 
@@ -25,7 +26,7 @@ def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, extras = _Scatter.apply(run, anchor), []
     for number, tokens in enumerate(run.slices):
-        part = Slice(run, number, tokens)
+        part = SliceRun(run, number, tokens)
         if not run.whole:
             run.rng_start.restore()
         token, extra = _run_slice(part, x, token)
@@ -35,7 +36,7 @@ def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
     return _with_extras(y, extras, run)
 
 
-def _run_slice(part: Slice, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
+def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
     x_part = _Fetch.apply(part, x, token)
     with part.running(part.attend):
         y, extra = _split_output(part.call(x_part))
@@ -44,7 +45,7 @@ def _run_slice(part: Slice, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
 
 def run_nested(run: LayerRun, x: Tensor) -> Any:
     """Run a layer with its slices nested in one attention call; returns what the layer returns."""
-    slices = [Slice(run, number, tokens) for number, tokens in enumerate(run.slices)]
+    slices = [SliceRun(run, number, tokens) for number, tokens in enumerate(run.slices)]
     x = _Enter.apply(slices, x if x.requires_grad else x.detach().requires_grad_())
     nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
     nest.run(0)
@@ -55,7 +56,7 @@ def run_nested(run: LayerRun, x: Tensor) -> Any:
 class _Nest:
     """Slices on their way in: what they hand to the one attention call, and what comes out."""
 
-    def __init__(self, slices: list[Slice], inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, slices: list[SliceRun], inputs: tuple[Tensor, ...]) -> None:
         self._slices = slices
         self._inputs = inputs
         self._qkv: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -93,7 +94,7 @@ class _NestedAttention(torch.autograd.Function):
     """Attention over the tokens of all slices at once: q of all, then k of all, then v of all."""
 
     @staticmethod
-    def forward(ctx: Any, slices: list[Slice], spec: AttentionSpec, *qkv: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, slices: list[SliceRun], spec: AttentionSpec, *qkv: Tensor) -> tuple[Tensor, ...]:
         run, count = slices[0].run, len(slices)
         parts = [qkv[n * count : (n + 1) * count] for n in range(3)]
         q, k, v = (torch.cat(part, 2) for part in parts)
@@ -163,7 +164,7 @@ class _Fetch(torch.autograd.Function):
     """Hands a slice its input; takes the gradient of it."""
 
     @staticmethod
-    def forward(ctx: Any, part: Slice, x: Tensor, token: Tensor) -> Tensor:
+    def forward(ctx: Any, part: SliceRun, x: Tensor, token: Tensor) -> Tensor:
         ctx.part = part
         ctx.set_materialize_grads(False)
         return x.detach().narrow(part.run.call.token_dim, part.range.start, part.range.tokens)
@@ -178,7 +179,7 @@ class _Store(torch.autograd.Function):
     """Takes a slice's output; hands out the gradient of it."""
 
     @staticmethod
-    def forward(ctx: Any, part: Slice, y: Tensor) -> Tensor:
+    def forward(ctx: Any, part: SliceRun, y: Tensor) -> Tensor:
         run = ctx.run = part.run
         ctx.part = part
         if run.whole:
@@ -219,7 +220,7 @@ class _Gather(torch.autograd.Function):
         return None, torch.zeros((), device=dy.device)
 
 
-def _take_input_gradient(part: Slice, dx: Tensor | None) -> None:
+def _take_input_gradient(part: SliceRun, dx: Tensor | None) -> None:
     run = part.run
     part.end_backward()
     if not run.x_requires_grad or dx is None:
@@ -236,7 +237,7 @@ class _Enter(torch.autograd.Function):
     """The input of a nested run; its backward is the layer's last act."""
 
     @staticmethod
-    def forward(ctx: Any, slices: list[Slice], x: Tensor) -> Tensor:
+    def forward(ctx: Any, slices: list[SliceRun], x: Tensor) -> Tensor:
         ctx.slices = slices
         return x.view_as(x)
 

@@ -1,0 +1,247 @@
+"""One slice of a layer call: how its saved tensors are packed, unpacked, and recomputed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_memo.engine.intercept import handling
+from lightning_memo.engine.run import Handle, LayerRun
+from lightning_memo.engine.slices import Action, TokenRange
+from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
+
+
+class EnoughError(Exception):
+    """Everything that a recomputation is for has been computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAttention:
+    """What the backward of one attention call needs; `query`, `key`, `value` are `None` where they are recomputed."""
+
+    out: Handle
+    lse: Handle
+    state: Any
+    query: Handle | None
+    key: Handle | None
+    value: Handle | None
+    spec: AttentionSpec
+
+
+class SliceRun:
+    """Some tokens of a layer call: how their saved tensors are packed, unpacked, and recomputed."""
+
+    def __init__(self, run: LayerRun, index: int, part: TokenRange) -> None:
+        self.run, self.index, self.range = run, index, part
+        self.attentions: list[SavedAttention] = []
+        self.rng_after_attention: list[RngState] = []
+        self._saved = 0  # tensors that a recomputation has to deliver
+        self._replayed: list[Tensor | None] | None = None
+        self._replayed_qkv: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def action(self) -> Action:
+        return self.range.action
+
+    # ---- forward
+
+    @contextlib.contextmanager
+    def running(self, handler: Callable[..., Tensor]) -> Iterator[None]:
+        """Inside, what the layer saves is packed, and its attention calls go to `handler`."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(handling(handler))
+            if self.run.engine.needs_mode(self.run):
+                stack.enter_context(self.run.call.mode(self.range))
+            yield
+
+    def call(self, x: Tensor) -> Any:
+        """The layer's own forward on these tokens."""
+        return self.run.call.run(x, self.range)
+
+    def pack(self, t: Tensor) -> Handle:
+        run = self.run
+        known = run.registry.find(t) if t.numel() else None
+        if known is None and t in run.shared:
+            return t
+        if self.action is Action.RECOMPUTE:
+            if known is None and run.engine.profile is not None:
+                run.engine.profile.recomputed(run.index, t, run.call.layer)
+            self._saved += 1
+            return self._saved - 1
+        if known is not None:
+            stored, shift_bytes = known
+            return stored.view_like(t, shift_bytes)
+        return run.store("other", t.detach(), keep=self.action is Action.KEEP)
+
+    def unpack(self, handle: Handle) -> Tensor:
+        if isinstance(handle, int):
+            return self._take_replayed(handle)
+        return self.run.load(handle)
+
+    # ---- attention of a single slice, or slice after slice
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Answer an attention call of the layer's forward in the schedule "layer"."""
+        self.run.engine.check_sliceable(self.run, spec)
+        out: Tensor = _SliceAttention.apply(self, spec, q, k, v)
+        self.rng_after_attention.append(RngState.capture(q.device))
+        return out
+
+    def attention_forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        run, number = self.run, len(self.attentions)
+        core = run.core(number, q, k, v, spec)
+        result = core.forward(self.index, q, k, v, spec, run.peek)
+        saved = self.save_attention(q, k, v, result, spec)
+        if saved.key is not None and saved.value is not None:
+            core.hold(self.index, saved.key, saved.value)
+        return result.out
+
+    def save_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult, spec: AttentionSpec, nested: bool = False
+    ) -> SavedAttention:
+        """Store what the backward of attention needs; a recomputed slice finds its own q, k, v again.
+
+        Args:
+            nested: Attention ran over all slices at once: their common log-sum-exp is stored elsewhere.
+        """
+        run, keep = self.run, self.action is Action.KEEP
+        recompute = self.action is Action.RECOMPUTE
+        needed_later = not nested and self.index < len(run.slices) - 1
+        store_keys = not recompute or needed_later
+        saved = SavedAttention(
+            out=run.store("out", result.out.detach(), keep),
+            lse=result.lse if nested else run.store("lse", result.lse, keep),
+            state=result.state,
+            query=self._store_once("query", q) if not recompute else None,
+            key=self._store_once("key", k) if store_keys else None,
+            value=self._store_once("value", v) if store_keys else None,
+            spec=spec,
+        )
+        if recompute and run.engine.profile is not None:
+            for kind, t in (("query", q), ("key", k), ("value", v)):
+                run.engine.profile.recomputed(run.index, t, run.call.layer, kind)
+        self.attentions.append(saved)
+        return saved
+
+    def _store_once(self, kind: str, t: Tensor) -> Handle:
+        """Store a tensor unless its bytes are in the slot already."""
+        known = self.run.registry.find(t)
+        if known is not None:
+            return known[0].view_like(t, known[1])
+        return self.run.store(kind, t.detach(), self.action is Action.KEEP)
+
+    def attention_backward(self, number: int, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        run, saved = self.run, self.attentions[number]
+        q, k, v = self.qkv(number)
+        result = AttentionResult(run.load(saved.out), run.load(saved.lse), saved.state)
+        return run.cores[number].backward(self.index, dout, q, k, v, result, saved.spec, run.load)
+
+    def qkv(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the attention call `number`, stored or recomputed."""
+        saved = self.attentions[number]
+        if self.action is Action.RECOMPUTE:
+            self.recompute()
+            return self._replayed_qkv[number]
+        assert saved.query is not None and saved.key is not None and saved.value is not None
+        q, k, v = (self.run.load(handle) for handle in (saved.query, saved.key, saved.value))
+        return q, k, v
+
+    # ---- recomputation
+
+    def _take_replayed(self, number: int) -> Tensor:
+        self.recompute()
+        assert self._replayed is not None
+        t = self._replayed[number]
+        if t is None:
+            raise RuntimeError(
+                "a recomputed activation was asked for twice: a second backward through the same graph "
+                "(retain_graph) is not supported; run the forward again"
+            )
+        self._replayed[number] = None
+        return t
+
+    def recompute(self) -> None:
+        """Run the slice's forward again, attention answered from its saved output, and record what it saves."""
+        if self._replayed is not None:
+            return
+        run = self.run
+        run.begin_backward()
+        run.engine.mark(run.index, "recompute_begin")
+        self._replayed = []
+        x = run.x_of(self.range).detach().requires_grad_()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(EnoughError))
+            stack.enter_context(run.rng_start.replayed())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(run.autocast())
+            stack.enter_context(saved_tensors_hooks(self._record, _refuse))
+            stack.enter_context(handling(self._replay_attention))
+            if run.engine.needs_mode(run):
+                stack.enter_context(run.call.mode(self.range))
+            self.call(x)
+        run.engine.mark(run.index, "recompute_end")
+        if len(self._replayed) != self._saved or len(self._replayed_qkv) != len(self.attentions):
+            raise RuntimeError(
+                f"{type(run.call.layer).__name__} saved {len(self._replayed)} tensors when it was recomputed and "
+                f"{self._saved} before: its forward depends on something besides its inputs, weights and random state"
+            )
+
+    def _record(self, t: Tensor) -> None:
+        if t in self.run.shared:
+            return
+        assert self._replayed is not None
+        self._replayed.append(t.detach())
+        self._stop_if_enough()
+
+    def _replay_attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        number = len(self._replayed_qkv)
+        self._replayed_qkv.append((q.detach(), k.detach(), v.detach()))
+        self._stop_if_enough()
+        self.rng_after_attention[number].restore()
+        out: Tensor = _KnownOutput.apply(self.run.load(self.attentions[number].out), q, k, v)
+        return out
+
+    def _stop_if_enough(self) -> None:
+        assert self._replayed is not None
+        if len(self._replayed) == self._saved and len(self._replayed_qkv) == len(self.attentions):
+            raise EnoughError
+
+    def end_backward(self) -> None:
+        self._replayed, self._replayed_qkv = [], []
+        self.attentions = []
+
+
+class _SliceAttention(torch.autograd.Function):
+    """Attention of one slice. Saves nothing itself: the slice does."""
+
+    @staticmethod
+    def forward(ctx: Any, part: SliceRun, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.part, ctx.number = part, len(part.attentions)
+        return part.attention_forward(q, k, v, spec)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return (None, None, *ctx.part.attention_backward(ctx.number, dout))
+
+
+class _KnownOutput(torch.autograd.Function):
+    """A saved attention output as a function of q, k, v, so that what follows requires grad. Never differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError("a recomputed graph is never differentiated")
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError("a recomputed graph is never differentiated")
