@@ -40,11 +40,14 @@ def train(monkeypatch, tmp_path, capfd):
     from lightning_memo.train import main
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
 
     def run(*overrides):
         GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", ["train", *TINY_RUN, *overrides])
+        flags = [argument for argument in overrides if argument.startswith("-")]  # argparse wants them first
+        settings = [argument for argument in overrides if argument not in flags]
+        monkeypatch.setattr(sys, "argv", ["train", *flags, *TINY_RUN, *settings])
         capfd.readouterr()
         try:
             main()

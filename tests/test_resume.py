@@ -61,12 +61,12 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     ("epoch_batches", "changes"),
     [
-        (11, {}),
-        (11, {"accumulate_grad_batches": 2}),
-        (11, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
+        (10, {}),
+        (10, {"accumulate_grad_batches": 2}),
+        (10, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
         (4, {"limit_train_batches": 4}),
         (5, {"limit_train_batches": 0.5}),
-        (11, {"num_workers": 1}),
+        (10, {"num_workers": 1}),
     ],
     ids=["plain", "accumulation", "validation", "epoch-end", "short-epochs", "worker"],
 )

@@ -1,8 +1,9 @@
 """What the engine asks of an attention kernel: explicit output and log-sum-exp, and a backward that takes them.
 
 Every back end computes one *block*: queries at absolute positions `query_start ...` against keys at `key_start ...`, so
-that a slice's queries can meet the keys of the slices before it. Queries, keys and values are `[batch, heads, tokens, head_dim]`; outputs lie in memory as
-`[batch, tokens, heads, head_dim]`, the layout that the output projection reads without a copy.
+that a slice's queries can meet the keys of the slices before it. Queries, keys and values are
+`[batch, heads, tokens, head_dim]`; outputs lie in memory as `[batch, tokens, heads, head_dim]`, the layout that the
+output projection reads without a copy.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def repeat_heads(t: Tensor, groups: int) -> Tensor:
 
 def sum_head_groups(t: Tensor, groups: int) -> Tensor:
     """The gradient of `repeat_heads`."""
-    return t if groups == 1 else t.unflatten(1, (-1, groups)).sum(2)
+    return t if groups == 1 else t.view(t.shape[0], -1, groups, *t.shape[2:]).sum(2)
 
 
 def block_mask(

@@ -18,42 +18,73 @@ from lightning_memo.kernels.attention import AttentionResult, AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """One kernel call: a part of the batch, its first `rows` queries, its first `keys` keys, and the window.
+    """One kernel call: a part of the batch, a range of the block's queries, the block's first `keys` keys, a window.
 
-    `left` and `right` count from the diagonal that ends at the last query and the last key; -1 is unbounded.
+    With the last query and the last key at the same position, a query at `i` sees keys from `i - left` to `i + right`;
+    -1 is unbounded.
     """
 
     batch: slice
-    rows: int
+    rows: slice
     keys: int
     left: int
     right: int
 
+    @property
+    def causal(self) -> bool:
+        """Whether the window is the one that kernels know as their causal flag."""
+        return self.left == -1 and self.right == 0
+
+    @property
+    def queries(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
 
 def bands(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Iterator[Band]:
-    """The kernel calls that make up one block; rows and keys in none of them see nothing.
+    """The kernel calls that make up one block; queries in none of them see nothing.
 
-    With queries from `q0`, keys from `k0`, key `j` is seen by query `i` when `j + k0 <= i + q0` (causal) and
-    `j + k0 > i + q0 - window`.
+    Args:
+        spec: The mask, by its rules.
+        batch: Rows of the batch.
+        queries: Absolute positions of the block's queries.
+        keys: Absolute positions of its keys.
     """
-    valid = [len(keys)] * batch
-    if spec.lengths is not None:
-        valid = [min(max(length - keys.start, 0), len(keys)) for length in spec.lengths]
-    groups = [(slice(0, batch), valid[0])] if len(set(valid)) == 1 else [(slice(r, r + 1), n) for r, n in enumerate(valid)]
-    for rows_of_batch, key_count in groups:
-        stop = keys.start + key_count
-        rows, left = len(queries), -1
-        if spec.window is not None:
-            rows = min(rows, stop - queries.start + spec.window - 1)
-            left = key_count - rows - (queries.start - keys.start) + spec.window - 1
-        if key_count == 0 or rows <= 0:
-            continue
-        right = queries.start + rows - stop if spec.causal else -1
-        if spec.window is not None and queries.start + rows - 1 - keys.start < spec.window:
-            left = -1
-        if right >= key_count:
-            right = -1
-        yield Band(rows_of_batch, rows, key_count, left, right)
+    stops = [keys.stop] * batch if spec.lengths is None else [min(length, keys.stop) for length in spec.lengths]
+    alike = len(set(stops)) == 1
+    for row, stop in enumerate(stops[:1] if alike else stops):
+        of_batch = slice(0, batch) if alike else slice(row, row + 1)
+        if stop > keys.start and len(queries):
+            yield from _row_bands(spec, of_batch, queries, keys.start, stop)
+
+
+def _row_bands(spec: AttentionSpec, of_batch: slice, queries: range, start: int, stop: int) -> Iterator[Band]:
+    """Bands of batch rows whose keys are those from `start` to `stop`, at least one.
+
+    Note: [Queries behind the last key]
+    Kernels turn a window that is as long as the keys into an unbounded one, and an unbounded side into one as long as
+    the keys, whatever the number of queries. So a window is passed only where neither changes what is seen: for queries
+    that end at the last key (`right` 0), and for later ones (padding, or a block of earlier keys) in calls of at most
+    one query more than keys.
+    """
+    first = queries.start
+    if not spec.causal:
+        yield Band(of_batch, slice(0, len(queries)), stop - start, -1, -1)
+        return
+    stop = min(stop, queries.stop)
+    keys, window = stop - start, spec.window
+    if keys <= 0:
+        return
+    among = max(first, start)
+    if among < stop:
+        left = -1 if window is None or window >= keys else window - 1
+        yield Band(of_batch, slice(among - first, stop - first), keys, left, 0)
+    behind = max(first, stop)
+    end = queries.stop if window is None else min(queries.stop, stop + window - 1)
+    step = max(end - behind, 1) if window is None else keys + 1
+    for begin in range(behind, end, step):
+        last = min(begin + step, end)
+        left = -1 if window is None else stop - last + window - 1
+        yield Band(of_batch, slice(begin - first, last - first), keys, -1 if left >= keys else left, -1)
 
 
 class BandedFlash:
@@ -68,13 +99,13 @@ class BandedFlash:
         calls = self._bands(q, k, spec, query_start, key_start)
         parts = [self._call(*self._inputs(band, q, k, v), spec, band) for band in calls]
         states = [state for _, _, state in parts]
-        if len(parts) == 1 and parts[0][0].shape[:2] == (q.shape[0], q.shape[2]):
+        if len(calls) == 1 and _covers(calls[0], q):
             return AttentionResult(parts[0][0].transpose(1, 2), parts[0][1], states)
-        out = torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-        lse = torch.zeros(q.shape[:3], device=q.device, dtype=torch.float32)
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
         for band, (part, part_lse, _) in zip(calls, parts, strict=True):
-            out[band.batch, : band.rows] = part
-            lse[band.batch, :, : band.rows] = part_lse
+            out[band.batch, band.rows] = part
+            lse[band.batch, :, band.rows] = part_lse
         return AttentionResult(out.transpose(1, 2), lse, states)
 
     def backward(
@@ -88,19 +119,35 @@ class BandedFlash:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = [torch.zeros_like(t) for t in (q, k, v)]
-        states = result.state or []
-        for n, band in enumerate(self._bands(q, k, spec, query_start, key_start)):
-            part_q, part_k, part_v = self._inputs(band, q, k, v)
-            rows = (band.batch, slice(None), slice(0, band.rows))
-            out, dout_part = (t[rows].transpose(1, 2).contiguous() for t in (result.out, dout))
-            state = states[n] if n < len(states) else None
-            parts = self._call_backward(
-                dout_part, part_q, part_k, part_v, out, result.lse[rows].contiguous(), spec, band, state
-            )
-            for grad, part, count in zip(grads, parts, (band.rows, band.keys, band.keys), strict=True):
-                grad[band.batch, :, :count] = part.transpose(1, 2)
-        return grads[0], grads[1], grads[2]
+        calls = self._bands(q, k, spec, query_start, key_start)
+        if len(calls) == 1 and _covers(calls[0], q) and calls[0].keys == k.shape[2]:
+            dq, dk, dv = self._part_of_backward(calls[0], dout, q, k, v, result, spec, result.state[0])
+            return dq, dk, dv
+        grads = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        for band, state in zip(calls, result.state, strict=True):
+            parts = self._part_of_backward(band, dout, q, k, v, result, spec, state)
+            seen = slice(0, band.keys)
+            for grad, part, tokens in zip(grads, parts, (band.rows, seen, seen), strict=True):
+                grad[band.batch, :, tokens] += part
+        return grads
+
+    def _part_of_backward(
+        self,
+        band: Band,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One call's gradients, `[batch, heads, tokens, head_dim]`."""
+        rows = (band.batch, slice(None), band.rows)
+        out, dout = result.out[rows].transpose(1, 2).contiguous(), dout[rows].transpose(1, 2).contiguous()
+        q, k, v = self._inputs(band, q, k, v)
+        dq, dk, dv = self._call_backward(dout, q, k, v, out, result.lse[rows].contiguous(), spec, band, state)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     @staticmethod
     def _bands(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> list[Band]:
@@ -110,11 +157,14 @@ class BandedFlash:
 
     @staticmethod
     def _inputs(band: Band, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q = q[band.batch, :, : band.rows].transpose(1, 2)
-        k, v = (t[band.batch, :, : band.keys].transpose(1, 2) for t in (k, v))
+        """The call's q, k, v, `[batch, tokens, heads, head_dim]`, with elements of a head side by side."""
+        tokens = slice(0, band.keys)
+        parts = (q[band.batch, :, band.rows], k[band.batch, :, tokens], v[band.batch, :, tokens])
+        q, k, v = ((t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in parts)
         return q, k, v
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, band: Band) -> tuple[Tensor, Tensor, Any]:
+        """Output, log-sum-exp `[batch, heads, tokens]`, and what dropout needs in the backward."""
         raise NotImplementedError
 
     def _call_backward(
@@ -129,7 +179,12 @@ class BandedFlash:
         band: Band,
         state: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v."""
         raise NotImplementedError
+
+
+def _covers(band: Band, q: Tensor) -> bool:
+    return band.batch == slice(0, q.shape[0]) and band.rows == slice(0, q.shape[2])
 
 
 class AtenFlash(BandedFlash):
@@ -138,12 +193,11 @@ class AtenFlash(BandedFlash):
     name = "sdpa"
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, band: Band) -> tuple[Tensor, Tensor, Any]:
-        causal = band.right == 0 and band.left == -1
-        window = {} if causal else {"window_size_left": band.left, "window_size_right": band.right}
         out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], spec.dropout, causal, False, scale=spec.scale, **window
-        )
-        return out, lse, (seed, offset)
+            q, k, v, None, None, q.shape[1], k.shape[1], spec.dropout, band.causal, False, scale=spec.scale,
+            **_window(band),
+        )  # fmt: skip
+        return out, lse, (seed, offset) if spec.dropout else None
 
     def _call_backward(
         self,
@@ -157,14 +211,18 @@ class AtenFlash(BandedFlash):
         band: Band,
         state: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal = band.right == 0 and band.left == -1
-        window = {} if causal else {"window_size_left": band.left, "window_size_right": band.right}
-        empty = torch.empty(0, dtype=torch.int32, device=q.device)
-        seed, offset = state if state is not None else (empty, empty)
-        return torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], spec.dropout, causal, seed, offset,
-            scale=spec.scale, **window,
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        seed, offset = (unused, unused) if state is None else state
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], spec.dropout, band.causal, seed, offset,
+            scale=spec.scale, **_window(band),
         )  # fmt: skip
+        return dq, dk, dv
+
+
+def _window(band: Band) -> dict[str, int]:
+    """The window's arguments, left out where plain attention leaves them out too: kernels are the same ones then."""
+    return {} if band.causal else {"window_size_left": band.left, "window_size_right": band.right}
 
 
 class FlashAttn(BandedFlash):
@@ -183,11 +241,10 @@ class FlashAttn(BandedFlash):
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, band: Band) -> tuple[Tensor, Tensor, Any]:
         out, lse, _, state = self._interface._flash_attn_forward(
-            q, k, v, spec.dropout, self._scale(q, spec), causal=band.right == 0 and band.left == -1,
-            window_size_left=band.left, window_size_right=band.right, softcap=0.0, alibi_slopes=None,
-            return_softmax=False,
+            q, k, v, spec.dropout, _scale(q, spec), causal=band.causal, window_size_left=band.left,
+            window_size_right=band.right, softcap=0.0, alibi_slopes=None, return_softmax=False,
         )  # fmt: skip
-        return out, lse, state
+        return out, lse, state if spec.dropout else None
 
     def _call_backward(
         self,
@@ -203,11 +260,12 @@ class FlashAttn(BandedFlash):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self._interface._flash_attn_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, spec.dropout, self._scale(q, spec), band.right == 0 and band.left == -1,
-            band.left, band.right, 0.0, None, False, rng_state=state,
+            dout, q, k, v, out, lse, dq, dk, dv, spec.dropout, _scale(q, spec), causal=band.causal,
+            window_size_left=band.left, window_size_right=band.right, softcap=0.0, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(), rng_state=state,
         )  # fmt: skip
         return dq, dk, dv
 
-    @staticmethod
-    def _scale(q: Tensor, spec: AttentionSpec) -> float:
-        return q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+
+def _scale(q: Tensor, spec: AttentionSpec) -> float:
+    return float(q.shape[-1] ** -0.5) if spec.scale is None else spec.scale

@@ -35,7 +35,9 @@ class CpuFlash:
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
         parts = [
-            self._forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], spec, query_start + rows.start, key_start + keys.start)
+            self._forward(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], spec, query_start + rows.start, key_start + keys.start
+            )
             for rows, keys in self._chunks(q, k, spec, query_start, key_start)
         ]
         if len(parts) == 1:
@@ -57,7 +59,9 @@ class CpuFlash:
         chunks = self._chunks(q, k, spec, query_start, key_start)
         if len(chunks) == 1:
             return self._backward(dout, q, k, v, result, spec, query_start, key_start)
-        dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        # In fp32 for half precision: hundreds of parts may meet here.
+        sums = torch.float32 if k.dtype in (torch.float16, torch.bfloat16) else k.dtype
+        dqs, dk, dv = [], torch.zeros_like(k, dtype=sums), torch.zeros_like(v, dtype=sums)
         for rows, keys in chunks:
             part = AttentionResult(result.out[:, :, rows], result.lse[:, :, rows])
             dq, dk_part, dv_part = self._backward(
@@ -67,7 +71,7 @@ class CpuFlash:
             dqs.append(dq)
             dk[:, :, keys] += dk_part
             dv[:, :, keys] += dv_part
-        return torch.cat(dqs, 2), dk, dv
+        return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
 
     def _chunks(
         self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int
@@ -88,9 +92,8 @@ class CpuFlash:
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int, key_start: int
     ) -> tuple[Tensor, Tensor, int, Tensor | None, bool]:
         groups = q.shape[1] // k.shape[1]
-        if spec.mask is not None:
-            mask, causal = spec.mask, False
-        else:
+        mask, causal = spec.mask, False
+        if mask is None:
             queries = range(query_start, query_start + q.shape[2])
             keys = range(key_start, key_start + k.shape[2])
             mask, causal = block_mask(spec, q.shape[0], queries, keys, q.device)
@@ -115,7 +118,5 @@ class CpuFlash:
         key_start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         k, v, groups, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
-        dq, dk, dv = _backward(
-            dout, q, k, v, result.out, result.lse, 0.0, causal, attn_mask=mask, scale=spec.scale
-        )
+        dq, dk, dv = _backward(dout, q, k, v, result.out, result.lse, 0.0, causal, attn_mask=mask, scale=spec.scale)
         return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)

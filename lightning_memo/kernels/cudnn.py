@@ -5,26 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, repeat_heads, sum_head_groups
+from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, repeat_heads, sum_head_groups, token_major
 from lightning_memo.kernels.banded import AtenFlash
+
+_LARGEST_HEAD = 128  # larger ones work on some GPUs only
 
 
 class CudnnSdpa(AtenFlash):
-    """`aten::_scaled_dot_product_cudnn_attention`; blocks with a window or padding go to the flash kernel."""
+    """`aten::_scaled_dot_product_cudnn_attention`.
+
+    Its causal flag is aligned at the first query and the first key, and it knows neither windows nor padding: blocks
+    whose queries begin later than their keys, windows and padded batches go to the flash kernel.
+    """
 
     name = "cudnn"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
-        if not self._serves(spec):
+        if not _serves(q, k, spec, query_start, key_start):
             return super().forward(q, k, v, spec, query_start, key_start)
         groups = q.shape[1] // k.shape[1]
-        out, lse, *state, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, repeat_heads(k, groups), repeat_heads(v, groups), None, True, spec.dropout,
-            spec.causal and query_start == key_start, False, scale=spec.scale,
+        out, lse, *rest, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, repeat_heads(k, groups), repeat_heads(v, groups), None, True, spec.dropout, spec.causal, False,
+            scale=spec.scale,
         )  # fmt: skip
-        return AttentionResult(out, lse.reshape(q.shape[:3]), state)
+        # PyTorch's backward wants the log-sum-exp as its forward gave it, with or without a last dimension of 1.
+        return AttentionResult(token_major(out), lse.reshape(q.shape[:3]), (lse.shape, rest))
 
     def backward(
         self,
@@ -37,19 +44,17 @@ class CudnnSdpa(AtenFlash):
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self._serves(spec):
+        if not _serves(q, k, spec, query_start, key_start):
             return super().backward(dout, q, k, v, result, spec, query_start, key_start)
         groups = q.shape[1] // k.shape[1]
-        empty = torch.empty(0, dtype=torch.int64, device=q.device)
-        state = result.state or (None, None, q.shape[2], k.shape[2], empty, empty)
-        cum_q, cum_k, max_q, max_k, seed, offset = state
+        lse_shape, (starts_q, starts_k, max_q, max_k, seed, offset) = result.state
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, repeat_heads(k, groups), repeat_heads(v, groups), result.out, result.lse.unsqueeze(-1), seed,
-            offset, None, cum_q, cum_k, max_q, max_k, spec.dropout, spec.causal and query_start == key_start,
-            scale=spec.scale,
+            dout, q, repeat_heads(k, groups), repeat_heads(v, groups), result.out, result.lse.reshape(lse_shape), seed,
+            offset, None, starts_q, starts_k, max_q, max_k, spec.dropout, spec.causal, scale=spec.scale,
         )  # fmt: skip
         return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)
 
-    @staticmethod
-    def _serves(spec: AttentionSpec) -> bool:
-        return spec.window is None and spec.lengths is None
+
+def _serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> bool:
+    square = query_start == key_start and q.shape[2] == k.shape[2]
+    return spec.window is None and spec.lengths is None and (square or not spec.causal) and q.shape[3] <= _LARGEST_HEAD

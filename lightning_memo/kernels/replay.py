@@ -41,10 +41,10 @@ class Replay:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         with result.state.replayed(), torch.enable_grad():
-            out = self._attend(*leaves, spec)
-        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+            out = self._attend(q, k, v, spec)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
         return dq, dk, dv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

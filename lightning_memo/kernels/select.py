@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
-from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 from torch import Tensor
 
 from lightning_memo.kernels.attention import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.banded import AtenFlash, FlashAttn
 from lightning_memo.kernels.cpu import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.packages import FLASH_ATTN, TRANSFORMER_ENGINE
 from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
 _FLASH = 1  # at::SDPBackend::flash_attention
-_PACKAGES = {"flash_attn": "flash_attn", "transformer_engine": "transformer_engine"}
+_PACKAGES = {"flash_attn": FLASH_ATTN, "transformer_engine": TRANSFORMER_ENGINE}
 _OPTIONAL = {"flash_attn": FlashAttn, "transformer_engine": TransformerEngineAttention, "cudnn": CudnnSdpa}
+_FIRST_WITH_FLASH = (8, 0)  # compute capability
+_LARGEST_HEAD = 256
 
 
 def check_available(choice: str) -> None:
-    """Refuse a back end whose package is not installed.
+    """Refuse a back end whose package is missing, or of a version that is not known here.
 
     Raises:
-        ValueError: With the name of the extra to install.
+        ValueError: See :meth:`Package.check`.
     """
-    package = _PACKAGES.get(choice)
-    if package is not None and importlib.util.find_spec(package) is None:
-        extra = {"flash_attn": "flash", "transformer_engine": "te"}[choice]
-        raise ValueError(
-            f'attention="{choice}" needs the package {package}, which is not installed: '
-            f'pip install "lightning_memo[{extra}]", or use attention="auto"'
-        )
+    if choice in _PACKAGES:
+        _PACKAGES[choice].check(choice)
 
 
 def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: str = "auto") -> AttentionBackend:
@@ -42,12 +38,24 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
     """
     if q.device.type == "cpu":
         return CpuFlash() if _cpu_flash_serves(q, k, v, spec) else Replay()
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if not half or spec.mask is not None or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
+    if not _flash_serves(q, v, spec):
         return Replay()
     if choice in _OPTIONAL:
         return _OPTIONAL[choice]()
     return AtenFlash()
+
+
+def _flash_serves(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    """What all kernels for CUDA ask of a call."""
+    head = q.shape[-1]
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and spec.mask is None
+        and head == v.shape[-1]
+        and head % 8 == 0
+        and head <= _LARGEST_HEAD
+        and torch.cuda.get_device_capability(q.device) >= _FIRST_WITH_FLASH
+    )
 
 
 def _cpu_flash_serves(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:

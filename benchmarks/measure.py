@@ -1,0 +1,174 @@
+"""Measures methods side by side: memory and gradients once, time in rounds in which each method has its turn."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from methods import PLAIN, Method, Workload
+from torch import Tensor
+
+from lightning_memo.profiler.meter import PeakMeter
+
+
+@dataclass(slots=True)
+class Result:
+    """What was measured of one method; `None` and empty lists are what was not.
+
+    Attributes:
+        seconds: Duration of a step, one sample per round.
+        thread_seconds: Time that the main thread ran on a core in those steps.
+        peak_device_bytes: Most bytes in use on the device in a step, beside the weights.
+        gradient_error: Largest distance of a weight's gradient from that of plain training, relative to its norm.
+        status: "ok", or why the method stopped.
+    """
+
+    method: Method
+    status: str = "ok"
+    seconds: list[float] = field(default_factory=list)
+    thread_seconds: list[float] = field(default_factory=list)
+    peak_device_bytes: int | None = None
+    host_bytes: int | None = None
+    offloaded_bytes: int | None = None
+    overflow_bytes: int | None = None
+    gradient_error: float | None = None
+
+    def as_json(self, plain: Result) -> dict[str, Any]:
+        """All samples, and the numbers that table and picture show."""
+        peak, plain_peak = self.peak_device_bytes, plain.peak_device_bytes
+        derived = {
+            "median_seconds": median(self.seconds) if self.seconds else None,
+            "ratio": spread(ratios(self.seconds, plain.seconds)),
+            "median_thread_seconds": median(self.thread_seconds) if self.thread_seconds else None,
+            "thread_ratio": spread(ratios(self.thread_seconds, plain.thread_seconds)),
+            "peak_ratio": peak / plain_peak if peak is not None and plain_peak else None,
+        }
+        return {**asdict(self), **derived}
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Each value over the base's in the same round."""
+    return [value / other for value, other in zip(values, base, strict=False)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Median, least and largest."""
+    return {"median": median(values), "min": min(values), "max": max(values)} if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A method's turn in a round; `take` makes its measurement."""
+
+    description: str
+    take: Callable[[], None]
+
+
+class Bench:
+    """Prepares the measurements. A method that fails keeps what it has so far, and its later turns do nothing.
+
+    Args:
+        workload: What is trained.
+        methods: What is compared; plain training, which the others are compared with, is added if it is missing.
+        warmup: Untimed steps at the start of each timed turn.
+    """
+
+    def __init__(self, workload: Workload, methods: Sequence[Method], warmup: int) -> None:
+        self.results = [Result(method) for method in dict.fromkeys([Method(PLAIN), *methods])]
+        self._workload = workload
+        self._warmup = warmup
+        self._plain_gradients: dict[str, Tensor] = {}
+
+    @property
+    def plain(self) -> Result:
+        return self.results[0]
+
+    def turns(self, repeats: int) -> list[Turn]:
+        """Memory and gradients of every method, then times of all of them, `repeats` times; to be taken in order."""
+        turns = [self._turn("memory", result, self._meter) for result in self.results]
+        for number in range(repeats):
+            # There and back again: a machine that slows down steadily must not favour the methods that come first.
+            order = self.results if number % 2 == 0 else self.results[::-1]
+            turns += [self._turn("time", result, self._time) for result in order]
+        return turns
+
+    def _turn(self, what: str, result: Result, measure: Callable[[Result], None]) -> Turn:
+        def take() -> None:
+            if result.status == "ok":
+                result.status = self._attempt(measure, result)
+
+        return Turn(f"{what}, {result.method.name}", take)
+
+    def _attempt(self, measure: Callable[[Result], None], result: Result) -> str:
+        """Measure, and give back what the step left; returns the method's new status."""
+        status = "ok"
+        try:
+            measure(result)
+        except Exception as error:
+            status = _brief(error)
+        self._workload.free_gradients()
+        if status != "ok":
+            _free_garbage(self._workload.device)
+        return status
+
+    def _meter(self, result: Result) -> None:
+        """One step, which also warms everything up."""
+        workload = self._workload
+        with workload.using(result.method, metered=True) as usage_of:
+            with PeakMeter(workload.device) as meter:
+                workload.step()
+                workload.synchronize()
+            usage = usage_of()
+        result.peak_device_bytes = meter.peak_bytes + usage.buffer_bytes
+        result.host_bytes, result.offloaded_bytes = usage.host_bytes, usage.offloaded_bytes
+        result.overflow_bytes = usage.overflow_bytes
+        self._compare_gradients(result)
+
+    def _compare_gradients(self, result: Result) -> None:
+        gradients = {name: p.grad for name, p in self._workload.model.named_parameters() if p.grad is not None}
+        if result is self.plain:
+            # On the host: on the device they would take the room of what is measured.
+            self._plain_gradients = {name: g.to("cpu", copy=True) for name, g in gradients.items()}
+        if self._plain_gradients:
+            errors = [_distance(g, self._plain_gradients[name]) for name, g in gradients.items()]
+            result.gradient_error = max(errors)
+
+    def _time(self, result: Result) -> None:
+        workload = self._workload
+        self._plain_gradients.clear()
+        with workload.using(result.method):
+            for _ in range(self._warmup):
+                workload.step()
+                workload.free_gradients()
+            workload.synchronize()
+            start, thread_start = time.perf_counter(), time.thread_time()
+            workload.step()
+            workload.synchronize()
+            stop, thread_stop = time.perf_counter(), time.thread_time()
+        result.seconds.append(stop - start)
+        result.thread_seconds.append(thread_stop - thread_start)
+
+
+def _distance(gradient: Tensor, plain: Tensor) -> float:
+    expected = plain.to(gradient.device).double()
+    norm = float(expected.norm())
+    distance = float((gradient.double() - expected).norm())
+    return distance / norm if norm else distance
+
+
+def _brief(error: Exception) -> str:
+    """One line: what went wrong."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _free_garbage(device: torch.device) -> None:
+    """Give back what a failed step left, so that it is not missing in the next one."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

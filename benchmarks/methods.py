@@ -1,0 +1,206 @@
+"""Ways to train on long sequences, each ready to be switched on for some steps and off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+from lightning_memo.engine import Engine
+from lightning_memo.engine.find import find_layers
+from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.plan import SwapPlan
+
+PLAIN = "plain"
+CHECKPOINTING = "checkpointing"
+SAVE_ON_CPU = "save_on_cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train: plainly, by one of the tools that come with the libraries, or by the engine.
+
+    Attributes:
+        name: As on the command line.
+        alpha: Fraction of the tokens whose activations are swapped; `None` for methods other than the engine.
+        slice_tokens: Longest slice of the engine; `None` is no limit.
+    """
+
+    name: str
+    alpha: float | None = None
+    slice_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Method:
+        """`plain`, `checkpointing`, `save_on_cpu`, `alpha=FRACTION`, or `alpha=FRACTION:LONGEST_SLICE`.
+
+        Raises:
+            ValueError: The name is none of these.
+        """
+        if name in (PLAIN, CHECKPOINTING, SAVE_ON_CPU):
+            return cls(name)
+        alpha, _, longest = name.removeprefix("alpha=").partition(":")
+        try:
+            method = cls(name, float(Fraction(alpha)), int(longest) if longest else None)
+        except (ValueError, ZeroDivisionError):
+            method = cls(name)
+        too_short = method.slice_tokens is not None and method.slice_tokens < 1
+        if method.alpha is None or not 0 <= method.alpha <= 1 or too_short:
+            raise ValueError(
+                f"{name!r} is no method: give {PLAIN}, {CHECKPOINTING}, {SAVE_ON_CPU}, alpha=0, alpha=1/8 and so on up "
+                "to alpha=1, or alpha=1/2:256 for slices of at most 256 tokens"
+            )
+        return method
+
+
+@dataclass(slots=True)
+class Usage:
+    """Memory and traffic of one step, beside what the device's allocations show.
+
+    Attributes:
+        host_bytes: Host memory that holds activations.
+        offloaded_bytes: Bytes copied from device to host.
+        buffer_bytes: Device memory that a method holds between steps.
+        overflow_bytes: Saved tensors that found no room where they were planned.
+    """
+
+    host_bytes: int = 0
+    offloaded_bytes: int = 0
+    buffer_bytes: int = 0
+    overflow_bytes: int = 0
+
+
+UsageOf = Callable[[], Usage]
+
+
+class Workload:
+    """A model and a batch, and the methods by which a step over them can run.
+
+    Args:
+        model: A Hugging Face causal language model in training mode.
+        batch: Its arguments.
+        device: Where both are.
+    """
+
+    def __init__(self, model: nn.Module, batch: dict[str, Tensor], device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self._batch = batch
+        self._engine = Engine(model, find_layers(model)[1], device)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.model(**self._batch).loss.backward()
+
+    def free_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def synchronize(self) -> None:
+        """Return when the device has done what it was asked for; a CPU always has."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def using(self, method: Method, metered: bool = False) -> AbstractContextManager[UsageOf]:
+        """Inside, steps run by `method`; after one step, the result tells what it used.
+
+        Args:
+            metered: Memory is measured, not time.
+        """
+        if method.name == CHECKPOINTING:
+            return self._checkpointing()
+        if method.name == SAVE_ON_CPU:
+            return self._save_on_cpu(apart=metered and self.device.type == "cpu")
+        return self._plain() if method.alpha is None else self._memo(method)
+
+    @contextmanager
+    def _plain(self) -> Iterator[UsageOf]:
+        yield Usage
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[UsageOf]:
+        model = self.model
+        # The second names are those of older releases of transformers 5.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        try:
+            yield Usage
+        finally:
+            getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+            model.disable_input_require_grads()
+
+    @contextmanager
+    def _save_on_cpu(self, apart: bool) -> Iterator[UsageOf]:
+        """PyTorch's own offloading.
+
+        Args:
+            apart: Device and host are one memory: keep the host's share where a meter of the device does not see it,
+                in allocations of another thread, and give the device its own copies on the way back.
+        """
+        hooks = save_on_cpu(pin_memory=True)  # without it, what is on a CPU already is not copied at all
+        usage, pack, unpack = Usage(), hooks.pack_hook, hooks.unpack_hook
+
+        def counting_pack(t: Tensor) -> object:
+            usage.offloaded_bytes += t.nbytes
+            usage.host_bytes += t.nbytes
+            return pool.submit(torch.no_grad()(pack), t).result() if apart else pack(t)
+
+        hooks.pack_hook = counting_pack
+        if apart:
+            hooks.unpack_hook = lambda packed: unpack(packed).clone()
+        with ThreadPoolExecutor(1) as pool, hooks:
+            yield lambda: usage
+
+    @contextmanager
+    def _memo(self, method: Method) -> Iterator[UsageOf]:
+        swap = self._swap_plan(method)
+        self._engine.attach()
+        try:
+            self._engine.load(swap, self._profile.input_bytes)
+            memory = self._engine.memory
+            assert memory is not None
+            _touch(memory)
+            yield lambda: Usage(
+                self._engine.host_bytes, memory.stats.offloaded_bytes, 2 * swap.slot_bytes, memory.stats.overflow_bytes
+            )
+        finally:
+            self._engine.detach()
+
+    @cached_property
+    def _profile(self) -> StepProfile:
+        """What the layers save, from one step."""
+        self._engine.attach()
+        try:
+            self.step()
+            assert self._engine.profile is not None
+            return self._engine.profile
+        finally:
+            self.free_gradients()
+            self._engine.detach()
+
+    def _swap_plan(self, method: Method) -> SwapPlan:
+        assert method.alpha is not None
+        profile, schedule = self._profile, self._engine.schedule
+        slices = slice_tokens_by_alpha(profile.tokens, method.alpha, method.slice_tokens)
+        size = max(slot_bytes(call.saved, profile.tokens, slices, schedule) for call in profile.in_order())
+        return SwapPlan(
+            mode="memo", alpha=method.alpha, schedule=schedule, slice_tokens=method.slice_tokens,
+            calls=len(profile.calls), slot_bytes=size,
+        )  # fmt: skip
+
+
+def _touch(memory: SlotMemory) -> None:
+    """Write to all of a plan's memory once, so that no step pays for getting its pages."""
+    for host in [memory.arena.acquire() for _ in range(memory.host_slots)]:
+        memory.arena.release(host.zero_())
+    for call in range(2):
+        slot = memory.lease(call, swap=False)
+        slot.buffer.zero_()
+        memory.release(slot)

@@ -1,0 +1,232 @@
+"""The engine on a GPU: gradients, copies beside computation, page-locked memory, and training with Lightning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memo import MemoStrategy
+from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.copies import CudaCopyStream
+from lightning_memo.engine.find import find_layers
+from lightning_memo.engine.memory import HostArena
+from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.plan import SwapPlan
+
+TOKENS, VOCABULARY = 512, 96
+MIB = 2**20
+# Of plain training's own distance to fp64: slices round each weight gradient once more.
+FARTHER = 1.25
+
+Batch = dict[str, Tensor]
+Gradients = dict[str, Tensor]
+
+
+def make_model(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> nn.Module:
+    """A Llama, or with a window a Mistral, of six layers with grouped queries."""
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "use_cache": False,
+    }  # fmt: skip
+    if window is None:
+        config = transformers.LlamaConfig(**settings)
+    else:
+        config = transformers.MistralConfig(**settings, sliding_window=window)
+    return transformers.AutoModelForCausalLM.from_config(config).to(device, dtype)
+
+
+def make_batch(device: torch.device | str, padded: bool = False) -> Batch:
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    if not padded:
+        return {"input_ids": ids.to(device), "labels": ids.clone().to(device)}
+    mask = (torch.arange(TOKENS) < torch.tensor([TOKENS, TOKENS // 3])[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids.to(device), "labels": labels.to(device), "attention_mask": mask.to(device)}
+
+
+def gradients(model: nn.Module, batch: Batch) -> Gradients:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name: p.grad.detach().cpu().double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    """Relative error of the whole gradient."""
+    squares = sum(float((found[name] - g).norm()) ** 2 for name, g in expected.items())
+    return (squares / sum(float(g.norm()) ** 2 for g in expected.values())) ** 0.5
+
+
+@contextmanager
+def attached(model: nn.Module, device: torch.device, test_mode: TestMode | None) -> Iterator[Engine]:
+    engine = Engine(model, find_layers(model)[1], device, test_mode=test_mode)
+    engine.attach()
+    try:
+        yield engine
+    finally:
+        engine.detach()
+
+
+def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
+    """Plan for the batch that was just profiled."""
+    profile = engine.profile
+    assert profile is not None and profile.complete
+    slices = slice_tokens_by_alpha(profile.tokens, alpha, slice_tokens)
+    size = max(slot_bytes(call.saved, profile.tokens, slices, engine.schedule) for call in profile.in_order())
+    plan = SwapPlan(
+        mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=slice_tokens, calls=len(engine.layers),
+        slot_bytes=size,
+    )  # fmt: skip
+    engine.load(plan, profile.input_bytes)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("alpha", "slice_tokens"), [(0.0, None), (0.5, None), (1.0, None), (0.5, 64)])
+def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padded, device):
+    """Copies are late at random, and released memory is poisoned: a missing wait would show."""
+    model, batch = make_model(device, window=window), make_batch(device, padded)
+    in_double = copy.deepcopy(model).to("cpu", torch.float64)
+    truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
+    plain = distance(gradients(model, batch), truth)
+    with attached(model, device, TestMode(seed=1, longest_delay_seconds=0.002)) as engine:
+        assert distance(gradients(model, batch), truth) <= FARTHER * plain  # the step that is profiled
+        load(engine, alpha, slice_tokens)
+        for _ in range(3):
+            assert distance(gradients(model, batch), truth) <= FARTHER * plain
+            assert engine.slots_in_use == 0
+        assert engine.memory is not None and engine.memory.arena._registered
+        stats = engine.memory.stats
+        assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
+        assert stats.offloaded_bytes > 0 and stats.fetched_bytes > 0
+
+
+def test_full_precision_nests_its_slices(device):
+    model, batch = make_model(device, torch.float32), make_batch(device)
+    plain = gradients(model, batch)
+    with attached(model, device, TestMode()) as engine:
+        gradients(model, batch)
+        load(engine, 0.5)
+        assert engine.schedule == "nest"
+        assert distance(gradients(model, batch), plain) <= 1e-5
+
+
+# ---- copies
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(2, 256 * MIB, pinned=True)
+    yield arena
+    torch.cuda.synchronize()
+    arena.close()
+
+
+def test_copies_run_beside_computation_and_each_other(arena, device):
+    hosts = [arena.acquire(), arena.acquire()]
+    blocks = [torch.empty(256 * MIB, dtype=torch.uint8, device=device) for _ in range(2)]
+    out, back = CudaCopyStream(device), CudaCopyStream(device)
+
+    def compute() -> None:
+        torch.cuda._sleep(40_000_000)
+
+    def copies() -> None:
+        events = [out.copy(hosts[0], blocks[0]), back.copy(blocks[1], hosts[1])]
+        for event in events:
+            event.wait()
+
+    def both() -> None:
+        events = [out.copy(hosts[0], blocks[0]), back.copy(blocks[1], hosts[1])]
+        compute()
+        for event in events:
+            event.wait()
+
+    for work in (compute, copies, both):
+        work()
+    alone, copied = milliseconds(compute), milliseconds(copies)
+    assert milliseconds(both) <= 0.5 * (alone + copied) + 0.6 * max(alone, copied)
+
+
+def test_a_copy_waits_for_the_computation_before_it_and_later_computation_for_the_copy(arena, device):
+    host, block = arena.acquire(), torch.zeros(MIB, dtype=torch.uint8, device=device)
+    out, back = CudaCopyStream(device), CudaCopyStream(device)
+    torch.cuda._sleep(50_000_000)
+    block.fill_(7)
+    gone = out.copy(host[:MIB], block)
+    gone.wait()
+    block.fill_(0)
+    back.copy(block, host[:MIB], after=gone).wait()
+    assert bool((block.clone() == 7).all())
+
+
+def test_the_arena_locks_its_pages_and_unlocks_them():
+    arena = HostArena(3, 2 * MIB, pinned=True)
+    slot = arena.acquire()
+    assert slot.is_pinned() and slot.numel() == 2 * MIB
+    arena.release(slot)
+    arena.close()
+    arena.close()
+    assert not slot.is_pinned()
+
+
+def test_an_arena_that_is_not_pinned_is_plain_memory():
+    arena = HostArena(1, MIB, pinned=False)
+    assert not arena.acquire().is_pinned()
+    arena.close()
+
+
+# ---- Lightning
+
+
+class LanguageModel(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model("cpu")
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train(strategy: object) -> tuple[list[float], Trainer]:
+    ids = torch.randint(0, VOCABULARY, (6, TOKENS), generator=torch.Generator().manual_seed(2))
+    batches = DataLoader([{"input_ids": row, "labels": row.clone()} for row in ids], batch_size=2)
+    model = LanguageModel()
+    trainer = Trainer(
+        accelerator="gpu", devices=1, strategy=strategy, precision="bf16-true", max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, batches)
+    return model.losses, trainer
+
+
+@pytest.mark.parametrize("alpha", [0.5, "auto"])
+def test_the_trainer_takes_the_same_steps(alpha):
+    plain, _ = train("auto")
+    losses, trainer = train(MemoStrategy(alpha=alpha, host_memory="8GiB"))
+    assert len(losses) == 3
+    assert losses == pytest.approx(plain, rel=2**-8)  # a mean of many tokens, each rounded to 8 bits
+    assert trainer.strategy.plan is not None

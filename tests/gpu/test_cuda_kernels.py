@@ -1,0 +1,127 @@
+"""The kernels for CUDA against the definition in fp64, and against PyTorch's own flash attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_memo.kernels import AttentionSpec, select_backend
+from lightning_memo.kernels.banded import AtenFlash
+from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.select import check_available
+
+TOKENS = 200  # no multiple of a kernel's block
+# Output and gradients are rounded to 8 or 11 bits, the weights between them too.
+BOUNDS = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+LSE_BOUND = 1e-4  # fp32, from exponentials of two to the power
+SPECS = {
+    "causal": AttentionSpec(),
+    "full": AttentionSpec(causal=False),
+    "scaled": AttentionSpec(scale=0.3),
+    "window": AttentionSpec(window=70),
+    "lengths": AttentionSpec(lengths=(TOKENS, 60)),
+    "full lengths": AttentionSpec(causal=False, lengths=(90, TOKENS)),
+    "window lengths": AttentionSpec(window=70, lengths=(TOKENS, 30)),
+}
+
+
+@pytest.fixture(params=["sdpa", "cudnn", "flash_attn", "transformer_engine"])
+def choice(request) -> str:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash attention needs compute capability 8.0")
+    try:
+        check_available(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+def assert_accurate(found: Attended, expected: Attended, dtype: torch.dtype) -> None:
+    assert found.lse.dtype == torch.float32
+    assert errors(found, expected)["lse"] <= LSE_BOUND
+    assert_close(found, expected, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_kernels_compute_attention(spec, key_heads, dtype, choice, device):
+    inputs = make_inputs(key_heads=key_heads, queries=TOKENS, keys=TOKENS, head=64, dtype=dtype, device=device)
+    backend = select_backend(*inputs[:3], spec, choice)
+    assert backend.name == choice
+    assert_accurate(attend(backend, inputs, spec), reference(inputs, spec), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 30, 90])
+@pytest.mark.parametrize(("query_start", "queries", "key_start"), [(128, 72, 0), (130, 70, 64), (199, 1, 0)])
+def test_kernels_compute_slices(query_start, queries, key_start, window, choice, device):
+    keys = query_start + queries - key_start
+    inputs = make_inputs(key_heads=2, queries=queries, keys=keys, head=64, dtype=torch.bfloat16, device=device)
+    spec = AttentionSpec(window=window)
+    found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec, query_start, key_start)
+    assert_accurate(found, reference(inputs, spec, query_start, key_start), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head", [8, 40, 96, 128, 192, 256])
+def test_kernels_compute_all_head_sizes(head, choice, device):
+    inputs = make_inputs(queries=TOKENS, keys=TOKENS, head=head, dtype=torch.bfloat16, device=device)
+    spec = AttentionSpec()
+    found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec)
+    assert_accurate(found, reference(inputs, spec), torch.bfloat16)
+
+
+def test_kernels_take_any_layout(choice, device):
+    inputs = make_inputs(queries=TOKENS, keys=TOKENS, head=64, dtype=torch.bfloat16, device=device)
+    turned = type(inputs)(*(t.transpose(2, 3).contiguous().transpose(2, 3) for t in inputs))
+    spec = AttentionSpec()
+    found = attend(select_backend(*turned[:3], spec, choice), turned, spec)
+    assert_accurate(found, reference(inputs, spec), torch.bfloat16)
+    assert found.out.transpose(1, 2).is_contiguous()
+
+
+def test_kernels_without_dropout_draw_nothing(choice, device):
+    inputs = make_inputs(queries=TOKENS, keys=TOKENS, head=64, dtype=torch.bfloat16, device=device)
+    before = torch.cuda.get_rng_state(device)
+    attend(select_backend(*inputs[:3], AttentionSpec(), choice), inputs, AttentionSpec())
+    assert torch.equal(torch.cuda.get_rng_state(device), before)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_pytorchs_flash_kernel_gives_what_plain_training_gets(dropout, device):
+    inputs = make_inputs(queries=TOKENS, keys=TOKENS, head=64, dtype=torch.bfloat16, device=device)
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    torch.manual_seed(3)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    torch.manual_seed(3)
+    found = attend(AtenFlash(), inputs, AttentionSpec(dropout=dropout))
+    assert torch.equal(found.out, out)
+    # The kernel adds up dq in no fixed order.
+    for mine, theirs in zip(found[2:], grads, strict=True):
+        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) <= 2**-8
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_full_precision_is_replayed(spec, device):
+    inputs = make_inputs(key_heads=2, queries=TOKENS, keys=TOKENS, head=64, device=device)
+    backend = select_backend(*inputs[:3], spec)
+    assert isinstance(backend, Replay)
+    expected = reference(inputs, spec)
+    assert_close(attend(backend, inputs, spec)._replace(lse=expected.lse), expected, 1e-5)
+
+
+def test_replayed_dropout_is_bit_equal_to_plain_autograd(device):
+    inputs = make_inputs(queries=TOKENS, keys=TOKENS, head=64, device=device)
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.manual_seed(3)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+        grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
+        torch.manual_seed(3)
+        found = attend(Replay(), inputs, AttentionSpec(dropout=0.3))
+    assert torch.equal(found.out, out)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[2:], grads, strict=True))
