@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -13,7 +14,17 @@ import pytest
 import torch
 from families import PlainBlock, PlainModel, make_batch
 from lightning.pytorch import Trainer
-from trainer_harness import LanguageModel, batches, copy_threads, fit, forwards, make_trainer, mixing_model, plain
+from trainer_harness import (
+    LanguageModel,
+    batches,
+    copy_threads,
+    fit,
+    forwards,
+    make_trainer,
+    mixing_model,
+    plain,
+    shorten_measurements,
+)
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
@@ -22,6 +33,7 @@ from lightning_memo import MemoStrategy
 @pytest.fixture(autouse=True)
 def _folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
 
 
 def assert_one_line(error: BaseException, *words: str) -> None:
@@ -122,7 +134,7 @@ def test_other_namespace():
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
-    assert_one_line(ValueError(eval(done.stdout)), "MemoStrategy", "needs lightning.pytorch.Trainer")
+    assert_one_line(ValueError(ast.literal_eval(done.stdout)), "MemoStrategy", "needs lightning.pytorch.Trainer")
 
 
 # ---- what is found while fitting

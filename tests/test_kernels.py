@@ -353,13 +353,22 @@ def test_operators_for_cuda_accept_the_arguments(spec, dropout, backend):
     assert [t.shape for t in found] == shapes
 
 
-def test_cudnn_leaves_blocks_to_the_flash_kernel(monkeypatch):
+@pytest.mark.parametrize(
+    ("spec", "queries", "start", "head"),
+    [
+        (AttentionSpec(), 8, 16, 64),
+        (SPECS["window"], 24, 0, 64),
+        (SPECS["lengths"], 24, 0, 64),
+        (AttentionSpec(), 24, 0, 256),
+    ],
+)
+def test_cudnn_leaves_the_rest_to_the_flash_kernel(spec, queries, start, head, monkeypatch):
     called = []
     monkeypatch.setattr(BandedFlash, "forward", lambda self, *args: called.append("forward"))
     monkeypatch.setattr(BandedFlash, "backward", lambda self, *args: called.append("backward"))
-    q, k, v, dout = without_memory(queries=8)
-    CudnnSdpa().forward(q, k, v, AttentionSpec(), 16, 0)
-    CudnnSdpa().backward(dout, q, k, v, None, AttentionSpec(), 16, 0)
+    q, k, v, dout = without_memory(queries, head)
+    CudnnSdpa().forward(q, k, v, spec, start, 0)
+    CudnnSdpa().backward(dout, q, k, v, None, spec, start, 0)
     assert called == ["forward", "backward"]
 
 

@@ -34,6 +34,7 @@ from trainer_harness import (
     make_trainer,
     mixing_model,
     plain,
+    shorten_measurements,
 )
 
 from lightning_memo import MemoStrategy
@@ -56,6 +57,7 @@ AMPLE_DEVICE = "64GiB"
 @pytest.fixture(autouse=True)
 def _folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -257,8 +259,9 @@ def test_loss_curve(alpha, plain_curve, curves):
     curves[alpha] = result.losses
 
 
-@pytest.mark.parametrize("family", ["block_dropout", "gpt2_dropout"])
-@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize(
+    ("family", "alpha"), [*(("block_dropout", a) for a in ALPHAS), ("gpt2_dropout", 0.25), ("gpt2_dropout", 1.0)]
+)
 def test_loss_curve_in_test_mode(family, alpha, plain_curve, curves):
     """Delayed copies and poisoned buffers change no bit: no copy is used too early, no buffer too late."""
     steps = 15
@@ -303,7 +306,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trainer_options(options, alpha):
     """Settings of the Trainer keep their meaning."""
@@ -450,9 +453,16 @@ class Failing(LanguageModel):
             raise Boom
 
 
-@pytest.mark.parametrize("family", ["block_dropout", "llama"])
-@pytest.mark.parametrize("step", [0, 2], ids=["profiling", "planned"])
-@pytest.mark.parametrize("place", ["training_step", "inside a layer", "backward", "before the optimizer"])
+PLACES = ["training_step", "inside a layer", "backward", "before the optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "step"),
+    [
+        *(("block_dropout", place, step) for place in PLACES for step in (0, 2)),
+        *(("llama", place, 2) for place in PLACES[:3]),
+    ],
+)
 def test_exception_leaves_process_and_model_usable(family, place, step):
     """After an exception anywhere in a step, the model is as it was and the same process trains normally."""
     module = Failing(family, place, step)
@@ -538,6 +548,8 @@ class TwoOptimizers(LanguageModel):
         super().__init__(*args)
         self.automatic_optimization = False
         self.scale = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(self.scale.weight, 0.1)
+        torch.nn.init.constant_(self.scale.bias, 0.1)
 
     def configure_optimizers(self):
         return [torch.optim.SGD(part.parameters(), 0.01) for part in (self.model, self.scale)]
@@ -741,7 +753,7 @@ class During(Callback):
 
 @pytest.mark.parametrize("family", ["block_dropout", "llama", "gpt2_dropout"])
 def test_model_is_left_as_it_was(family):
-    """After fit no layer's forward is replaced, attention is the model's own, no thread runs, callbacks are the user's."""
+    """After fit layers have their own forward, attention is the model's, no thread runs, callbacks are the user's."""
     module, during = LanguageModel(family), During()
     own = set(forwards(module))
     layers = [m for m in module.modules() if type(m).__name__ in ("PlainBlock", "LlamaDecoderLayer", "GPT2Block")]
@@ -910,9 +922,8 @@ def test_resume_after_sigkill():
         seen += killed.stdout.readlines()
     assert killed.returncode == -signal.SIGKILL
     before = losses_of(seen)
-    assert {step: loss for step, loss in before.items() if step < steps} == {
-        n: expected[n] for n in range(len(before)) if n < steps
-    }
+    assert list(before) == list(range(len(before)))
+    assert list(before.values())[:steps] == list(expected.values())[: len(before)]
     newest = max((path for path in Path("saved").glob("*.ckpt") if is_complete(path)), key=step_of)
     with child(str(steps), str(newest), "memo_plan.json") as resumed:
         after = losses_of(resumed.stdout.readlines())

@@ -244,6 +244,11 @@ def forwards(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+def shorten_measurements(monkeypatch: Any) -> None:
+    """Copy bandwidth, which every profiled step measures, is of no interest to tests of what is computed."""
+    monkeypatch.setattr("lightning_memo.profiler.costs._BANDWIDTH_SECONDS", 0.005)
+
+
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """Collects what Lightning logs."""

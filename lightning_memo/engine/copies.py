@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 
+_CYCLES_PER_SECOND = 2e9  # about; delays need no exact length
+
+
 class CopyEvent(Protocol):
     """The end of one copy."""
 
@@ -26,6 +29,10 @@ class CopyEvent(Protocol):
         Raises:
             RuntimeError: The copy failed.
         """
+        ...
+
+    def synchronize(self) -> None:
+        """Return when the copy has ended."""
         ...
 
 
@@ -67,6 +74,8 @@ class ThreadCopyEvent:
         self._done.wait()
         if self.error is not None:
             raise RuntimeError(f"a copy between device and host failed: {self.error}") from self.error
+
+    synchronize = wait
 
 
 class ThreadCopyStream:
@@ -111,29 +120,34 @@ class ThreadCopyStream:
 
 
 class CudaCopyEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
 
 
 class CudaCopyStream:
-    """A CUDA stream. Buffers belong to the engine for its whole life, so `record_stream` is never needed."""
+    """A CUDA stream. Whoever frees what it copies has waited for the copy, so `record_stream` is not needed."""
 
     def __init__(self, device: torch.device, delays: Delays | None = None) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._delays = delays
 
     def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
-        self._stream.wait_event(torch.cuda.current_stream().record_event())
+        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         if isinstance(after, CudaCopyEvent):
             self._stream.wait_event(after.event)
         with torch.cuda.stream(self._stream):
             if self._delays is not None:
-                torch.cuda._sleep(int(self._delays.seconds() * 1e9))  # about a cycle per nanosecond
+                torch.cuda._sleep(int(self._delays.seconds() * _CYCLES_PER_SECOND))
             destination.copy_(source, non_blocking=True)
-            return CudaCopyEvent(self._stream.record_event())
+            return CudaCopyEvent(self._stream.record_event(), self._device)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -51,11 +52,11 @@ class HostArena:
     def __init__(self, slots: int, slot_bytes: int, pinned: bool) -> None:
         self.size_bytes = slots * slot_bytes
         self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device="cpu")
-        self._registered = pinned and self.size_bytes > 0
-        if self._registered:
+        self._unpin = weakref.finalize(self, _unpin, self._memory) if pinned and self.size_bytes else None
+        if self._unpin is not None:
             error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size_bytes, 0)
             if error != torch.cuda.cudart().cudaError.success:
-                self._registered = False
+                self._unpin.detach()
                 raise MemoryError(
                     f"page-locking {self.size_bytes} bytes of host memory failed ({error}): lower host_memory, "
                     "or raise the limit of locked memory (ulimit -l)"
@@ -75,9 +76,13 @@ class HostArena:
         self._free.append(slot)
 
     def close(self) -> None:
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-            self._registered = False
+        """Unlock the pages. No copy may be under way."""
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,8 @@ class Slot:
     used_bytes: int = 0
     copied_bytes: int = 0
     offload: CopyEvent | None = None
-    fetch: CopyEvent | None = None
+    fetch: CopyEvent | None = None  # until it has been waited for
+    last_fetch: CopyEvent | None = None
     in_backward: bool = False
     released: bool = False
 
@@ -213,7 +219,7 @@ class SlotMemory:
         self._take_buffer(slot, call)
         assert slot.host is not None and slot.buffer is not None
         stop = slot.copied_bytes
-        slot.fetch = self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], after=slot.offload)
+        slot.fetch = slot.last_fetch = self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], after=slot.offload)
         self.stats.fetched_bytes += stop
 
     def release(self, slot: Slot) -> None:
@@ -227,6 +233,9 @@ class SlotMemory:
         self._leave_buffer(slot)
         if slot.host is not None:
             if self.test_mode is not None:
+                for event in (slot.offload, slot.last_fetch):
+                    if event is not None:
+                        event.synchronize()  # the poison is written by the CPU at once
                 slot.host.fill_(_POISON)
             self.arena.release(slot.host)
             slot.host = None

@@ -85,6 +85,11 @@ def token_major(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def side_by_side(t: Tensor) -> Tensor:
+    """`t`, copied if the elements of a head do not lie side by side, as kernels for CUDA want them."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 def repeat_heads(t: Tensor, groups: int) -> Tensor:
     """Keys or values of grouped-query attention, repeated to one per query head (kernels without GQA)."""
     return t if groups == 1 else t.repeat_interleave(groups, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec
+from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,10 @@ class BandedFlash:
 
     @staticmethod
     def _inputs(band: Band, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The call's q, k, v, `[batch, tokens, heads, head_dim]`, with elements of a head side by side."""
+        """The call's q, k, v, `[batch, tokens, heads, head_dim]`."""
         tokens = slice(0, band.keys)
         parts = (q[band.batch, :, band.rows], k[band.batch, :, tokens], v[band.batch, :, tokens])
-        q, k, v = ((t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in parts)
+        q, k, v = (side_by_side(t).transpose(1, 2) for t in parts)
         return q, k, v
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, band: Band) -> tuple[Tensor, Tensor, Any]:

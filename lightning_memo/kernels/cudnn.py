@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, repeat_heads, sum_head_groups, token_major
+from lightning_memo.kernels.attention import (
+    AttentionResult,
+    AttentionSpec,
+    repeat_heads,
+    side_by_side,
+    sum_head_groups,
+    token_major,
+)
 from lightning_memo.kernels.banded import AtenFlash
 
 _LARGEST_HEAD = 128  # larger ones work on some GPUs only
@@ -25,11 +32,9 @@ class CudnnSdpa(AtenFlash):
     ) -> AttentionResult:
         if not _serves(q, k, spec, query_start, key_start):
             return super().forward(q, k, v, spec, query_start, key_start)
-        groups = q.shape[1] // k.shape[1]
         out, lse, *rest, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, repeat_heads(k, groups), repeat_heads(v, groups), None, True, spec.dropout, spec.causal, False,
-            scale=spec.scale,
-        )  # fmt: skip
+            *_inputs(q, k, v), None, True, spec.dropout, spec.causal, False, scale=spec.scale
+        )
         # PyTorch's backward wants the log-sum-exp as its forward gave it, with or without a last dimension of 1.
         return AttentionResult(token_major(out), lse.reshape(q.shape[:3]), (lse.shape, rest))
 
@@ -49,12 +54,21 @@ class CudnnSdpa(AtenFlash):
         groups = q.shape[1] // k.shape[1]
         lse_shape, (starts_q, starts_k, max_q, max_k, seed, offset) = result.state
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, repeat_heads(k, groups), repeat_heads(v, groups), result.out, result.lse.reshape(lse_shape), seed,
-            offset, None, starts_q, starts_k, max_q, max_k, spec.dropout, spec.causal, scale=spec.scale,
+            token_major(dout), *_inputs(q, k, v), result.out, result.lse.reshape(lse_shape), seed, offset, None,
+            starts_q, starts_k, max_q, max_k, spec.dropout, spec.causal, scale=spec.scale,
         )  # fmt: skip
         return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)
 
 
+def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    return side_by_side(q), side_by_side(repeat_heads(k, groups)), side_by_side(repeat_heads(v, groups))
+
+
 def _serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> bool:
-    square = query_start == key_start and q.shape[2] == k.shape[2]
-    return spec.window is None and spec.lengths is None and (square or not spec.causal) and q.shape[3] <= _LARGEST_HEAD
+    queries, keys, head = q.shape[2], k.shape[2], q.shape[3]
+    if spec.window is not None or spec.lengths is not None:
+        return False
+    square = query_start == key_start and queries == keys
+    # PyTorch refuses a single query with some versions of cuDNN.
+    return (square or not spec.causal) and queries > 1 and head <= _LARGEST_HEAD
