@@ -78,6 +78,9 @@ class HeedlessEvent:
     def wait(self) -> None:
         return
 
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
 
 class HeedlessStream(ThreadCopyStream):
     """A broken copy stream: its copies are taken for finished at once."""

@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
 _CYCLES_PER_SECOND = 2e9  # about; delays need no exact length
 
 
