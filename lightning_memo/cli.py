@@ -50,19 +50,20 @@ def exit_for_user(error: BaseException) -> None:
 def user_message(error: BaseException) -> str | None:
     """Returns one line for the user where ``error`` is a mistake in settings or input, None where it is a bug.
 
-    A ``ValueError`` is the user's if this package raised it; one from within a library is a bug of its caller.
+    A ``ValueError`` or ``MemoryError`` is the user's if this package raised it; one from within a library is a bug of
+    its caller. Files that cannot be read or written are the user's always.
     """
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         cause = error.__cause__
         # The arguments come from the configuration, so wrong names and values are the user's wherever they are found.
         own = isinstance(cause, (TypeError, ValueError, ImportError, MisconfigurationException))
         return _with_section(str(error), _one_line(cause)) if own else None
-    settings = isinstance(error, (HydraException, OmegaConfBaseException, MisconfigurationException))
-    return _one_line(error) if settings or _is_own_value_error(error) else None
+    outside = isinstance(error, (HydraException, OmegaConfBaseException, MisconfigurationException, OSError))
+    return _one_line(error) if outside or _is_own_refusal(error) else None
 
 
-def _is_own_value_error(error: BaseException) -> bool:
-    if not isinstance(error, ValueError):
+def _is_own_refusal(error: BaseException) -> bool:
+    if not isinstance(error, (ValueError, MemoryError)):
         return False
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_globals.get("__name__", "").split(".")[0] == __package__

@@ -182,6 +182,24 @@ class Plan:
         if self.version != VERSION:
             raise ValueError(f"version={self.version} is not readable: this lightning_memo reads version {VERSION}")
 
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not a plan of this version; one line names the field.
+        """
+        try:
+            content = json.loads(text, parse_constant=_refuse_constant)
+            _check_version(content)
+            return _decode_document(cls, content, "")
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.
 
@@ -193,8 +211,7 @@ class Plan:
         unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             with unfinished.open("x", encoding="utf-8") as file:
-                json.dump(asdict(self), file, indent=1, allow_nan=False)
-                file.write("\n")
+                file.write(f"{self.to_json()}\n")
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -213,12 +230,7 @@ class Plan:
             ValueError: the file is not a plan of this version; one line names the file and the field.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            content = json.loads(text, parse_constant=_refuse_constant)
-            _check_version(content)
-            return _decode_document(cls, content, "")
-        except RecursionError:
-            raise ValueError(f"{os.fspath(path)}: not a plan: nested too deeply") from None
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: not a plan: {error}; delete it and let a run make it again") from None
 

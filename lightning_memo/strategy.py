@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,11 @@ class MemoStrategy(ModelParallelStrategy):
         # One process reads all the data in the user's own order, as it would without this strategy.
         self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
 
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        # Weights are made on the device. The parent would make them on "meta", and fill them with random ones in setup.
+        return Strategy.tensor_init_context(self, empty_init)
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -177,7 +183,7 @@ class MemoStrategy(ModelParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return False
+        return True  # the planning callback, made in setup, reads its plan from the checkpoint
 
     @property
     @override

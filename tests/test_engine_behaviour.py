@@ -37,7 +37,9 @@ def assert_agrees(actual: Step, plain: Step, alpha: float) -> None:
     (assert_equal if alpha in (0.0, 1.0) else assert_close)(actual, plain)
 
 
-def assert_trains_like_plain(model: nn.Module, batch: Batch = BATCHES[0], exact_alphas: tuple[float, ...] = (0.0, 1.0)) -> str:
+def assert_trains_like_plain(
+    model: nn.Module, batch: Batch = BATCHES[0], exact_alphas: tuple[float, ...] = (0.0, 1.0)
+) -> str:
     """Profiled step and steps at every alpha against plain training; returns why the layers were not cut."""
     plain = loss_and_gradients(model, batch)
     with EngineUnderTest(model) as under_test:
@@ -257,7 +259,7 @@ def test_reset_takes_memory_from_a_graph_that_is_still_held(alpha: float) -> Non
         under_test.engine.reset()
         under_test.assert_empty()
         assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
-        with pytest.raises(RuntimeError, match="are gone: .*the step was abandoned"):
+        with pytest.raises(RuntimeError, match=r"are gone: .*the step was abandoned"):
             abandoned.backward()
         assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
 
@@ -674,8 +676,9 @@ def test_layer_that_returns_no_tensor_is_refused() -> None:
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"hidden": super().forward(x)}
 
-    with EngineUnderTest(PlainModel(_layers(DictionaryBlock))) as under_test, pytest.raises(
-        (ValueError, AssertionError), match="layer returned dict"
+    with (
+        EngineUnderTest(PlainModel(_layers(DictionaryBlock))) as under_test,
+        pytest.raises((ValueError, AssertionError), match="layer returned dict"),
     ):
         under_test.step(BATCHES[0])
 
@@ -700,7 +703,11 @@ def test_single_token_first(single: Batch) -> None:
 @each_family
 def test_detach_restores_the_model(family: str) -> None:
     model, batch = build(family), make_batch(2, TOKENS, padded=True)
-    plain, implementation, sdpa = loss_and_gradients(model, batch), model.config._attn_implementation, F.scaled_dot_product_attention
+    plain, implementation, sdpa = (
+        loss_and_gradients(model, batch),
+        model.config._attn_implementation,
+        F.scaled_dot_product_attention,
+    )
     names = [set(vars(module)) for module in model.modules()]
     with planned(model, batch, 0.5) as under_test:
         assert model.config._attn_implementation != implementation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -9,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, make_batch
-from harness import CPU, Batch, EngineUnderTest, Step, assert_equal, gradients_of, in_double, loss_and_gradients, planned
+from harness import (
+    CPU,
+    Batch,
+    EngineUnderTest,
+    Step,
+    assert_equal,
+    gradients_of,
+    in_double,
+    loss_and_gradients,
+    planned,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -24,7 +35,7 @@ from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, cut, sl
 from lightning_memo.kernels import AttentionSpec
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
-LENGTHS = [(1, 61), (2, 64)]  # batch, tokens; 61 is a prime
+SHAPES = [(1, 61, 5), (2, 64, 13)]  # batch, tokens, slice_tokens: none divides
 # Farthest from fp64, in units of plain training's distance; see test_gradients.
 FARTHER = 1.25
 
@@ -45,27 +56,27 @@ def assert_as_good(model: nn.Module, batch: Batch, actual: Step, plain: Step) ->
 # ---- whole models
 
 
-@pytest.fixture(scope="module", params=[(f, b) for f in FAMILIES for b in LENGTHS], ids=lambda p: f"{p[0]}-{p[1][0]}x{p[1][1]}")
-def family_and_batch(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module, Batch, Step]]:
-    family, (batch_size, tokens) = request.param
-    model, batch = build(family), make_batch(batch_size, tokens)
-    yield family, model, batch, loss_and_gradients(model, batch)
+def _profiles() -> Iterator[object]:
+    for name, family in FAMILIES.items():
+        needs_nest = not family.causal or name == "gpt2_dropout"  # attention dropout
+        for schedule in ("auto",) if needs_nest else ("auto", "nest"):
+            for shape in SHAPES:
+                yield pytest.param((name, schedule, shape), id=f"{name}-{schedule}-{shape[0]}x{shape[1]}by{shape[2]}")
 
 
-@pytest.fixture(scope="module", params=["auto", "nest"])
-def profiled(
-    request: pytest.FixtureRequest, family_and_batch: tuple[str, nn.Module, Batch, Step]
-) -> Iterator[tuple[EngineUnderTest, Batch, Step]]:
-    _, model, batch, plain = family_and_batch
-    with EngineUnderTest(model, request.param) as under_test:
+@pytest.fixture(scope="module", params=_profiles())
+def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[EngineUnderTest, Batch, Step, int]]:
+    name, schedule, (batch_size, tokens, slice_tokens) = request.param
+    model, batch = build(name), make_batch(batch_size, tokens)
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, schedule) as under_test:
         under_test.profile_step(batch)
-        yield under_test, batch, plain
+        yield under_test, batch, plain, slice_tokens
 
 
-@pytest.mark.parametrize("slice_tokens", [5, 13])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
-def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step], alpha: float, slice_tokens: int) -> None:
-    under_test, batch, plain = profiled
+def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: float) -> None:
+    under_test, batch, plain, slice_tokens = profiled
     predicted = under_test.load(alpha, slice_tokens)
     engine, memory = under_test.engine, under_test.engine.memory
     assert memory is not None
@@ -87,6 +98,19 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step], alpha: float
     assert_as_good(model, batch, Step(loss.detach(), gradients_of(model)), plain)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1 / 8, 1 / 2, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
+def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: float) -> None:
+    """To the byte, for routed experts too: what they save is per token and expert in sum."""
+    under_test, batch, _, _ = profiled
+    predicted = under_test.load(alpha)
+    loss = under_test.model(**batch).loss
+    runs = [run for _, run in sorted(under_test.engine._runs.items())]
+    assert tuple(run.slot.used_bytes for run in runs if run.slot is not None) == predicted
+    del runs, loss
+    under_test.assert_as_planned()
+    under_test.assert_empty()
+
+
 def _ranges(*parts: tuple[int, Action]) -> tuple[TokenRange, ...]:
     stops = [sum(tokens for tokens, _ in parts[: n + 1]) for n in range(len(parts))]
     return tuple(TokenRange(stop - n, stop, action) for stop, (n, action) in zip(stops, parts, strict=True))
@@ -100,14 +124,13 @@ MIXES = {
     "recompute_swap": _ranges((30, RECOMPUTE), (31, SWAP)),
     "recompute_keep_swap": _ranges((17, RECOMPUTE), (2, KEEP), (42, SWAP)),
     "one_token_last": _ranges((30, SWAP), (30, RECOMPUTE), (1, RECOMPUTE)),
-    "sixteen": _ranges(*[(1 + n % 7, (SWAP, RECOMPUTE, KEEP, RECOMPUTE)[n % 4]) for n in range(15)], (7, SWAP)),
+    "sixteen": _ranges(*[(1 + n % 7, (SWAP, RECOMPUTE, KEEP, RECOMPUTE)[n % 4]) for n in range(15)], (4, SWAP)),
 }
-MIXES["sixteen"] = MIXES["sixteen"][:-1] + (TokenRange(MIXES["sixteen"][-1].start, 61, SWAP),)
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("schedule", ["auto", "nest"])
-@pytest.mark.parametrize("family", ["llama_gqa", "mistral_window", "gpt2_dropout", "mixtral", "block_dropout", "encoder_layer"])
+@pytest.mark.parametrize("family", ["llama_gqa", "mistral_window", "gpt2_dropout", "mixtral", "block_dropout"])
 def test_mixed_actions(family: str, schedule: str, mix: str) -> None:
     model, batch = build(family), make_batch(2, 61)
     plain = loss_and_gradients(model, batch)
@@ -146,7 +169,7 @@ longests = st.none() | st.integers(1, 700)
 def test_slices_cover_all_tokens_in_order(tokens: int, alpha: float, longest: int | None) -> None:
     slices = slice_tokens_by_alpha(tokens, alpha, longest)
     assert slices[0].start == 0 and slices[-1].stop == tokens
-    assert all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
     assert all(0 < part.tokens <= (longest or tokens) for part in slices)
     actions = [part.action for part in slices]
     assert actions == sorted(actions, key=[SWAP, RECOMPUTE].index)
@@ -158,7 +181,7 @@ def test_alpha_is_the_share_of_swapped_tokens(tokens: int, alpha: float) -> None
     swapped = sum(part.tokens for part in slices if part.action is SWAP)
     assert swapped <= alpha * tokens + 1e-3
     assert alpha * tokens - swapped < (128 if tokens >= 2048 else 1)
-    assert len(slices) == (0 < swapped) + (swapped < tokens)
+    assert len(slices) == (swapped > 0) + (swapped < tokens)
 
 
 kinds = st.sampled_from(["input", "out", "lse", "query", "key", "value", "other"])
@@ -171,9 +194,7 @@ def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b
     low, high = sorted((a, b))
     sizes = [slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), schedule) for alpha in (low, high)]
     slack = len(saved) * 2 * ALIGNMENT_BYTES + sum(item.size_bytes for item in saved if not item.per_token)
-    if schedule == "layer" and high == 1.0:
-        return  # one slice needs no keys of earlier ones
-    assert sizes[0] <= sizes[1] + slack or (schedule == "layer" and low == 0.0)
+    assert sizes[0] <= sizes[1] + slack
 
 
 @given(saved_tensors, st.integers(1, 3000), alphas, longests, st.sampled_from(["layer", "nest"]))
@@ -183,7 +204,9 @@ def test_slots_hold_what_is_always_swapped_and_no_more_than_all(
     slices = slice_tokens_by_alpha(tokens, alpha, longest)
     size = slot_bytes(saved, tokens, slices, schedule)
     always = sum(item.size_bytes for item in saved if item.kind in ("input", "out", "lse"))
-    most = sum(item.size_bytes * (1 if item.per_token else len(slices)) + 2 * ALIGNMENT_BYTES * len(slices) for item in saved)
+    most = sum(
+        item.size_bytes * (1 if item.per_token else len(slices)) + 2 * ALIGNMENT_BYTES * len(slices) for item in saved
+    )
     assert always <= size <= most
 
 
@@ -234,7 +257,9 @@ def test_cut_takes_the_tokens_of_tensors_that_have_them() -> None:
 def strided(draw: st.DrawFn) -> Tensor:
     """A tensor with any order of dimensions, gaps, expanded dimensions and offsets."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    t = torch.randn([size + draw(st.integers(0, 2)) for size in shape], dtype=draw(st.sampled_from([torch.float32, torch.float64])))
+    t = torch.randn(
+        [size + draw(st.integers(0, 2)) for size in shape], dtype=draw(st.sampled_from([torch.float32, torch.float64]))
+    )
     t = t.permute(draw(st.permutations(range(len(shape)))))
     for d in range(t.dim()):
         start = draw(st.integers(0, t.shape[d] - 1))
@@ -314,12 +339,12 @@ def test_registry_forgets_contents_that_changed_in_place() -> None:
 
 
 def test_registry_never_matches_a_dead_storage() -> None:
-    """Also when a new storage gets the dead one's address, which the allocator sees to."""
+    """Also when new tensors get a dead one's memory, which the allocator sees to."""
     registry: Registry[int] = Registry()
     seen, reused = set(), 0
     for n in range(200):
         t = torch.full((1024,), float(n))
-        address = t.untyped_storage()._cdata
+        address = t.data_ptr()
         reused += address in seen
         seen.add(address)
         assert registry.find(t) is None
@@ -360,7 +385,7 @@ def test_calls_two_apart_share_a_rounding_buffer() -> None:
     buffers = []
     for call in range(4):
         slot = memory.lease(call, swap=True)
-        fill(slot, call)
+        fill(slot, float(call))
         buffers.append(slot.buffer.data_ptr())
         memory.offload(slot)
     assert buffers[0] == buffers[2] != buffers[1] == buffers[3]
@@ -425,14 +450,19 @@ def test_busy_buffer_is_left_alone(why: str) -> None:
 
 def test_exhausted_arena_leaves_slots_on_the_device() -> None:
     memory = make_memory(slots=1)
-    slots = [memory.lease(call, swap=True) for call in range(3)]
-    for n, slot in enumerate(slots):
-        fill(slot, n)
-        memory.offload(slot)
-    assert [slot.host is None for slot in slots] == [False, True, True]
-    assert slots[2].buffer is not None and memory.stats.unplanned_slots == 1
-    for n, slot in enumerate(slots):
-        assert slot.buffer is not None and float(slot.buffer.view(torch.float32)[0]) == n
+    slots = []
+    for call in range(4):
+        slots.append(memory.lease(call, swap=True))
+        fill(slots[-1], float(call))
+        memory.offload(slots[-1])
+    assert [slot.host is None for slot in slots] == [False, True, True, True]
+    assert memory.stats.unplanned_slots == 1  # call 3: call 1 cannot leave the buffer
+    for call in (3, 2, 1, 0):
+        slot = slots[call]
+        memory.fetch(slot, call)
+        if slot.fetch is not None:
+            slot.fetch.wait()
+        assert slot.buffer is not None and float(slot.buffer.view(torch.float32)[0]) == call
         memory.release(slot)
     assert memory.slots_in_use == 0
     memory.close()
@@ -511,9 +541,6 @@ def test_synchronize_waits_for_all() -> None:
 # ---- intercept.py
 
 
-SPEC_OF_NOBODY = AttentionSpec()
-
-
 def answer_with_values(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     return v
 
@@ -555,14 +582,14 @@ def test_dropout_of_flattened_tokens() -> None:
 
 
 def test_dropout_without_effect_and_dropout_that_cannot_be_cut() -> None:
-    x = torch.randn(3, 4, 8)
+    x, odd = torch.randn(3, 4, 8), torch.randn(5, 7)
     state = torch.get_rng_state()
     with handling(answer_with_values), LayerMode(10, 0, 4, 3, 1):
         assert F.dropout(x, 0.4, training=False) is x
         assert F.dropout(x, 0.0) is x
         assert torch.dropout(x, 0.4, train=False) is x
         with pytest.raises(ValueError, match="cannot be cut by token"):
-            F.dropout(torch.randn(5, 7), 0.4)
+            F.dropout(odd, 0.4)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -588,13 +615,17 @@ def test_attention_goes_to_the_handler_however_it_is_called() -> None:
 
 def test_handlers_nest_and_survive_errors() -> None:
     own = F.scaled_dot_product_attention
-    with pytest.raises(KeyError), handling(answer_with_values):
-        outer = current_handler()
-        with pytest.raises(IndexError), handling(answer_with_values):
+
+    def fail_inside(outer: object) -> None:
+        with handling(answer_with_values):
             assert current_handler() is not outer
             raise IndexError
+
+    with handling(answer_with_values):
+        outer = current_handler()
+        with pytest.raises(IndexError):
+            fail_inside(outer)
         assert current_handler() is outer
-        raise KeyError
     assert current_handler() is None and F.scaled_dot_product_attention is own
 
 

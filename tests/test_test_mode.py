@@ -52,7 +52,9 @@ class Steps:
 
 
 CASES = [
-    pytest.param(family, alpha, slice_tokens, id=f"{family}-alpha{alpha:g}" + f"-slices{slice_tokens}" * bool(slice_tokens))
+    pytest.param(
+        family, alpha, slice_tokens, id=f"{family}-alpha{alpha:g}" + f"-slices{slice_tokens}" * bool(slice_tokens)
+    )
     for family in ("llama", "gpt2_dropout")
     for alpha, slice_tokens in ((0.0, None), (0.5, None), (1.0, None), (0.5, 13))
 ]

@@ -127,6 +127,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
         (["model.config.vocab_size=100"], "257 ids, but the model has embeddings for 100"),
         (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
+        (["strategy.plan=/nowhere.json"], "/nowhere.json"),
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
         (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
     ],

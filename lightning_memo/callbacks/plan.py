@@ -23,13 +23,14 @@ from lightning_memo.profiler.costs import (
     budget,
     fingerprint,
     layer_costs,
-    model_fingerprint,
+    run_fingerprint,
     state_bytes,
     transient_bytes,
 )
 from lightning_memo.report import plan_table
 
 PLAN_FILE = "memo_plan.json"
+CHECKPOINT_KEY = "lightning_memo_plan"
 
 
 class PlanAfterFirstStep(Callback):
@@ -48,11 +49,26 @@ class PlanAfterFirstStep(Callback):
         self._engine = engine
         self._config = config
         self._started_seconds = 0.0
+        self._resumed: str | None = None
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # A run that is resumed with the same plan computes the same numbers: another alpha rounds differently.
+        if self.plan is not None:
+            checkpoint[CHECKPOINT_KEY] = self.plan.to_json()
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._resumed = checkpoint.get(CHECKPOINT_KEY)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._config.plan is not None:
-            self._load_given_plan(trainer, pl_module)
+        if self._config.plan is not None or self._resumed is not None:
+            self._load_earlier_plan(trainer, pl_module)
         if self.plan is None:
             rank_zero_info("MemoStrategy: the first batch is profiled, with every layer recomputed.")
 
@@ -137,18 +153,53 @@ class PlanAfterFirstStep(Callback):
         plan.save(path)
         rank_zero_info(f"MemoStrategy: plan saved to {path}")
 
-    def _load_given_plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Use the plan that the user gave, if it was made for this model."""
-        assert self._config.plan is not None
-        plan = Plan.load(self._config.plan)
-        expected = (model_fingerprint(pl_module), str(trainer.precision))
-        if (plan.fingerprint.model, plan.fingerprint.precision) != expected:
-            rank_zero_warn(
-                f"MemoStrategy: {self._config.plan} was made for {plan.fingerprint.model} in "
-                f"{plan.fingerprint.precision}, this is {expected[0]} in {expected[1]}: it is not used, and the first "
-                "batch is profiled."
-            )
+    # ---- plans made before
+
+    def _load_earlier_plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Use the plan that the user gave or the checkpoint holds, if it was made for this run.
+
+        Raises:
+            ValueError: The file is no plan, or needs more host memory than there is.
+        """
+        given = self._config.plan
+        try:
+            plan = Plan.load(given) if given is not None else Plan.from_json(self._resumed or "")
+        except ValueError:
+            if given is not None:
+                raise
             return
+        why_not = self._why_not(plan, trainer, pl_module)
+        if why_not:
+            source = given or "the checkpoint's plan"
+            rank_zero_warn(f"MemoStrategy: {source} is not used, and the first batch is profiled: {why_not}.")
+            return
+        if given is not None and self._config.alpha not in ("auto", plan.swap.alpha):
+            rank_zero_warn(
+                f"MemoStrategy: alpha={self._config.alpha} is not used, because {given} says {plan.swap.alpha}."
+            )
         self._engine.load(plan.swap, max(plan.costs.input_bytes))
         self.plan = plan
-        rank_zero_info(f"MemoStrategy: plan {self._config.plan}, host memory {format_bytes(plan.swap.host_bytes)}.")
+        rank_zero_info(f"MemoStrategy: planned before, host memory {format_bytes(plan.swap.host_bytes)}.")
+
+    def _why_not(self, plan: Plan, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+        """Why an earlier plan does not hold for this run; empty if it does."""
+        device, given = self._engine.device, self._config.plan
+        expected = run_fingerprint(pl_module, str(trainer.precision), device)
+        for name, value in expected.items():
+            if getattr(plan.fingerprint, name) != value:
+                return f"it was made for {name} {getattr(plan.fingerprint, name)}, and this is {value}"
+        if given is None and self._config.alpha not in ("auto", plan.swap.alpha):
+            return f"it says alpha={plan.swap.alpha}, and {self._config.alpha} was given"
+        available = budget(self._config, device, state_bytes(pl_module, trainer.optimizers), self._engine.host_bytes)
+        if plan.swap.host_bytes > available.host_bytes:
+            needs, has = format_bytes(plan.swap.host_bytes), format_bytes(available.host_bytes)
+            if given is not None:
+                raise ValueError(
+                    f"{given} needs {needs} of host memory, and {has} is available: raise host_memory, or make the "
+                    "plan again"
+                )
+            return f"it needs {needs} of host memory, and {has} is available"
+        plain_bytes = plan.costs.fixed_device_bytes + plan.costs.transient_device_bytes + plan.costs.skeletal_bytes
+        if plan.swap.mode == "plain" and plain_bytes > available.device_bytes:
+            return f"plain training needs {format_bytes(plain_bytes)} of {format_bytes(available.device_bytes)}"
+        return ""

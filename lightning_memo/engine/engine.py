@@ -212,7 +212,8 @@ class Engine:
     def _traits_of(self, call: LayerCall, x: Tensor) -> LayerTraits:
         """Layers with parameters of the same names and shapes are of one kind, and looked at once."""
         shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
-        kind = (type(call.layer), call.layer.training, shapes)
+        # A single token says nothing about longer sequences.
+        kind = (type(call.layer), call.layer.training, call.tokens < 2, shapes)
         if kind not in self._traits:
             self._traits[kind] = probe_layer(call, x, self.backend)
         return self._traits[kind]

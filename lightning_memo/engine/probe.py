@@ -119,7 +119,10 @@ def _why_whole(
 
 def _hidden(output: object) -> Tensor:
     hidden = output[0] if isinstance(output, (tuple, list)) else output
-    assert isinstance(hidden, Tensor), f"a layer returned {type(output).__name__}"
+    if not isinstance(hidden, Tensor):
+        raise ValueError(
+            f"a layer returned {type(output).__name__}: it has to return its hidden states, alone or first in a tuple"
+        )
     return hidden
 
 

@@ -96,7 +96,7 @@ class LayerRun:
         self.y: Tensor | None = None
         self.dy: Tensor | None = None
         self.dx: Tensor | None = None
-        self._started = False
+        self._started = self._ended = False
         # A graph that is dropped without a backward gives its slot back too.
         self._release = weakref.finalize(self, _release_slot, memory, self.slot)
         self._release.atexit = False
@@ -163,6 +163,10 @@ class LayerRun:
 
     def begin_backward(self) -> None:
         """Bring the slot back, and start bringing back the one that is needed next."""
+        if self._ended:
+            raise RuntimeError(
+                "a second backward through the same graph (retain_graph) is not supported; run the forward again"
+            )
         if self._started:
             return
         self._started = True
@@ -172,6 +176,7 @@ class LayerRun:
         """The layer's last act: give everything back, return the gradient of its input."""
         dx = self.dx
         self.dy = self.dx = None
+        self._ended = True
         self.cores.clear()
         self.engine.end_backward(self)
         self.release()

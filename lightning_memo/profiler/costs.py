@@ -120,11 +120,18 @@ def budget(config: MemoConfig, device: torch.device, fixed_device_bytes: int, he
 
 def fingerprint(model: nn.Module, profile: StepProfile, precision: str, device: torch.device) -> Fingerprint:
     """What a plan of this run is valid for."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Fingerprint(
-        model=model_fingerprint(model), batch=profile.batch, tokens=profile.tokens, precision=precision, device=name,
-        torch=torch.__version__, parallel="dp1-cp1-tp1-zero0",
-    )  # fmt: skip
+    return Fingerprint(batch=profile.batch, tokens=profile.tokens, **run_fingerprint(model, precision, device))
+
+
+def run_fingerprint(model: nn.Module, precision: str, device: torch.device) -> dict[str, str]:
+    """The part of a fingerprint that is known before the first batch."""
+    return {
+        "model": model_fingerprint(model),
+        "precision": precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "parallel": "dp1-cp1-tp1-zero0",
+    }
 
 
 def model_fingerprint(model: nn.Module) -> str:
