@@ -203,9 +203,9 @@ def test_foreign_plan_is_not_used(change):
     fit(MemoStrategy(alpha=1.0), LanguageModel("gpt2" if change == "model" else "block_dropout"), max_steps=1)
     precision = "bf16-true" if change == "precision" else "32-true"
     Path("memo_plan.json").rename("foreign.json")
-    with pytest.warns(UserWarning, match="it is not used, and the first batch is profiled") as caught:
+    with pytest.warns(UserWarning, match="is not used, and the first batch is profiled") as caught:
         result = fit(MemoStrategy(alpha=0.0, plan="foreign.json"), precision=precision)
-    line = next(str(w.message) for w in caught if "it is not used" in str(w.message))
+    line = next(str(w.message) for w in caught if "is not used" in str(w.message))
     assert "\n" not in line
     assert "foreign.json" in line
     assert result.plan.swap.alpha == 0.0
@@ -825,6 +825,7 @@ def test_checkpoint_is_plain_trainings():
         fit(strategy, callbacks=[ModelCheckpoint(Path(name), "last")], enable_checkpointing=True)
         contents.append(dict(tree(torch.load(f"{name}/last.ckpt", weights_only=False))))
     memo, expected = contents
+    assert json.loads(memo.pop("/lightning_memo_plan"))["swap"]["alpha"] == 1.0
     assert memo.keys() == expected.keys()
     assert any(key.startswith("/optimizer_states/0/state") for key in memo)
     for key, value in expected.items():
@@ -838,7 +839,8 @@ RESUMED = [
     ("memo", "plain", 1.0, None),
     ("plain", "memo", 1.0, None),
     # A first batch is profiled with every layer whole, which rounds otherwise than slices do. With the plan of the
-    # interrupted run nothing is profiled, and the losses are the very same.
+    # interrupted run, from its checkpoint or its file, nothing is profiled, and the losses are the very same.
+    ("memo", "memo", 0.5, None),
     ("memo", "memo", 0.5, "memo_plan.json"),
 ]
 
@@ -871,7 +873,7 @@ from trainer_harness import LanguageModel, ResumableLoader, Sequences, fit
 from lightning_memo import MemoStrategy
 
 torch.set_num_threads(1)
-steps, checkpoint, plan = (*sys.argv[1:], None, None)[:3]
+steps, checkpoint = (*sys.argv[1:], None)[:2]
 
 class Printing(LanguageModel):
     def keep(self, loss):
@@ -881,7 +883,7 @@ class Printing(LanguageModel):
         return loss
 
 saver = ModelCheckpoint("saved", "{step}", every_n_train_steps=2, save_top_k=-1)
-fit(MemoStrategy(alpha=0.5, plan=plan), Printing(), ResumableLoader(Sequences(14)), max_steps=int(steps),
+fit(MemoStrategy(alpha=0.5), Printing(), ResumableLoader(Sequences(14)), max_steps=int(steps),
     callbacks=[saver], enable_checkpointing=True, ckpt_path=checkpoint)
 """
 
@@ -927,7 +929,7 @@ def test_resume_after_sigkill():
     assert list(before) == list(range(len(before)))
     assert list(before.values()) == list(expected.values())[: len(before)]
     newest = max((path for path in Path("saved").glob("*.ckpt") if is_complete(path)), key=step_of)
-    with child(str(steps), str(newest), "memo_plan.json") as resumed:
+    with child(str(steps), str(newest)) as resumed:
         after = losses_of(resumed.stdout.readlines())
     assert resumed.returncode == 0
     assert 2 <= step_of(newest) <= max(before) + 1

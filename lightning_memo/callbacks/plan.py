@@ -179,7 +179,8 @@ class PlanAfterFirstStep(Callback):
             )
         self._engine.load(plan.swap, max(plan.costs.input_bytes))
         self.plan = plan
-        rank_zero_info(f"MemoStrategy: planned before, host memory {format_bytes(plan.swap.host_bytes)}.")
+        source = given or "of the checkpoint"
+        rank_zero_info(f"MemoStrategy: plan {source}, host memory {format_bytes(plan.swap.host_bytes)}.")
 
     def _why_not(self, plan: Plan, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
         """Why an earlier plan does not hold for this run; empty if it does."""
