@@ -168,7 +168,7 @@ class Workload:
             assert memory is not None
             _touch(memory)
             yield lambda: Usage(
-                self._engine.host_bytes, memory.stats.offloaded_bytes, 2 * swap.slot_bytes, memory.stats.overflow_bytes
+                self._engine.host_bytes, memory.stats.offloaded_bytes, swap.rounding_bytes, memory.stats.overflow_bytes
             )
         finally:
             self._engine.detach()

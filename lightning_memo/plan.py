@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
+
+from lightning_memo.files import replacing
 
 VERSION: Final = 1
 _LONGEST_TEXT: Final = 2000
@@ -160,6 +161,11 @@ class SwapPlan:
         """Host bytes that hold the swapped activations of all layer calls."""
         return self.swapped_calls * self.slot_bytes
 
+    @property
+    def rounding_bytes(self) -> int:
+        """Device bytes of the two rounding buffers."""
+        return 2 * self.slot_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -200,23 +206,22 @@ class Plan:
         except RecursionError:
             raise ValueError("nested too deeply") from None
 
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
+        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.rounding_bytes
+        return self.costs.fixed_device_bytes + self.costs.transient_device_bytes + kept
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.
 
         Args:
             path: the file; its folder is made if missing.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        try:
-            with unfinished.open("x", encoding="utf-8") as file:
-                file.write(f"{self.to_json()}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(Path(path)) as unfinished, unfinished.open("x", encoding="utf-8") as file:
+            file.write(f"{self.to_json()}\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

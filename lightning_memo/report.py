@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -70,7 +71,8 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
-        f"device  {format_bytes(budget.device_bytes)} available, {format_bytes(plan.costs.fixed_device_bytes)} fixed",
+        f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
+        f"{format_bytes(plan.costs.fixed_device_bytes)} model state",
         f"step    {_seconds(plan.step_seconds)} expected",
         plan.reason,
     ]
@@ -82,7 +84,7 @@ def comparison_table(rows: Sequence[Measurement]) -> Table:
     Args:
         rows: the measurements, the baseline first.
     """
-    table = Table(title="Comparison")
+    table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
     table.add_column("", no_wrap=True)
     for name in ("step", "device peak", "host", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)

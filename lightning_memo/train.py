@@ -105,7 +105,7 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
     peak = fitted.peak_device_bytes
     return replace(
         fitted,
-        peak_device_bytes=None if peak is None else peak + 2 * swap.slot_bytes,
+        peak_device_bytes=None if peak is None else peak + swap.rounding_bytes,
         alpha=swap.alpha,
         host_bytes=swap.host_bytes,
     )

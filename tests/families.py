@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {
             sliding_window=16,
             sliding_window_pattern=3,
         )
-    ),  # fmt: skip
+    ),
     "phi": Family(_hf("PhiConfig", **_LLAMA_LIKE, resid_pdrop=0.0)),
     "gpt_neox": Family(_hf("GPTNeoXConfig", **_COMMON, intermediate_size=64)),
     "gpt2_dropout": Family(_hf("GPT2Config", **_GPT2), dropout=True),

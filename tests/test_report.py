@@ -71,7 +71,7 @@ def test_the_whole_plan_is_summed_up(plan):
     assert "[red]Llama, batch 2 x 65,536 tokens" in text
     assert "memo, alpha=0.25, layer schedule, slices of at most 8,192 tokens" in text
     assert "20.0 MiB of 120.0 GiB available" in text
-    assert "80.0 GiB available, 30.0 GiB fixed" in text
+    assert "of 80.0 GiB available, of which 30.0 GiB model state" in text
     assert "2.12 s expected" in text
     assert plan.reason in text
 

@@ -200,7 +200,6 @@ class PlanAfterFirstStep(Callback):
                     "plan again"
                 )
             return f"it needs {needs} of host memory, and {has} is available"
-        plain_bytes = plan.costs.fixed_device_bytes + plan.costs.transient_device_bytes + plan.costs.skeletal_bytes
-        if plan.swap.mode == "plain" and plain_bytes > available.device_bytes:
-            return f"plain training needs {format_bytes(plain_bytes)} of {format_bytes(available.device_bytes)}"
+        if plan.swap.mode == "plain" and plan.device_bytes > available.device_bytes:
+            return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"
         return ""
