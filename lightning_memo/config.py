@@ -88,7 +88,7 @@ class MemoConfig:
     """Fraction of the tokens whose skeletal activations are swapped, 0.0 to 1.0; the others' are recomputed."""
 
     plan_memory: bool = True
-    """Whether device memory comes from a planned arena."""
+    """Reserved for the planned allocator, which this version has not got: no effect."""
 
     device_memory: int | str | None = None
     """Device bytes this process may use, as bytes or "80GiB"; None: what is measured to be free."""
@@ -103,7 +103,7 @@ class MemoConfig:
     """Dotted name of the model's `nn.ModuleList` of layers; None: found."""
 
     attention: str = "auto"
-    """Attention kernels: "auto", "sdpa", "flash_attn" or "transformer_engine"."""
+    """Attention kernels: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine"."""
 
     schedule: str = "auto"
     """Order in which slices run: "auto", "layer" or "nest"."""

@@ -89,6 +89,8 @@ class MemoStrategy(ModelParallelStrategy):
             plan=None if plan is None else str(plan),
         )
         check_available(attention)
+        if plan is not None and not Path(plan).is_file():
+            raise ValueError(f'plan="{plan}": no such file; give one that Plan.save wrote, or None to profile')
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=False)
         self.engine: Engine | None = None
         self._test_mode = test_mode

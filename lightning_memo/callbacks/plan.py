@@ -148,6 +148,12 @@ class PlanAfterFirstStep(Callback):
         if self._engine.why_whole:
             rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.why_whole}.")
         Console().print(plan_table(plan))
+        if plan.device_bytes > plan.budget.device_bytes:
+            needed, available = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
+            rank_zero_warn(
+                f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
+                "sequence, set slice_tokens or a smaller alpha, or raise device_memory."
+            )
         path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
@@ -179,8 +185,8 @@ class PlanAfterFirstStep(Callback):
             )
         self._engine.load(plan.swap, max(plan.costs.input_bytes))
         self.plan = plan
-        source = given or "of the checkpoint"
-        rank_zero_info(f"MemoStrategy: plan {source}, host memory {format_bytes(plan.swap.host_bytes)}.")
+        rank_zero_info(f"MemoStrategy: uses the plan {given or 'of the checkpoint'}.")
+        self._show(plan, trainer, replanned=False)
 
     def _why_not(self, plan: Plan, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
         """Why an earlier plan does not hold for this run; empty if it does."""

@@ -1,4 +1,4 @@
-"""The token-wise engine: slices, swapping, recomputation. Knows nothing of Lightning or of Hugging Face."""
+"""The token-wise engine: slices, swapping, recomputation. Knows nothing of Lightning."""
 
 from lightning_memo.engine.engine import Engine
 from lightning_memo.engine.memory import TestMode

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.intercept import autocast_inputs, current_handler
-from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
-
-BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
+from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec, select_backend
 
 # Keep "flash" out of the name: transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
@@ -37,8 +35,12 @@ class MaskPattern:
     lengths: tuple[int, ...] | None
 
 
-def attach_attention(model: nn.Module, backend_of: BackendOf) -> list[Callable[[], None]]:
-    """Make every Hugging Face model inside `model` call the engine's attention; returns what undoes it."""
+def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
+    """Make every Hugging Face model inside `model` call the engine's attention; returns what undoes it.
+
+    transformers keeps attention functions for the whole process, so what is registered knows no engine and no model:
+    the running slice answers, and it is found through `current_handler`.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return []
@@ -47,7 +49,7 @@ def attach_attention(model: nn.Module, backend_of: BackendOf) -> list[Callable[[
     outermost = [m for m in hosts if not any(m is not o and m in set(o.modules()) for o in hosts)]
     if not outermost:
         return []
-    _register(backend_of)
+    _register()
     undo: list[Callable[[], None]] = []
     for host in outermost:
         before = host.config._attn_implementation
@@ -56,18 +58,14 @@ def attach_attention(model: nn.Module, backend_of: BackendOf) -> list[Callable[[
     return undo
 
 
-def _register(backend_of: BackendOf) -> None:
+def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        return _attention(backend_of, module, query, key, value, mask, **kwargs)
-
-    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask)
 
 
 def _attention(
-    backend_of: BackendOf,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -95,7 +93,7 @@ def _attention(
         out = handler(query, key, value, spec)
     else:
         query, key, value = autocast_inputs(query, key, value)
-        out = _WholeAttention.apply(backend_of(query, key, value, spec), spec, query, key, value)
+        out = _WholeAttention.apply(select_backend(query, key, value, spec), spec, query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 

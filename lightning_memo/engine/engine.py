@@ -95,7 +95,7 @@ class Engine:
             original, own = layer.forward, "forward" in vars(layer)
             layer.forward = LayerForward(self._run, layer, original)
             self._undo.append(functools.partial(_restore_forward, layer, original if own else None))
-        self._undo += attach_attention(self._model, self.backend)
+        self._undo += attach_attention(self._model)
 
     def detach(self) -> None:
         """Leave the model as it was, and give all memory back."""

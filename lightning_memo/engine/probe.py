@@ -96,7 +96,7 @@ def _why_whole(
     if call.tokens < 2:
         return f"{name} got a single token"
     if not recorder.specs:
-        return f"{name} calls no attention that is known here"
+        return f"{name} calls no attention that is known here, so it may mix any tokens"
     if not sliceable and len(recorder.specs) > 1:
         return f"{name} calls attention {len(recorder.specs)} times, not all causal"
     middle = call.tokens // 2

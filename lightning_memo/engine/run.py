@@ -22,7 +22,6 @@ from lightning_memo.kernels import AttentionSpec, RngState
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
 
-LayerForward = Callable[..., Any]
 # A saved tensor's handle: itself (weights, what stays on the device), its place in the slot, or its number in a replay.
 Handle = Tensor | Stored | int
 
@@ -35,7 +34,7 @@ class LayerCall:
     """
 
     layer: nn.Module
-    forward: LayerForward
+    forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tokens: int

@@ -82,20 +82,27 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]
 
 
 def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of parameters, buffers, gradients (of what is trained) and optimizer state."""
+    """Bytes of parameters, buffers, gradients (of what is trained) and optimizer state.
+
+    An optimizer that has not stepped yet (gradients accumulate) has no state; it is taken to keep two moments of every
+    parameter, as Adam does.
+    """
     weights = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    states = [
-        t for optimizer in optimizers for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)
-    ]
-    return weights + gradients + sum(t.nbytes for t in states)
+    return weights + gradients + sum(_optimizer_bytes(optimizer) for optimizer in optimizers)
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    if not optimizer.state:
+        return 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return sum(t.nbytes for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
 
 
 def transient_bytes(profile: StepProfile, fixed_device_bytes: int, device: torch.device) -> int:
     """The step's highest peak above model state and what the plan governs.
 
-    On CUDA from the allocator's statistics, which count the layer that was being recomputed. On the CPU, where
-    PyTorch keeps none, that layer's activations stand for it.
+    On CUDA from the allocator's statistics, which count the layer that was being recomputed, logits and loss. On the
+    CPU, where PyTorch keeps none, the activations of that layer stand for it: too little where logits are larger.
     """
     largest = max(profile.bytes_of("input", "out", "lse", "query", "key", "value", "other"))
     if device.type != "cuda":
