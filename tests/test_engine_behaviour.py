@@ -154,6 +154,22 @@ def test_more_forwards_before_a_backward_than_planned(alpha: float, loop: Callab
 
 @each_family
 @each_alpha
+def test_losses_may_be_kept_after_their_backward(family: str, alpha: float) -> None:
+    model = build(family)
+    plain = loss_and_gradients(model, BATCHES[0])
+    with planned(model, BATCHES[0], alpha) as under_test:
+        kept = []
+        for _ in range(3):
+            kept.append(model(**BATCHES[0]).loss)
+            kept[-1].backward()
+            under_test.assert_empty()
+        assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
+        assert under_test.engine.profile is None
+        under_test.assert_as_planned()
+
+
+@each_family
+@each_alpha
 def test_second_backward_says_what_is_wrong(family: str, alpha: float) -> None:
     model = build(family)
     plain = loss_and_gradients(model, BATCHES[0])

@@ -101,8 +101,8 @@ def test_measurements_are_compared_with_the_first():
     ]
     text = render(comparison_table(rows))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "plain 2.00 s (1.00x) 80.0 GiB (1.00x) 0 B 32,768 (1.00x)" in lines
-    assert "memo [0.5] 2.50 s (1.25x) 20.0 GiB (0.25x) 3.0 GiB 26,214 (0.80x)" in lines
+    assert "plain 2.00 s (1.00x) 80.0 GiB (1.00x) 0 B 32,768" in lines
+    assert "memo [0.5] 2.50 s (1.25x) 20.0 GiB (0.25x) 3.0 GiB 26,214" in lines
 
 
 def test_a_comparison_of_nothing_is_an_empty_table():

@@ -687,13 +687,18 @@ def test_autocast_copies_of_weights_are_shared(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["auto", "nest"])
-def test_input_of_the_first_layer_is_not_taken_for_a_weight(schedule: str) -> None:
-    """It is a function of the embedding's weight alone, as a cast or a view of a weight is."""
-    model, batch = build("block"), make_batch(2, 48)
+@pytest.mark.parametrize("family", ["block", "llama"])
+def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, schedule: str) -> None:
+    """It is a function of the embedding's weight alone, as a cast of a weight is; so is its fp32 copy in a norm."""
+    model, batch = build(family).bfloat16(), make_batch(2, 48)
     with EngineUnderTest(model, schedule) as under_test:
         under_test.profile_step(batch)
         assert under_test.profile is not None
         first, *others = ([s.kind for s in call.saved] for call in under_test.profile.in_order())
         assert all(first == other for other in others)
-        predicted = under_test.load(1.0)
-        assert len(set(predicted)) == 1
+        for slice_tokens in (None, 13):
+            predicted = under_test.load(1.0, slice_tokens)
+            loss = model(**batch).loss
+            runs = [run for _, run in sorted(under_test.engine._runs.items())]
+            assert [run.slot.used_bytes for run in runs if run.slot is not None] == [predicted[0]] * len(runs)
+            del runs, loss
