@@ -649,7 +649,7 @@ WHOLE_LAYERS = {
 
 @pytest.mark.parametrize(("block", "why"), WHOLE_LAYERS.items(), ids=[block.__name__ for block in WHOLE_LAYERS])
 def test_layers_that_cannot_be_cut_run_whole(block: type[nn.Module], why: str) -> None:
-    assert assert_trains_like_plain(PlainModel(_layers(block)), exact_alphas=ALPHAS) == why
+    assert assert_trains_like_plain(PlainModel(_layers(block)), exact_alphas=ALPHAS).startswith(why)
 
 
 def test_random_numbers_for_whole_sequences_need_no_cut() -> None:

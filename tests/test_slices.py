@@ -548,7 +548,11 @@ def answer_with_values(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> 
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("drop", [F.dropout, torch.dropout, nn.Dropout(0.4), nn.Dropout(0.4, inplace=True)], ids=repr)
+@pytest.mark.parametrize(
+    "drop",
+    [F.dropout, torch.dropout, nn.Dropout(0.4), nn.Dropout(0.4, inplace=True)],
+    ids=["functional", "torch", "module", "inplace"],  # addresses in names would differ between workers
+)
 def test_dropout_of_parts_is_that_of_the_whole(drop: object, batch: int, token_dim: int, transposed: bool) -> None:
     tokens, hidden = 21, 8
     shape = (batch, tokens, hidden) if token_dim == 1 else (tokens, batch, hidden)
