@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,21 @@ def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
         undo.append(lambda host=host, before=before: host.set_attn_implementation(before))  # type: ignore[misc]
         host.set_attn_implementation(ATTENTION_NAME)
     return undo
+
+
+@contextlib.contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Inside, transformers adds nothing to the outputs that it collects by hooks (router logits, hidden states)."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    if collector is None:
+        yield
+        return
+    token = collector.set(None)
+    try:
+        yield
+    finally:
+        collector.reset(token)
 
 
 def _register() -> None:

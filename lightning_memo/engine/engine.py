@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.attach import attach_attention
+from lightning_memo.engine.attach import attach_attention, collecting_nothing
 from lightning_memo.engine.memory import SlotMemory, TestMode
 from lightning_memo.engine.probe import LayerTraits, probe_layer
 from lightning_memo.engine.profile import StepProfile
@@ -147,6 +147,8 @@ class Engine:
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not _needs_grad(layer, (args, kwargs)):
             return forward(*args, **kwargs)
+        if self._backward_was_interrupted():
+            self.reset()
         x, call = _layer_call(layer, forward, args, kwargs)
         index = max(self._runs.keys(), default=-1) + 1
         if index == 0 and (self.swap is None or self._outgrown or x.nbytes > self._planned_input_bytes):
@@ -154,6 +156,11 @@ class Engine:
         if self.profile is None and self.swap is not None and self.swap.mode == "plain":
             return forward(*args, **kwargs)
         return self._run_slices(call, x.contiguous(), index)
+
+    def _backward_was_interrupted(self) -> bool:
+        """Whether an exception ended a backward half-way. PyTorch keeps what waited in it until the next backward."""
+        inside = torch._C._current_graph_task_id() != -1
+        return not inside and any(run.in_backward for run in self._runs.values())
 
     def _run_slices(self, call: LayerCall, x: Tensor, index: int) -> Any:
         self.mark(index, "forward_begin")
@@ -180,6 +187,7 @@ class Engine:
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that (pageable: it serves once)."""
         started = time.perf_counter()
+        self._traits.clear()  # sizes of attention, and whether there are tokens to cut, differ from an earlier batch
         attention = self._traits_of(call, x).attention_bytes
         saved = [SavedBytes("input", x.nbytes), *(SavedBytes("out", size) for size in attention)]
         whole = (TokenRange(0, call.tokens, Action.RECOMPUTE),)
@@ -215,7 +223,8 @@ class Engine:
         # A single token says nothing about longer sequences.
         kind = (type(call.layer), call.layer.training, call.tokens < 2, shapes)
         if kind not in self._traits:
-            self._traits[kind] = probe_layer(call, x, self.backend)
+            with collecting_nothing():
+                self._traits[kind] = probe_layer(call, x, self.backend)
         return self._traits[kind]
 
     # ---- what layer runs ask for

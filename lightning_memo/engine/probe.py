@@ -45,15 +45,17 @@ class _Recorder:
         self.specs: list[AttentionSpec] = []
         self.blocks = True
         self.saved_bytes: list[int] = []
-        self.outputs: list[tuple[Tensor, RngState]] = []
+        self.outputs: list[tuple[RngState, Tensor, RngState]] = []
+        self.drawn_alike = True
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         backend = self._backend_of(q, k, v, spec)
+        before = RngState.capture(q.device)
         result = backend.forward(q, k, v, spec)
         self.specs.append(spec)
         self.blocks &= backend.blocks
         self.saved_bytes += [result.out.nbytes, result.lse.nbytes]
-        self.outputs.append((result.out, RngState.capture(q.device)))
+        self.outputs.append((before, result.out, RngState.capture(q.device)))
         return result.out
 
     def part(self, part: TokenRange) -> Callable[..., Tensor]:
@@ -61,7 +63,8 @@ class _Recorder:
         known = iter(self.outputs)
 
         def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-            out, after = next(known)
+            before, out, after = next(known)
+            self.drawn_alike &= RngState.capture(q.device).same(before)
             after.restore()
             return out.narrow(2, part.start, part.tokens)
 
@@ -110,7 +113,7 @@ def _why_whole(
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
         drawn_alike &= RngState.capture(x.device).same(after)
-    if not drawn_alike:
+    if not (drawn_alike and recorder.drawn_alike):
         return f"{name} draws random numbers other than dropout"
     if not _same(torch.cat(outputs, call.token_dim), whole, x):
         return f"{name} mixes tokens outside attention"

@@ -105,6 +105,11 @@ class LayerRun:
         """Whether the layer runs as a single slice."""
         return len(self.slices) == 1
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward has begun, and not ended."""
+        return self._started and not self._ended and self._release.alive
+
     # ---- storing and loading
 
     def store(self, kind: str, t: Tensor, keep: bool = False) -> Handle:
