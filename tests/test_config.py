@@ -99,7 +99,7 @@ REFUSED = [
         {"context_parallel_method": "tree"},
         'context_parallel_method=\'tree\' is not known: give one of "ring", "ulysses"',
     ),
-    ({"attention": "xformers"}, '"auto", "sdpa", "flash_attn", "transformer_engine"'),
+    ({"attention": "xformers"}, '"auto", "sdpa", "cudnn", "flash_attn", "transformer_engine"'),
     ({"schedule": ["layer"]}, '"auto", "layer", "nest"'),
     ({"plan_memory": "yes"}, "plan_memory='yes' is not a switch: give True or False"),
     ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),
