@@ -259,6 +259,11 @@ def listening() -> Iterator[list[str]]:
             heard.append(record.getMessage())
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = [(logger, logger.level, logger.disabled) for logger in (*loggers, speaker)]
+    for logger, _, _ in before:  # a test that trained by the command line may have configured logging
+        logger.setLevel(logging.INFO)
+        logger.disabled = False
     for logger in loggers:
         logger.addHandler(ear)
     try:
@@ -266,6 +271,9 @@ def listening() -> Iterator[list[str]]:
     finally:
         for logger in loggers:
             logger.removeHandler(ear)
+        for logger, level, disabled in before:
+            logger.setLevel(level)
+            logger.disabled = disabled
 
 
 class Mixing(nn.Module):
