@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
+from lightning_memo.callbacks import plan as planning
 
 BATCH, TOKENS = 2, 32
 _QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
@@ -256,24 +257,25 @@ def listening() -> Iterator[list[str]]:
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
+            if record.getMessage() not in heard[-1:]:  # said by the planning callback, and heard already
+                heard.append(record.getMessage())
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    speaker = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    before = [(logger, logger.level, logger.disabled) for logger in (*loggers, speaker)]
-    for logger, _, _ in before:  # a test that trained by the command line may have configured logging
-        logger.setLevel(logging.INFO)
-        logger.disabled = False
+    say = planning.rank_zero_info
+
+    def overheard(text: str) -> None:  # heard here too: logging may have been configured by another test
+        heard.append(text)
+        say(text)
+
+    planning.rank_zero_info = overheard
     for logger in loggers:
         logger.addHandler(ear)
     try:
         yield heard
     finally:
+        planning.rank_zero_info = say
         for logger in loggers:
             logger.removeHandler(ear)
-        for logger, level, disabled in before:
-            logger.setLevel(level)
-            logger.disabled = disabled
 
 
 class Mixing(nn.Module):
