@@ -1,0 +1,139 @@
+"""The command line of the placement planner: `python -m lightning_memo.place IN.csv OUT.csv`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from lightning_memo.config import format_bytes, parse_bytes
+from lightning_memo.files import replacing
+from lightning_memo.native import BuildError
+from lightning_memo.planner.placement import Placement, Progress, place
+from lightning_memo.planner.placement.core import load_library
+from lightning_memo.planner.placement.tables import ProblemTable, read_problem
+
+FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
+"""Exit statuses."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see python -m lightning_memo.place --help)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Places the buffers of a CSV file.
+
+    Args:
+        arguments: Those of the command line; None: `sys.argv`.
+
+    Returns:
+        The exit status: 0 if the placement fits the capacity, 1 if not, 2 on bad input, with one line on stderr.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+        table = read_problem(options.input, options.alignment)
+        with _new_file(options.output) as unfinished:
+            placement = _place(table, options)
+            with unfinished.open("w", newline="", encoding="utf-8") as file:
+                table.write(file, placement)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return BAD_INPUT
+    _print_result(placement, options.capacity)
+    fits = options.capacity is None or placement.peak_bytes <= options.capacity
+    return FITS if fits else DOES_NOT_FIT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m lightning_memo.place",
+        description="Gives every buffer an offset such that no two that live at once overlap, with a low peak.",
+    )
+    parser.add_argument("input", type=Path, help="CSV file: id,lower,upper,size; a buffer lives in [lower, upper)")
+    parser.add_argument("output", type=Path, help="CSV file to write: the same with a column offset")
+    parser.add_argument("--capacity", type=_option(parse_bytes), help='bytes that are enough, as 1048576 or "1MiB"')
+    parser.add_argument("--time-limit", type=_option(_seconds), default=60.0, help="seconds at most (default: 60)")
+    parser.add_argument("--alignment", type=_option(parse_bytes), default=1, help="bytes offsets are multiples of")
+    return parser
+
+
+def _option(read: Callable[[str], float]) -> Callable[[str], float]:
+    """Has argparse print the message of a `ValueError`, which it hides otherwise."""
+
+    def convert(text: str) -> float:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"{text} is not a time: give seconds above 0")
+    return seconds
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """A file that takes the place of `path` in the end; that it can be written is found out before the work."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; give the name of a file")
+    with replacing(path) as unfinished:
+        try:
+            unfinished.touch()
+        except OSError as error:
+            raise ValueError(f"{path}: can't be written: {error.strerror}") from None
+        yield unfinished
+
+
+def _place(table: ProblemTable, options: argparse.Namespace) -> Placement:
+    console = Console(stderr=True)
+    try:
+        load_library()
+    except BuildError as error:
+        console.print(f"without the C++ search, only one-pass placements and HiGHS are tried: {error}", style="yellow")
+    with console.status("placing ...") as status:
+
+        def show(progress: Progress) -> None:
+            status.update(
+                f"{progress.stage}: peak {progress.peak_bytes:,}, lower bound {progress.lower_bound_bytes:,}, "
+                f"{progress.seconds:.0f} s"
+            )
+
+        return place(
+            table.problem,
+            capacity_bytes=options.capacity,
+            time_limit_seconds=options.time_limit,
+            progress=show,
+        )
+
+
+def _print_result(placement: Placement, capacity_bytes: int | None) -> None:
+    proven = "yes" if placement.optimal else f"no, {placement.gap:.2%} above the lower bound"
+    lines = [
+        f"peak         {placement.peak_bytes} bytes ({format_bytes(placement.peak_bytes)})",
+        f"lower bound  {placement.lower_bound_bytes} bytes",
+        f"optimal      {proven}",
+        f"found by     {placement.method}",
+        f"seconds      {placement.seconds:.3f}",
+    ]
+    if capacity_bytes is not None:
+        fits = "fits" if placement.peak_bytes <= capacity_bytes else "does not fit"
+        lines.append(f"capacity     {capacity_bytes} bytes: {fits}")
+    print("\n".join(lines))  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

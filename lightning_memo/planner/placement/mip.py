@@ -1,0 +1,182 @@
+"""The placement as a mixed-integer program (MEMO, section 4.3), for HiGHS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Final
+
+import highspy
+import numpy as np
+
+from lightning_memo.planner.placement.problem import Integers
+from lightning_memo.planner.placement.sections import Sectioned
+
+MOST_PAIRS: Final = 4000
+"""Problems with more pairs of buffers that live at once are too large for HiGHS to gain anything in a minute."""
+
+
+def pairs(problem: Sectioned) -> list[tuple[int, int]]:
+    """Buffers that live at once, as ascending pairs."""
+    return sorted({pair for s in range(problem.sections) for pair in combinations(problem.live(s).tolist(), 2)})
+
+
+@dataclass(slots=True)
+class _Model:
+    """Columns: an offset for each buffer, the peak, and for each pair whether the second lies below the first."""
+
+    problem: Sectioned
+    best: int
+    """Peak of the placement that is known: the big M of the model, as nothing above it is looked for."""
+
+    below: dict[tuple[int, int], int]
+    """Column of each pair."""
+
+    starts: list[int] = field(default_factory=lambda: [0])
+    index: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        return len(self.problem.size)
+
+    def add(self, entries: list[tuple[int, float]], lower: float, upper: float) -> None:
+        self.index += [column for column, _ in entries]
+        self.value += [value for _, value in entries]
+        self.starts.append(len(self.index))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: float) -> tuple[Integers | None, int]:
+    """Looks for a lower placement, or for a proof that there is none.
+
+    Args:
+        problem: At most `MOST_PAIRS` pairs of its buffers live at once.
+        offset: [buffers] The placement to start from, in units.
+        lower_bound: Units that no peak can be below.
+        seconds: Most time to take.
+
+    Returns:
+        Offsets of a lower placement or None, and the lower bound that is proven, in units.
+
+    Raises:
+        RuntimeError: HiGHS failed.
+    """
+    size = problem.size
+    couples = pairs(problem)
+    model = _Model(problem, int((offset + size).max()), {pair: len(size) + 1 + k for k, pair in enumerate(couples)})
+    _add_pairs(model)
+    _add_cliques(model)
+    solver = _solver(model, lower_bound, seconds)
+    _accept(solver.setSolution(_solution(model, offset)))
+    _accept(solver.run())
+    status = solver.getModelStatus()
+    if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
+        raise RuntimeError(f"HiGHS did not solve a placement: {solver.modelStatusToString(status)}")
+    # Bounds are floating point, and peaks are whole units.
+    bound = solver.getInfo().mip_dual_bound
+    proven = max(lower_bound, int(np.ceil(bound - 1e-6))) if np.isfinite(bound) else lower_bound
+    values = solver.getSolution().col_value
+    found = _stack(model, values) if len(values) else offset
+    peak = int((found + size).max())
+    better = peak < model.best and _disjoint(model, found)
+    return (found if better else None), min(proven, peak if better else model.best)
+
+
+def _add_pairs(model: _Model) -> None:
+    """One of two buffers that live at once ends below the other, and each below the peak."""
+    size, big = model.problem.size.tolist(), float(model.best)
+    for buffer, own in enumerate(size):
+        model.add([(buffer, 1.0), (model.peak, -1.0)], -highspy.kHighsInf, -own)
+    for (i, j), column in model.below.items():
+        model.add([(i, 1.0), (j, -1.0), (column, -big)], -highspy.kHighsInf, -size[i])
+        model.add([(j, 1.0), (i, -1.0), (column, big)], -highspy.kHighsInf, big - size[j])
+
+
+def _add_cliques(model: _Model) -> None:
+    """All buffers of a section exclude each other, so those below one lift it by the sum of their sizes."""
+    size = model.problem.size.tolist()
+    for section in range(model.problem.sections):
+        live = model.problem.live(section).tolist()
+        for i in live:
+            lift, press = [(i, 1.0)], [(i, 1.0), (model.peak, -1.0)]
+            constant_lift, constant_press = 0.0, float(size[i])
+            for j in live:
+                if j == i:
+                    continue
+                # The column of (a, b) is 1 where b lies below a.
+                column, sign = model.below[min(i, j), max(i, j)], 1.0 if i < j else -1.0
+                lift.append((column, -sign * size[j]))
+                press.append((column, -sign * size[j]))
+                if i < j:
+                    constant_press += size[j]
+                else:
+                    constant_lift += size[j]
+            model.add(lift, constant_lift, highspy.kHighsInf)
+            model.add(press, -highspy.kHighsInf, -constant_press)
+
+
+def _solver(model: _Model, lower_bound: int, seconds: float) -> Any:
+    size = model.problem.size
+    columns = len(size) + 1 + len(model.below)
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = columns, len(model.lower)
+    program.col_cost_ = np.eye(1, columns, model.peak)[0]
+    program.col_lower_ = np.concatenate([np.zeros(len(size)), [lower_bound], np.zeros(len(model.below))])
+    program.col_upper_ = np.concatenate([model.best - size, [model.best], np.ones(len(model.below))])
+    program.row_lower_, program.row_upper_ = np.array(model.lower), np.array(model.upper)
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_ = np.array(model.starts, np.int32)
+    program.a_matrix_.index_ = np.array(model.index, np.int32)
+    program.a_matrix_.value_ = np.array(model.value)
+    kinds = highspy.HighsVarType
+    program.integrality_ = [kinds.kContinuous] * (len(size) + 1) + [kinds.kInteger] * len(model.below)
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for option, value in (
+        ("output_flag", False),
+        ("time_limit", max(seconds, 0.1)),
+        ("mip_rel_gap", 0.0),
+        ("mip_abs_gap", 0.999),  # peaks are whole units
+    ):
+        _accept(solver.setOptionValue(option, value))
+    _accept(solver.passModel(program))
+    return solver
+
+
+def _solution(model: _Model, offset: Integers) -> Any:
+    solution = highspy.HighsSolution()
+    order = [float(offset[j] < offset[i]) for i, j in model.below]
+    solution.col_value = [*offset.astype(float).tolist(), float(model.best), *order]
+    solution.value_valid = True
+    return solution
+
+
+def _stack(model: _Model, values: Any) -> Integers:
+    """Whole offsets from the order that was found: each buffer on top of the highest that lies below it."""
+    size = model.problem.size
+    under: list[list[int]] = [[] for _ in size]
+    for (i, j), column in model.below.items():
+        if round(values[column]):
+            under[i].append(j)
+        else:
+            under[j].append(i)
+    offset = np.zeros(len(size), np.int64)
+    for buffer in sorted(range(len(size)), key=lambda buffer: values[buffer]):
+        offset[buffer] = max((offset[other] + size[other] for other in under[buffer]), default=0)
+    return offset
+
+
+def _disjoint(model: _Model, offset: Integers) -> bool:
+    """False where HiGHS met a row only within its tolerance, and the order it found has a cycle."""
+    first, second = np.array(list(model.below), np.int64).reshape(-1, 2).T
+    end = offset + model.problem.size
+    return bool(((end[first] <= offset[second]) | (end[second] <= offset[first])).all())
+
+
+def _accept(status: Any) -> None:
+    # HiGHS reports a refused call, an unknown option included, only by its status.
+    if status == highspy.HighsStatus.kError:
+        raise RuntimeError("HiGHS refused a call while placing buffers")

@@ -1,0 +1,252 @@
+"""From a problem to a placement: one-pass placements, then the search, then HiGHS, until nothing can be gained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from lightning_memo.planner.placement import heuristics, mip
+from lightning_memo.planner.placement.core import NativeCore, Outcome, PythonCore, Ranks, opened
+from lightning_memo.planner.placement.problem import Integers, Placement, Problem, peak_bytes
+from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
+from lightning_memo.planner.placement.validate import validate
+
+MOST_SEARCHED: Final = 2000
+"""Groups with more buffers are left as the one-pass placements have them: a node costs time in proportion."""
+
+_FIRST_NODES: Final = 2000
+_SECONDS_AFTER_FIT: Final = 1.0
+_SEARCH_ORDERS: Final = ("TWA", "TAW", "WAT")
+_LEARNED_ORDERS: Final = ("TWA", "TAW", "Z")
+_LEARNED_STEPS: Final = 4
+_MIP_SHARE: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a placement has come."""
+
+    stage: str
+    peak_bytes: int
+    lower_bound_bytes: int
+    seconds: float
+
+
+class _Clock:
+    """The time that is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._start = time.perf_counter()
+        self._end = self._start + seconds
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+    @property
+    def left(self) -> float:
+        return self._end - time.perf_counter()
+
+    def shorten(self, seconds: float) -> None:
+        """Leave at most this much."""
+        self._end = min(self._end, time.perf_counter() + seconds)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Buffers that meet no others, and the best that is known of them. In units of the group."""
+
+    buffers: Integers
+    problem: Sectioned
+    core: NativeCore | PythonCore
+    offset: Integers = field(init=False)
+    peak: int = field(init=False)
+    bound: int = field(init=False)
+    weight: Integers = field(init=False)
+    method: str = ""
+
+    def __post_init__(self) -> None:
+        self.offset = np.concatenate([[0], np.cumsum(self.problem.size)[:-1]])
+        self.peak = int(self.problem.size.sum())
+        self.bound = int(self.problem.load.max())
+        self.weight = np.zeros_like(self.offset)
+        self.method = "one after the other"
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak * self.problem.unit_bytes
+
+    @property
+    def bound_bytes(self) -> int:
+        return self.bound * self.problem.unit_bytes
+
+    def offer(self, offset: Integers, method: str) -> None:
+        """Take a placement if it is lower."""
+        peak = int((offset + self.problem.size).max())
+        if peak < self.peak:
+            self.offset, self.peak, self.method = offset, peak, method
+
+
+class _Solver:
+    """The groups of a problem, and when enough is enough: at the capacity, else where nothing lower is possible."""
+
+    def __init__(
+        self, groups: list[_Group], capacity_bytes: int | None, clock: _Clock, show: Callable[[Progress], None]
+    ) -> None:
+        self._groups, self._capacity, self._clock, self._show = groups, capacity_bytes, clock, show
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(group.peak_bytes for group in self._groups)
+
+    @property
+    def bound_bytes(self) -> int:
+        return max(group.bound_bytes for group in self._groups)
+
+    @property
+    def method(self) -> str:
+        return max(self._groups, key=lambda group: group.peak_bytes).method
+
+    def run(self) -> None:
+        for group in self._groups:
+            self._one_pass(group)
+        searched = [g for g in self._groups if isinstance(g.core, NativeCore) and len(g.buffers) <= MOST_SEARCHED]
+        nodes = _FIRST_NODES
+        programmed = False
+        while searched and self._wanting(searched) and self._clock.left > 0:
+            for group in self._wanting(searched):
+                self._search(group, nodes)
+            nodes *= 2
+            if nodes == 8 * _FIRST_NODES:
+                self._solve_programs()
+                programmed = True
+        if not programmed:
+            self._solve_programs()
+
+    def _report(self, stage: str) -> None:
+        self._show(Progress(stage, self.peak_bytes, self.bound_bytes, self._clock.elapsed))
+        if self._capacity is not None and self.bound_bytes <= self.peak_bytes <= self._capacity:
+            self._clock.shorten(_SECONDS_AFTER_FIT)
+
+    def _wanting(self, groups: list[_Group]) -> list[_Group]:
+        """Groups that stand above what some group can't avoid, the highest first."""
+        bound = self.bound_bytes
+        return sorted((g for g in groups if g.peak_bytes > bound), key=lambda g: -g.peak_bytes)
+
+    def _one_pass(self, group: _Group) -> None:
+        for name, offset in heuristics.placements(group.problem, group.core):
+            group.offer(offset, name)
+            self._report("one-pass placements")
+            if group.peak_bytes <= self.bound_bytes or self._clock.left <= 0:
+                return
+
+    # ---- search
+
+    def _search(self, group: _Group, nodes: int) -> None:
+        """One round: every target in every order, each with so many nodes."""
+        for rank, budget in self._orders(group, nodes):
+            for target in self._targets(group):
+                if not group.bound <= target < group.peak:
+                    continue
+                self._try(group, target, rank, budget)
+                self._report("search")
+                if self._clock.left <= 0 or group.peak_bytes <= self.bound_bytes:
+                    return
+
+    def _orders(self, group: _Group, nodes: int) -> Iterator[tuple[Ranks, int]]:
+        for order in _SEARCH_ORDERS:
+            yield heuristics.ranks(group.problem, order), nodes
+        for order in _LEARNED_ORDERS:
+            rank = heuristics.ranks(group.problem, order)
+            for _ in range(_LEARNED_STEPS):
+                # What stood in the way before comes first.
+                yield heuristics.rank_of(np.lexsort((rank, -group.weight))), nodes // _LEARNED_STEPS
+
+    def _targets(self, group: _Group) -> list[int]:
+        """Peaks to look for, the lowest first."""
+        low = max(group.bound, -(-self.bound_bytes // group.problem.unit_bytes))
+        capacity = None if self._capacity is None else self._capacity // group.problem.unit_bytes
+        if capacity is not None and low <= capacity < group.peak:
+            return [low, capacity]
+        room = group.peak - low
+        return sorted({low, low + room // 4, low + room // 2, group.peak - 1})
+
+    def _try(self, group: _Group, target: int, rank: Ranks, nodes: int) -> None:
+        assert isinstance(group.core, NativeCore)
+        outcome, offset = group.core.search(target, rank, nodes, max(self._clock.left, 0.0), group.weight)
+        if outcome is Outcome.FOUND:
+            group.offer(offset, "search")
+        elif outcome is Outcome.INFEASIBLE:
+            group.bound = target + 1
+
+    # ---- HiGHS
+
+    def _solve_programs(self) -> None:
+        """Gives HiGHS the groups that are small enough for it."""
+        for group in self._wanting(self._groups):
+            if self._clock.left <= 0 or len(group.buffers) > 300 or len(mip.pairs(group.problem)) > mip.MOST_PAIRS:
+                continue
+            offset, group.bound = mip.improve(
+                group.problem, group.offset, group.bound, _MIP_SHARE * max(self._clock.left, 0.0)
+            )
+            if offset is not None:
+                group.offer(offset, "HiGHS")
+            self._report("HiGHS")
+
+
+def place(
+    problem: Problem,
+    *,
+    capacity_bytes: int | None = None,
+    time_limit_seconds: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Placement:
+    """Finds offsets with a low peak.
+
+    Args:
+        problem: What is placed.
+        capacity_bytes: A peak that is good enough; None: as low as is found in time.
+        time_limit_seconds: When to stop; less is taken where the peak is proven to be as low as possible.
+        progress: Called now and then.
+
+    Returns:
+        The best placement found. It was validated.
+
+    Raises:
+        RuntimeError: The placement is wrong, which is a bug.
+    """
+    clock = _Clock(time_limit_seconds)
+    solid = np.nonzero(problem.size > 0)[0]
+    offset = np.zeros(len(problem), np.int64)
+    bound, method = 0, "nothing to place"
+    with ExitStack() as stack:
+        groups = []
+        for buffers in independent_groups(problem.subset(solid)):
+            sectioned = section(problem.subset(solid[buffers]))
+            groups.append(_Group(solid[buffers], sectioned, stack.enter_context(opened(sectioned))))
+        if groups:
+            # The group with the largest load comes first: the others need not be lower than it is.
+            groups.sort(key=lambda group: -group.bound_bytes)
+            solver = _Solver(groups, capacity_bytes, clock, progress or (lambda _: None))
+            solver.run()
+            bound, method = solver.bound_bytes, solver.method
+        for group in groups:
+            offset[group.buffers] = group.offset * group.problem.unit_bytes
+    peak = peak_bytes(problem, offset)
+    placement = Placement(
+        offset=offset,
+        peak_bytes=peak,
+        # Padding after the highest buffer is not needed.
+        lower_bound_bytes=min(bound, peak),
+        method=method,
+        seconds=clock.elapsed,
+    )
+    findings = validate(problem, placement)
+    if findings:
+        raise RuntimeError(f"a placement is wrong, please report it: {findings[0]}")
+    return placement

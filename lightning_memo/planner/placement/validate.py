@@ -1,0 +1,99 @@
+"""An independent look at a placement: it shares no code with what makes one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_memo.planner.placement.problem import Placement, Problem
+
+
+class Fault(Enum):
+    """What can be wrong with a placement."""
+
+    COUNT = "there is not one offset for each buffer"
+    NOT_AN_INTEGER = "the offset is not an integer"
+    NEGATIVE = "the offset is below 0"
+    MISALIGNED = "the offset is not a multiple of the alignment"
+    OVERLAP = "two buffers that live at once share bytes"
+    PEAK = "a buffer ends above the peak"
+    CAPACITY = "a buffer ends above the capacity"
+    BOUND = "the peak is below the lower bound"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    fault: Fault
+    buffers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        who = f" (buffer{'s' * (len(self.buffers) > 1)} {', '.join(map(str, self.buffers))})" if self.buffers else ""
+        return f"{self.fault.value}{who}"
+
+
+def validate(problem: Problem, placement: Placement, capacity_bytes: int | None = None) -> list[Finding]:
+    """Looks for everything that is wrong with a placement.
+
+    Args:
+        problem: What was to be placed.
+        placement: Where it was placed.
+        capacity_bytes: What the placement has to fit in; None: anything.
+
+    Returns:
+        Findings; none if the placement is right.
+    """
+    offsets = placement.offset.tolist()
+    if len(offsets) != len(problem):
+        return [Finding(Fault.COUNT)]
+    findings = list(_check_each(problem, placement, offsets, capacity_bytes))
+    if not any(finding.fault is Fault.NOT_AN_INTEGER for finding in findings):
+        findings += _overlaps(problem, offsets)
+    if placement.peak_bytes < placement.lower_bound_bytes:
+        findings.append(Finding(Fault.BOUND))
+    return findings
+
+
+def _check_each(
+    problem: Problem, placement: Placement, offsets: list[int], capacity_bytes: int | None
+) -> Iterator[Finding]:
+    for buffer, (offset, size) in enumerate(zip(offsets, problem.size.tolist(), strict=True)):
+        if not isinstance(offset, int):
+            yield Finding(Fault.NOT_AN_INTEGER, (buffer,))
+            continue
+        if offset < 0:
+            yield Finding(Fault.NEGATIVE, (buffer,))
+        if offset % problem.alignment:
+            yield Finding(Fault.MISALIGNED, (buffer,))
+        if offset + size > placement.peak_bytes:
+            yield Finding(Fault.PEAK, (buffer,))
+        if capacity_bytes is not None and offset + size > capacity_bytes:
+            yield Finding(Fault.CAPACITY, (buffer,))
+
+
+def _overlaps(problem: Problem, offsets: list[int]) -> Iterator[Finding]:
+    """Walks through time with the live buffers in order of their offsets; a new one is compared with its neighbours."""
+    events = []
+    for buffer, (lower, upper, size) in enumerate(
+        zip(problem.lower.tolist(), problem.upper.tolist(), problem.size.tolist(), strict=True)
+    ):
+        if size == 0:
+            continue
+        spans = [(lower, upper)] if lower < upper else [(0, upper), (lower, problem.period)]
+        for start, end in spans:
+            if start < end:
+                events += [(start, 1, buffer), (end, 0, buffer)]
+    live: list[tuple[int, int, int]] = []  # offset, end, buffer
+    for _, born, buffer in sorted(events):  # deaths come before births at the same time
+        entry = (offsets[buffer], offsets[buffer] + int(problem.size[buffer]), buffer)
+        if not born:
+            live.pop(bisect_left(live, entry))
+            continue
+        place = bisect_left(live, entry)
+        for below, above in ((live[place - 1 : place], [entry]), ([entry], live[place : place + 1])):
+            if below and above and below[0][1] > above[0][0]:
+                yield Finding(Fault.OVERLAP, (min(below[0][2], above[0][2]), max(below[0][2], above[0][2])))
+        insort(live, entry)
