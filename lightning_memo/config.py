@@ -88,7 +88,7 @@ class MemoConfig:
     """Fraction of the tokens whose skeletal activations are swapped, 0.0 to 1.0; the others' are recomputed."""
 
     plan_memory: bool = True
-    """Reserved for the planned allocator, which this version has not got: no effect."""
+    """Whether every buffer of a step gets a place ahead, which a planned allocator serves."""
 
     device_memory: int | str | None = None
     """Device bytes this process may use, as bytes or "80GiB"; None: what is measured to be free."""

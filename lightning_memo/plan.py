@@ -168,8 +168,70 @@ class SwapPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhasePlacement:
+    """The places of what one phase of a step requests, in order.
+
+    Raises:
+        ValueError: not one offset for each size, or a negative size.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    """Bytes."""
+
+    offsets: tuple[int, ...]
+    """Bytes from the start of the arena; -1: the request is left to PyTorch's allocator."""
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.offsets):
+            raise ValueError(f"{len(self.sizes)} sizes and {len(self.offsets)} offsets: one of each is needed")
+        if min(self.sizes, default=0) < 0 or min(self.offsets, default=0) < -1:
+            raise ValueError("a size is below 0, or an offset below -1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlacement:
+    """A place for every buffer of a training step (MEMO, section 4.3).
+
+    Raises:
+        ValueError: a request ends above the peak, or a number is out of range.
+    """
+
+    phases: tuple[PhasePlacement, ...]
+    peak_bytes: int
+    """Size of the arena."""
+
+    lower_bound_bytes: int
+    """No placement has a lower peak."""
+
+    min_bytes: int
+    """Smaller requests are left to PyTorch's allocator."""
+
+    threads: int
+    """Threads that computed: scratch memory depends on them."""
+
+    method: str
+    """What found it."""
+
+    seconds: float
+    """How long that took."""
+
+    def __post_init__(self) -> None:
+        _check_range(self, {"threads": 1})
+        for phase in self.phases:
+            for size, offset in zip(phase.sizes, phase.offsets, strict=True):
+                if offset >= 0 and offset + size > self.peak_bytes:
+                    raise ValueError(f"{phase.name}: {size} bytes at {offset} end above the peak of {self.peak_bytes}")
+
+    @property
+    def requests(self) -> int:
+        """Requests that have a place."""
+        return sum(offset >= 0 for phase in self.phases for offset in phase.offsets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A swap plan with everything it was made from."""
+    """A swap plan with everything it was made from, and the places of buffers once those are planned."""
 
     fingerprint: Fingerprint
     costs: LayerCosts
@@ -180,6 +242,9 @@ class Plan:
 
     reason: str
     """One sentence: why this alpha, or why plain."""
+
+    placement: StepPlacement | None = None
+    """None: buffers lie where PyTorch's allocator puts them."""
 
     version: int = VERSION
 

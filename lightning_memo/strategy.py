@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memo.callbacks import PlanAfterFirstStep
+from lightning_memo.callbacks import PlanAfterFirstStep, PlanMemory
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_layers
@@ -38,7 +39,7 @@ class MemoStrategy(ModelParallelStrategy):
         zero_stage: What data-parallel processes shard; 0 in this version.
         context_parallel_method: "ring" or "ulysses".
         alpha: Share of the tokens whose activations are swapped, 0.0 to 1.0; "auto" solves for it.
-        plan_memory: Reserved for the planned allocator, which this version has not got.
+        plan_memory: Place every buffer of a step ahead, and serve the places by a planned allocator: nothing fragments.
         device_memory: Device memory to plan with, like "40GiB" or bytes; `None` measures what is free.
         host_memory: Host memory for swapped activations; `None` takes 90 % of what is free, cgroup limits respected.
         slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
@@ -95,6 +96,7 @@ class MemoStrategy(ModelParallelStrategy):
         self.engine: Engine | None = None
         self._test_mode = test_mode
         self._planning: PlanAfterFirstStep | None = None
+        self.memory: PlanMemory | None = None
 
     def __repr__(self) -> str:
         # `pytorch_lightning.Trainer` refuses foreign strategies and prints them: the one place to say what to do.
@@ -160,15 +162,22 @@ class MemoStrategy(ModelParallelStrategy):
         )
         self.engine.attach()
         self._planning = PlanAfterFirstStep(self.engine, self.config)
-        trainer.callbacks.insert(0, self._planning)
+        self.memory = PlanMemory(self.engine, self._planning) if self.config.plan_memory else None
+        # First of all callbacks, so that what the others do after a step lies outside of it.
+        trainer.callbacks[:0] = self._callbacks
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        return [callback for callback in (self._planning, self.memory) if callback is not None]
 
     def _stop_engine(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
         if self.engine is not None:
             self.engine.detach()
-        if self._planning is not None and self.lightning_module is not None:
+        if self.lightning_module is not None:
             callbacks = self.lightning_module.trainer.callbacks
-            if self._planning in callbacks:
-                callbacks.remove(self._planning)
+            callbacks[:] = [callback for callback in callbacks if callback not in self._callbacks]
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -154,10 +154,18 @@ class PlanAfterFirstStep(Callback):
                 f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
                 "sequence, set slice_tokens or a smaller alpha, or raise device_memory."
             )
+        rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan, trainer)}")
+
+    def complete(self, plan: Plan, trainer: pl.Trainer) -> None:
+        """Take the plan with the places of buffers in it."""
+        self.plan = plan
+        if trainer.is_global_zero:
+            self._save(plan, trainer)
+
+    def _save(self, plan: Plan, trainer: pl.Trainer) -> Path:
         path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
-        rank_zero_info(f"MemoStrategy: plan saved to {path}")
+        return path
 
     # ---- plans made before
 

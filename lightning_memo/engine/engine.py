@@ -78,6 +78,7 @@ class Engine:
         self.profile: StepProfile | None = None
         self.swap: SwapPlan | None = None
         self.memory: SlotMemory | None = None
+        self.on_mark: Callable[[int, str], None] | None = None
         self._model = model
         self._attention = attention
         self._schedule = schedule
@@ -257,8 +258,11 @@ class Engine:
             self.memory.stats.overflow_bytes += size_bytes
 
     def mark(self, index: int, name: str) -> None:
+        """Layer call `index` begins or ends something: tell whoever measures."""
         if self.profile is not None:
             self.profile.mark(index, name)
+        if self.on_mark is not None:
+            self.on_mark(index, name)
 
     def begin_backward(self, run: LayerRun) -> None:
         """Bring a layer's slot to the device; start bringing the one that comes next."""

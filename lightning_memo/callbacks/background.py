@@ -1,0 +1,32 @@
+"""Work that goes on beside training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+
+def in_background(work: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Starts a thread that does not keep the process alive.
+
+    Args:
+        work: What it does.
+        name: Of the thread.
+
+    Returns:
+        Its result, or its exception, in time.
+    """
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,295 @@
+"""Records the requests of a step, plans a place for each, and has the allocator serve them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_memo.allocator import AllocatorStats, PlannedAllocator
+from lightning_memo.callbacks.background import in_background
+from lightning_memo.callbacks.plan import PlanAfterFirstStep
+from lightning_memo.config import format_bytes
+from lightning_memo.engine import Engine
+from lightning_memo.native import BuildError
+from lightning_memo.plan import Plan, StepPlacement
+from lightning_memo.plan_cache import PlanCache, cache_folder
+from lightning_memo.planner.memory import plan_memory
+from lightning_memo.planner.phases import place_step
+from lightning_memo.planner.placement.core import load_library
+from lightning_memo.profiler.phases import StepPhases
+from lightning_memo.profiler.requests import RecordedStep, trace_of
+from lightning_memo.trace import Trace
+
+MIN_BYTES: Final = 512
+"""Smaller requests, the scalars of logging above all, come and go irregularly, and fragment nothing."""
+
+_ALIGNMENT: Final = {"cpu": 64, "cuda": 512}
+_PLANNING_SECONDS: Final = 20.0
+_RECORDED_STEPS: Final = 3
+_MOST_RECORDED: Final = 8
+_MOST_PLANS: Final = 3
+_PHASES: Final = {
+    "forward_begin": "layer {} forward",
+    "forward_end": "after layer {} forward",
+    "backward_begin": "layer {} backward",
+    "backward_end": "after layer {} backward",
+}
+
+
+class PlanMemory(Callback):
+    """After the swap plan is in force, some steps are recorded, planned in the background, and from then on served.
+
+    A step is all micro-batches of an optimizer step. What happens between them, like loading data, validation and
+    logging, is left to PyTorch's allocator.
+
+    Args:
+        engine: The engine of the run.
+        planning: Makes the plan that is completed here.
+
+    Attributes:
+        trace: What was recorded; `None` until a plan was made from it.
+    """
+
+    def __init__(self, engine: Engine, planning: PlanAfterFirstStep) -> None:
+        self.trace: Trace | None = None
+        self._engine, self._planning = engine, planning
+        self._allocator: PlannedAllocator | None = None
+        self._phases = StepPhases(lambda number: None)
+        self._do: Callable[[pl.Trainer], None] = self._wait_for_allocator
+        self._building: Future[PlannedAllocator] | None = None
+        self._solving: Future[StepPlacement] | None = None
+        self._swap: object = None
+        self._steps: list[RecordedStep] = []
+        self._plans_made = 0
+        self._marking = False
+        self._in_step = False
+        self._in_batch = False
+        self._global_step = 0
+
+    # ---- for reports
+
+    @property
+    def stats(self) -> AllocatorStats | None:
+        """What became of the requests since the plan is served; None before."""
+        return self._allocator.stats() if self._allocator is not None and self._serving else None
+
+    @property
+    def _serving(self) -> bool:
+        return self._do == self._watch
+
+    @property
+    def busy(self) -> bool:
+        """Whether something goes on in the background."""
+        return any(future is not None and not future.done() for future in (self._building, self._solving))
+
+    # ---- a step
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._global_step = trainer.global_step
+        self._building = in_background(lambda: _build(self._engine.device), "build allocator")
+        self._engine.on_mark = self._mark_layer
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._marking:
+            return
+        if not self._in_step:
+            self._phases.begin_step()
+            self._in_step = True
+        self._in_batch = True
+        self._phases.mark("input")
+
+    def _mark_layer(self, index: int, name: str) -> None:
+        if self._in_batch and name in _PHASES:
+            self._phases.mark(_PHASES[name].format(index))
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self._in_batch:
+            self._phases.mark("backward")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._in_batch:
+            self._phases.mark("optimizer")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._in_batch and self._allocator is not None:
+            self._allocator.leave()
+        self._in_batch = False
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step, self._in_step = trainer.global_step, False
+        if self._planning.plan is None or self._engine.profile is not None:
+            return  # steps of a profile are not those that follow
+        if self._planning.plan.swap is not self._swap:
+            self._start_over(self._planning.plan)
+        self._do(trainer)
+
+    # ---- from one stage to the next, each at the end of a step
+
+    def _start_over(self, plan: Plan) -> None:
+        """Another swap plan makes other requests."""
+        self._swap = plan.swap
+        self._plans_made, self.trace = 0, None
+        self._pause(self._wait_for_allocator)
+
+    def _pause(self, then: Callable[[pl.Trainer], None]) -> None:
+        if self._allocator is not None:
+            self._allocator.idle()
+        self._marking, self._steps = False, []
+        self._do = then
+
+    def _wait_for_allocator(self, trainer: pl.Trainer) -> None:
+        if self._building is None or not self._building.done():
+            return
+        try:
+            self._allocator = self._building.result()
+        except BuildError as error:
+            rank_zero_warn(
+                f"MemoStrategy: memory is not planned, so buffers can fragment it: {error}. plan_memory=False turns "
+                "planning off, and this warning."
+            )
+            self._pause(lambda trainer: None)
+            return
+        self._allocator.install()
+        plan = self._planning.plan
+        assert plan is not None
+        known = plan.placement or self._cache(trainer).find(plan, torch.get_num_threads(), _described(trainer))
+        if known is None:
+            self._record()
+        else:
+            self._serve(known, trainer)
+
+    def _record(self) -> None:
+        assert self._allocator is not None
+        self._phases = StepPhases(self._allocator.phase)
+        self._allocator.record(MIN_BYTES)
+        self._marking, self._do = True, self._collect
+
+    def _collect(self, trainer: pl.Trainer) -> None:
+        """Take what the step requested; enough is known when it requests the same again."""
+        assert self._allocator is not None
+        self._steps.append(self._phases.recorded(self._allocator.take_events()))
+        if len(self._steps) < _RECORDED_STEPS:
+            return
+        names = self._phases.names
+        first, second, third = self._steps[-_RECORDED_STEPS:]
+        before, trace = trace_of(first, second, names), trace_of(second, third, names)
+        if trace.same_requests(before):
+            # Lives differ a little from step to step: gradients, for one, can be freed early by a callback.
+            trace = trace.longest_lives(before)
+        elif len(self._steps) < _MOST_RECORDED:
+            return
+        if self.trace is not None and trace.same_requests(self.trace):
+            trace = trace.longest_lives(self.trace)
+        self._pause(self._wait_for_placement)
+        self.trace = trace
+        alignment, threads = _ALIGNMENT[self._engine.device.type], torch.get_num_threads()
+        self._solving = in_background(lambda: _solve(trace, alignment, threads), "plan memory")
+
+    def _wait_for_placement(self, trainer: pl.Trainer) -> None:
+        if self._solving is None or not self._solving.done():
+            return
+        placement, self._solving = self._solving.result(), None
+        self._plans_made += 1
+        if placement.requests == 0:
+            rank_zero_warn("MemoStrategy: memory is not planned: no buffer is requested and freed in every step.")
+            self._pause(lambda trainer: None)
+            return
+        plan = self._serve(placement, trainer)
+        self._cache(trainer).store(plan, placement.threads, _described(trainer))
+
+    def _serve(self, placement: StepPlacement, trainer: pl.Trainer) -> Plan:
+        assert self._allocator is not None and self._planning.plan is not None
+        names = [phase.name for phase in placement.phases]
+        self._phases = StepPhases(self._allocator.phase, names)
+        self._allocator.serve(
+            [(phase.sizes, phase.offsets) for phase in placement.phases], placement.peak_bytes, placement.min_bytes
+        )
+        self._allocator.reset_stats()
+        self._marking, self._do = True, self._watch
+        plan = replace(self._planning.plan, placement=placement)
+        self._planning.complete(plan, trainer)
+        rank_zero_info(f"MemoStrategy: {_summary(placement)}")
+        return plan
+
+    def _watch(self, trainer: pl.Trainer) -> None:
+        """Plan again, a few times, if requests are missed whose sizes are right, or most are; else report."""
+        assert self._allocator is not None
+        stats = self._allocator.stats()
+        wrong = stats.miss_overlap > 0 or stats.misses > stats.hits
+        if wrong and self._plans_made < _MOST_PLANS:
+            self._plans_made += 1
+            self._pause(self._collect)
+            self._record()
+        elif trainer.loggers and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(memory_metrics(stats, self._engine.device), step=trainer.global_step)
+
+    def _cache(self, trainer: pl.Trainer) -> PlanCache:
+        return PlanCache(lambda message: rank_zero_warn(f"MemoStrategy: {message}"), cache_folder())
+
+    # ---- the end
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """PyTorch's own allocator serves all again; the arena goes back when the last buffer in it is freed."""
+        self._engine.on_mark = None
+        self._marking = self._in_step = self._in_batch = False
+        if self._allocator is not None:
+            self._allocator.leave()
+            self._allocator.idle()
+            self._allocator.uninstall()
+            self._allocator.release()
+
+
+def _build(device: torch.device) -> PlannedAllocator:
+    load_library()  # the planner's core, so that planning does not wait for a compiler
+    return PlannedAllocator(device)
+
+
+def _solve(trace: Trace, alignment: int, threads: int) -> StepPlacement:
+    placement = plan_memory(trace, alignment=alignment, time_limit_seconds=_PLANNING_SECONDS)
+    return place_step(trace, placement, min_bytes=MIN_BYTES, threads=threads)
+
+
+def _described(trainer: pl.Trainer) -> str:
+    """What decides over the requests beside model and plan."""
+    optimizers = ", ".join(f"{type(o).__name__} {len(o.param_groups)}" for o in trainer.optimizers)
+    return f"{optimizers}; accumulate {trainer.accumulate_grad_batches}; clip {trainer.gradient_clip_val}"
+
+
+def _summary(placement: StepPlacement) -> str:
+    over = placement.peak_bytes / placement.lower_bound_bytes if placement.lower_bound_bytes else 1.0
+    bound = "the lower bound" if over == 1.0 else f"{over:.4f} x the lower bound"
+    return (
+        f"memory is planned: {placement.requests:,} buffers of a step in {format_bytes(placement.peak_bytes)}, {bound} "
+        f"({placement.method}, {placement.seconds:.1f} s)"
+    )
+
+
+def memory_metrics(stats: AllocatorStats, device: torch.device) -> dict[str, float]:
+    """The allocator's counters for loggers, and how often PyTorch's own reorganised its memory."""
+    names = ("hits", "miss_size", "miss_end", "miss_overlap", "unplanned", "arena_bytes", "peak_live_bytes")
+    metrics = {f"memory/{name}": float(value) for name, value in asdict(stats).items() if name in names}
+    if device.type == "cuda":
+        metrics["memory/reorganisations"] = float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    return metrics

@@ -1,0 +1,294 @@
+// The planned allocator without torch: what is served, what is recorded, what is counted.
+//
+// A back end asks for an address with `serve`, and delegates to PyTorch's own allocator when it gets none. A wrong plan
+// so costs speed, never correctness: a block is served only if all of its bytes are free.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "live_places.h"
+#include "plan_table.h"
+#include "recorder.h"
+#include "spin_lock.h"
+
+namespace lightning_memo {
+
+enum class Mode : int { idle, record, serve };
+
+// Whether a thread runs the planned computation. Others, such as data loading threads, are foreign.
+enum class Lane : int { foreign, inside, left };
+
+inline Lane& this_lane() {
+  thread_local Lane lane = Lane::foreign;
+  return lane;
+}
+
+// Read by Python; lightning_memo/allocator/library.py has the same fields. All are counts or bytes.
+struct Stats {
+  int64_t hits = 0;
+  int64_t miss_size = 0;
+  int64_t miss_end = 0;
+  int64_t miss_overlap = 0;
+  int64_t unplanned = 0;
+  int64_t skipped = 0;
+  int64_t foreign = 0;
+  int64_t outside = 0;
+  int64_t live_bytes = 0;
+  int64_t peak_live_bytes = 0;
+  int64_t live_blocks = 0;
+  int64_t arena_bytes = 0;
+  int64_t bad_frees = 0;
+};
+
+// Memory of the device. `give_back` is called once, from the thread that frees the last block in it.
+struct Arena {
+  char* base = nullptr;
+  uint64_t bytes = 0;
+  std::function<void()> give_back;
+};
+
+class Core {
+ public:
+  Mode mode() const { return mode_.load(std::memory_order_relaxed); }
+
+  void idle() { mode_.store(Mode::idle, std::memory_order_relaxed); }
+
+  // Starts a recording; events of an earlier one that were not taken are dropped.
+  void record(uint64_t min_bytes) {
+    const std::lock_guard guard(lock_);
+    recorder_.clear();
+    min_bytes_.store(min_bytes, std::memory_order_relaxed);
+    mode_.store(Mode::record, std::memory_order_relaxed);
+  }
+
+  // Loads a plan and starts to serve. Needs an arena. Throws std::invalid_argument for a plan that can't be served.
+  void serve_plan(const PlanView& view, uint64_t min_bytes, uint64_t alignment) {
+    const std::lock_guard guard(lock_);
+    plan_.load(view, arena_bytes_.load(std::memory_order_relaxed), min_bytes, alignment);
+    places_ = plan_.places(places_);
+    plan_.start(phase_);
+    min_bytes_.store(min_bytes, std::memory_order_relaxed);
+    mode_.store(Mode::serve, std::memory_order_relaxed);
+  }
+
+  // The calling thread enters the lane; phase `index` begins, or begins again, at its first request.
+  void phase(int32_t index) {
+    this_lane() = Lane::inside;
+    const std::lock_guard guard(lock_);
+    phase_ = index;
+    sequence_ = 0;
+    plan_.start(index);
+  }
+
+  // The calling thread leaves the lane, and the phase ends for all threads.
+  void leave() {
+    this_lane() = Lane::left;
+    const std::lock_guard guard(lock_);
+    phase_ = no_phase;
+    plan_.start(no_phase);
+  }
+
+  bool eligible(uint64_t size) const { return size > 0 && size >= min_bytes_.load(std::memory_order_relaxed); }
+
+  // An address for an eligible request in serve mode. nullptr: delegate it.
+  void* serve(uint64_t size) {
+    if (this_lane() != Lane::inside) {
+      count_stranger();
+      return nullptr;
+    }
+    const std::lock_guard guard(lock_);
+    if (phase_ == no_phase || release_pending_) return nothing(stats_.outside);
+    if (plan_.at_end()) return nothing(stats_.miss_end);
+    const Slot* slot = plan_.take(size, stats_.skipped);
+    if (slot == nullptr) return nothing(stats_.miss_size);
+    if (!slot->planned) return nothing(stats_.unplanned);
+    if (places_.occupied(slot->offset, slot->end_rank)) return nothing(stats_.miss_overlap);
+    places_.insert(slot->place, slot->offset + size);
+    ++stats_.hits;
+    stats_.live_bytes += static_cast<int64_t>(size);
+    stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
+    return base_.load(std::memory_order_relaxed) + slot->offset;
+  }
+
+  // Counts a request that the back end can't serve where it is made (another stream, a private pool).
+  void count_outside() {
+    const std::lock_guard guard(lock_);
+    ++stats_.outside;
+  }
+
+  // May be wrongly true for a delegated block while another thread changes the arena; never wrongly false.
+  bool maybe_planned(const void* address) const {
+    const auto offset = static_cast<uint64_t>(static_cast<const char*>(address) - base_.load(std::memory_order_relaxed));
+    return offset < arena_bytes_.load(std::memory_order_relaxed);
+  }
+
+  char* arena_base() const { return base_.load(std::memory_order_relaxed); }
+
+  // Bytes of the served block at this address, 0 if there is none.
+  uint64_t planned_size(const void* address) {
+    if (!maybe_planned(address)) return 0;
+    const std::lock_guard guard(lock_);
+    return in_arena(address) ? places_.size_at(offset_of(address)) : 0;
+  }
+
+  // Frees a served block. False: the address is not in the arena, so the back end has to free it.
+  bool free_planned(const void* address) {
+    if (!maybe_planned(address)) return false;
+    std::function<void()> give_back;
+    {
+      const std::lock_guard guard(lock_);
+      if (!in_arena(address)) return false;
+      const uint64_t size = places_.erase(offset_of(address));
+      stats_.bad_frees += size == 0;
+      stats_.live_bytes -= static_cast<int64_t>(size);
+      if (release_pending_ && places_.count() == 0) give_back = drop_arena();
+    }
+    if (give_back) give_back();
+    return true;
+  }
+
+  // Whether the arena that is there will do. One that is too small goes back, unless blocks in it are alive: then this
+  // throws std::runtime_error.
+  bool keep_arena(uint64_t bytes) {
+    std::function<void()> give_back;
+    {
+      const std::lock_guard guard(lock_);
+      if (base_.load(std::memory_order_relaxed) == nullptr) return false;
+      if (bytes <= arena_bytes_.load(std::memory_order_relaxed)) {
+        release_pending_ = false;
+        return true;
+      }
+      if (places_.count() != 0) throw std::runtime_error(too_small(bytes));
+      idle();
+      give_back = drop_arena();
+    }
+    give_back();
+    return false;
+  }
+
+  void set_arena(Arena arena) {
+    const std::lock_guard guard(lock_);
+    if (base_.load(std::memory_order_relaxed) != nullptr) throw std::logic_error("an arena is there already");
+    release_pending_ = false;
+    base_.store(arena.base, std::memory_order_relaxed);
+    arena_bytes_.store(arena.bytes, std::memory_order_relaxed);
+    give_back_ = std::move(arena.give_back);
+  }
+
+  // Stops serving. The arena goes back now, or when the last block in it is freed. Returns whether it is gone.
+  bool release() {
+    std::function<void()> give_back;
+    {
+      const std::lock_guard guard(lock_);
+      if (mode() == Mode::serve) idle();
+      if (base_.load(std::memory_order_relaxed) == nullptr) return true;
+      release_pending_ = places_.count() != 0;
+      if (release_pending_) return false;
+      give_back = drop_arena();
+    }
+    give_back();
+    return true;
+  }
+
+  // Recording. A request that is `plannable` counts in the phase; others are logged beside it.
+  void log_malloc(const void* address, uint64_t size, int64_t stream, bool plannable) {
+    if (this_lane() != Lane::inside) return;
+    const std::lock_guard guard(lock_);
+    if (phase_ == no_phase) return;
+    recorder_.malloc(address, static_cast<int64_t>(size), stream, phase_, plannable ? sequence_++ : -1);
+  }
+  void log_free(const void* address) {
+    const std::lock_guard guard(lock_);
+    recorder_.free(address, phase_, phase_ == no_phase ? -1 : sequence_);
+  }
+  int64_t event_count() {
+    const std::lock_guard guard(lock_);
+    return recorder_.count();
+  }
+  int64_t take_events(Event* out, int64_t capacity) {
+    const std::lock_guard guard(lock_);
+    return recorder_.take(out, capacity);
+  }
+
+  Stats stats() {
+    const std::lock_guard guard(lock_);
+    Stats now = stats_;
+    now.foreign = foreign_.load(std::memory_order_relaxed);
+    now.outside += left_.load(std::memory_order_relaxed);
+    now.live_blocks = static_cast<int64_t>(places_.count());
+    now.arena_bytes = static_cast<int64_t>(arena_bytes_.load(std::memory_order_relaxed));
+    return now;
+  }
+  // Counters begin at 0 again; what is alive stays, and is the new peak.
+  void reset_stats() {
+    const std::lock_guard guard(lock_);
+    const int64_t live_bytes = stats_.live_bytes;
+    stats_ = Stats{};
+    stats_.live_bytes = stats_.peak_live_bytes = live_bytes;
+    foreign_.store(0, std::memory_order_relaxed);
+    left_.store(0, std::memory_order_relaxed);
+  }
+
+  // For pthread_atfork. A child, such as a data loader's worker, is not part of the plan.
+  void before_fork() { lock_.lock(); }
+  void after_fork_in_parent() { lock_.unlock(); }
+  void after_fork_in_child() {
+    idle();
+    phase_ = no_phase;
+    lock_.unlock();
+  }
+
+ private:
+  static constexpr int32_t no_phase = -1;
+
+  static void* nothing(int64_t& counter) {
+    ++counter;
+    return nullptr;
+  }
+  void count_stranger() {
+    (this_lane() == Lane::left ? left_ : foreign_).fetch_add(1, std::memory_order_relaxed);
+  }
+  std::string too_small(uint64_t bytes) const {
+    return "the arena has " + std::to_string(arena_bytes_.load(std::memory_order_relaxed)) + " bytes, the plan needs " +
+           std::to_string(bytes) + ", and " + std::to_string(places_.count()) +
+           " planned blocks are alive: free them before a larger plan is loaded";
+  }
+  // With the lock held, unlike maybe_planned, exact.
+  bool in_arena(const void* address) const { return maybe_planned(address); }
+  uint64_t offset_of(const void* address) const {
+    return static_cast<uint64_t>(static_cast<const char*>(address) - base_.load(std::memory_order_relaxed));
+  }
+  std::function<void()> drop_arena() {
+    base_.store(nullptr, std::memory_order_relaxed);
+    arena_bytes_.store(0, std::memory_order_relaxed);
+    release_pending_ = false;
+    plan_ = PlanTable{};
+    places_ = LivePlaces{};
+    return std::exchange(give_back_, nullptr);
+  }
+
+  // Read without the lock on every request and free.
+  std::atomic<Mode> mode_{Mode::idle};
+  std::atomic<uint64_t> min_bytes_{0};
+  std::atomic<char*> base_{nullptr};
+  std::atomic<uint64_t> arena_bytes_{0};
+  std::atomic<int64_t> foreign_{0};
+  std::atomic<int64_t> left_{0};
+
+  SpinLock lock_;  // guards all that follows, and writes to the arena's base and size
+  int32_t phase_ = no_phase;
+  int32_t sequence_ = 0;
+  PlanTable plan_;
+  LivePlaces places_;
+  bool release_pending_ = false;
+  std::function<void()> give_back_;
+  Stats stats_;
+  Recorder recorder_;
+};
+
+}  // namespace lightning_memo

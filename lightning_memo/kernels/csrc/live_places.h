@@ -1,0 +1,138 @@
+// Which byte ranges of the arena are in use: an exact answer in a few nanoseconds.
+//
+// A plan is known ahead, so the offsets at which blocks can start are too. They are sorted once and called places; a
+// live block is one bit in a set of places. Live blocks never overlap, so a range is free exactly if the last live
+// block that starts before the range's end also ends before the range's begin: one search for a bit.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace lightning_memo {
+
+// A set of integers below a limit. Each bit of a level says whether a word of the level below has any.
+class BitTree {
+ public:
+  explicit BitTree(size_t limit = 0) {
+    size_t bits = limit + 1;  // previous(limit) looks at the word of `limit` itself
+    do {
+      bits = bits / 64 + 1;
+      levels_.emplace_back(bits, 0);
+    } while (bits > 1);
+  }
+  void insert(size_t i) {
+    for (auto& level : levels_) {
+      uint64_t& word = level[i / 64];
+      const bool was_empty = word == 0;
+      word |= bit(i);
+      if (!was_empty) return;
+      i /= 64;
+    }
+  }
+  void erase(size_t i) {
+    for (auto& level : levels_) {
+      uint64_t& word = level[i / 64];
+      word &= ~bit(i);
+      if (word != 0) return;
+      i /= 64;
+    }
+  }
+  // The largest member below i, or -1.
+  int64_t previous(size_t i) const {
+    for (size_t height = 0; height < levels_.size(); ++height) {
+      const uint64_t below = levels_[height][i / 64] & (bit(i) - 1);
+      i /= 64;
+      if (below == 0) continue;
+      i = i * 64 + highest(below);
+      while (height-- > 0) i = i * 64 + highest(levels_[height][i]);
+      return static_cast<int64_t>(i);
+    }
+    return -1;
+  }
+
+ private:
+  static uint64_t bit(size_t i) { return uint64_t{1} << (i % 64); }
+  static size_t highest(uint64_t word) { return 63 - static_cast<size_t>(std::countl_zero(word)); }
+  std::vector<std::vector<uint64_t>> levels_;
+};
+
+class LivePlaces {
+ public:
+  LivePlaces() : LivePlaces(std::vector<uint64_t>{}) {}
+  // The offsets at which blocks may start, in any order and with repetitions.
+  explicit LivePlaces(std::vector<uint64_t> offsets) : offsets_(std::move(offsets)) {
+    std::sort(offsets_.begin(), offsets_.end());
+    offsets_.erase(std::unique(offsets_.begin(), offsets_.end()), offsets_.end());
+    ends_.assign(offsets_.size(), 0);
+    live_ = BitTree(offsets_.size());
+    fill_table();
+  }
+  // The number of places before an offset: the place of the offset itself if it is one.
+  uint32_t rank(uint64_t offset) const {
+    return static_cast<uint32_t>(std::lower_bound(offsets_.begin(), offsets_.end(), offset) - offsets_.begin());
+  }
+  // Whether a live block touches [offset, end), where end_rank = rank(end).
+  bool occupied(uint64_t offset, uint32_t end_rank) const {
+    const int64_t last = live_.previous(end_rank);
+    return last >= 0 && ends_[static_cast<size_t>(last)] > offset;
+  }
+  void insert(uint32_t place, uint64_t end) {
+    ends_[place] = end;
+    live_.insert(place);
+    ++count_;
+  }
+  // Ends the block that starts at an offset. Returns its size, 0 if there is none.
+  uint64_t erase(uint64_t offset) {
+    const uint32_t place = find(offset);
+    if (place == none || ends_[place] == 0) return 0;
+    const uint64_t size = ends_[place] - offset;
+    ends_[place] = 0;
+    live_.erase(place);
+    --count_;
+    return size;
+  }
+  // The bytes of the live block that starts at an offset, 0 if there is none.
+  uint64_t size_at(uint64_t offset) const {
+    const uint32_t place = find(offset);
+    return place == none || ends_[place] == 0 ? 0 : ends_[place] - offset;
+  }
+  uint64_t count() const { return count_; }
+  std::vector<std::pair<uint64_t, uint64_t>> ranges() const {
+    std::vector<std::pair<uint64_t, uint64_t>> found;
+    for (size_t i = 0; i < offsets_.size(); ++i) {
+      if (ends_[i] != 0) found.emplace_back(offsets_[i], ends_[i]);
+    }
+    return found;
+  }
+
+ private:
+  static constexpr uint32_t none = UINT32_MAX;
+  // Open addressing: entries are 1 + place, and nothing is ever removed because places don't change.
+  void fill_table() {
+    table_.assign(std::bit_ceil(4 * offsets_.size() + 4), 0);
+    shift_ = 64 - std::countr_zero(table_.size());
+    for (uint32_t place = 0; place < offsets_.size(); ++place) {
+      size_t i = hash(offsets_[place]);
+      while (table_[i] != 0) i = (i + 1) & (table_.size() - 1);
+      table_[i] = place + 1;
+    }
+  }
+  uint32_t find(uint64_t offset) const {
+    for (size_t i = hash(offset); table_[i] != 0; i = (i + 1) & (table_.size() - 1)) {
+      if (offsets_[table_[i] - 1] == offset) return table_[i] - 1;
+    }
+    return none;
+  }
+  size_t hash(uint64_t offset) const { return (offset * 0x9E3779B97F4A7C15u) >> shift_; }
+
+  std::vector<uint64_t> offsets_;
+  std::vector<uint64_t> ends_;  // 0: nothing lives there
+  std::vector<uint32_t> table_;
+  int shift_ = 0;
+  BitTree live_;
+  uint64_t count_ = 0;
+};
+
+}  // namespace lightning_memo
