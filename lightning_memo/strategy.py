@@ -172,7 +172,7 @@ class MemoStrategy(ModelParallelStrategy):
 
     def _stop_engine(self) -> None:
         if self.memory is not None:
-            self.memory.close()
+            self.memory.close(self.lightning_module)
         if self.engine is not None:
             self.engine.detach()
         if self.lightning_module is not None:

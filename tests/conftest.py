@@ -25,6 +25,15 @@ TINY_RUN = (
 
 
 @pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory, worker_id):
+    """Tests neither see nor fill the user's cache; workers share theirs, so that libraries are compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str((base if worker_id == "master" else base.parent) / "cache"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -69,6 +70,7 @@ class PlanMemory(Callback):
         self._swap: object = None
         self._steps: list[RecordedStep] = []
         self._plans_made = 0
+        self._before: AllocatorStats | None = None  # counters at the end of the step before
         self._marking = False
         self._in_step = False
         self._in_batch = False
@@ -154,17 +156,20 @@ class PlanMemory(Callback):
         self._marking, self._steps = False, []
         self._do = then
 
+    def _give_up(self, reason: str) -> None:
+        rank_zero_warn(
+            f"MemoStrategy: memory is not planned: {reason}. Training goes on, and buffers may fragment memory; "
+            "plan_memory=False turns planning off, and this warning."
+        )
+        self._pause(lambda trainer: None)
+
     def _wait_for_allocator(self, trainer: pl.Trainer) -> None:
         if self._building is None or not self._building.done():
             return
         try:
             self._allocator = self._building.result()
         except BuildError as error:
-            rank_zero_warn(
-                f"MemoStrategy: memory is not planned, so buffers can fragment it: {error}. plan_memory=False turns "
-                "planning off, and this warning."
-            )
-            self._pause(lambda trainer: None)
+            self._give_up(str(error))
             return
         self._allocator.install()
         plan = self._planning.plan
@@ -173,7 +178,7 @@ class PlanMemory(Callback):
         if known is None:
             self._record()
         else:
-            self._serve(known, trainer)
+            self._serve_when_empty(known, "from an earlier run", trainer)
 
     def _record(self) -> None:
         assert self._allocator is not None
@@ -205,35 +210,52 @@ class PlanMemory(Callback):
     def _wait_for_placement(self, trainer: pl.Trainer) -> None:
         if self._solving is None or not self._solving.done():
             return
-        placement, self._solving = self._solving.result(), None
+        future, self._solving = self._solving, None
+        if (error := future.exception()) is not None:
+            self._give_up(f"{error} (please report this)")
+            return
+        placement = future.result()
         self._plans_made += 1
         if placement.requests == 0:
-            rank_zero_warn("MemoStrategy: memory is not planned: no buffer is requested and freed in every step.")
-            self._pause(lambda trainer: None)
+            self._give_up("no buffer is requested and freed in every step")
             return
-        plan = self._serve(placement, trainer)
-        self._cache(trainer).store(plan, placement.threads, _described(trainer))
+        self._serve_when_empty(placement, f"{placement.method}, {placement.seconds:.1f} s", trainer)
 
-    def _serve(self, placement: StepPlacement, trainer: pl.Trainer) -> Plan:
+    def _serve_when_empty(self, placement: StepPlacement, source: str, trainer: pl.Trainer, tries: int = 4) -> None:
+        """Serve, unless buffers of an earlier plan are alive in the arena, like gradients of a discarded model."""
+        assert self._allocator is not None
+        if not self._allocator.release():
+            gc.collect()
+        if self._allocator.release():
+            self._serve(placement, source, trainer)
+        elif tries == 0:
+            self._give_up(f"{self._allocator.stats().live_blocks} buffers of an earlier plan are still alive")
+        else:
+            self._do = lambda trainer: self._serve_when_empty(placement, source, trainer, tries - 1)
+
+    def _serve(self, placement: StepPlacement, source: str, trainer: pl.Trainer) -> None:
         assert self._allocator is not None and self._planning.plan is not None
-        names = [phase.name for phase in placement.phases]
-        self._phases = StepPhases(self._allocator.phase, names)
+        self._phases = StepPhases(self._allocator.phase, [phase.name for phase in placement.phases])
         self._allocator.serve(
             [(phase.sizes, phase.offsets) for phase in placement.phases], placement.peak_bytes, placement.min_bytes
         )
         self._allocator.reset_stats()
+        self._before = None
         self._marking, self._do = True, self._watch
         plan = replace(self._planning.plan, placement=placement)
         self._planning.complete(plan, trainer)
-        rank_zero_info(f"MemoStrategy: {_summary(placement)}")
-        return plan
+        self._cache(trainer).store(plan, placement.threads, _described(trainer))
+        rank_zero_info(f"MemoStrategy: {_summary(placement)} ({source}).")
 
     def _watch(self, trainer: pl.Trainer) -> None:
-        """Plan again, a few times, if requests are missed whose sizes are right, or most are; else report."""
+        """Report; or plan again, a few times, if the plan is of no use."""
         assert self._allocator is not None
-        stats = self._allocator.stats()
-        wrong = stats.miss_overlap > 0 or stats.misses > stats.hits
-        if wrong and self._plans_made < _MOST_PLANS:
+        stats, before, self._before = self._allocator.stats(), self._before, self._allocator.stats()
+        useless = before is None and stats.misses > stats.hits
+        # Where the sizes are right, so are the requests, and it is their lives that differ from what was recorded.
+        other_requests = stats.misses - stats.miss_overlap - (before.misses - before.miss_overlap if before else 0)
+        lives_differ = not other_requests and stats.miss_overlap > (before.miss_overlap if before else 0)
+        if (useless or lives_differ) and self._plans_made < _MOST_PLANS:
             self._plans_made += 1
             self._pause(self._collect)
             self._record()
@@ -248,17 +270,25 @@ class PlanMemory(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.close()
+        self.close(pl_module)
 
-    def close(self) -> None:
-        """PyTorch's own allocator serves all again; the arena goes back when the last buffer in it is freed."""
+    def close(self, pl_module: pl.LightningModule | None) -> None:
+        """PyTorch's own allocator serves all again; the arena goes back when the last buffer in it is freed.
+
+        Args:
+            pl_module: Its gradients leave the arena: a model may be kept for long after its training.
+        """
         self._engine.on_mark = None
         self._marking = self._in_step = self._in_batch = False
-        if self._allocator is not None:
-            self._allocator.leave()
-            self._allocator.idle()
-            self._allocator.uninstall()
-            self._allocator.release()
+        if self._allocator is None:
+            return
+        self._allocator.leave()
+        self._allocator.idle()
+        self._allocator.uninstall()
+        if pl_module is not None and not self._allocator.release():
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
 
 def _build(device: torch.device) -> PlannedAllocator:
@@ -281,8 +311,7 @@ def _summary(placement: StepPlacement) -> str:
     over = placement.peak_bytes / placement.lower_bound_bytes if placement.lower_bound_bytes else 1.0
     bound = "the lower bound" if over == 1.0 else f"{over:.4f} x the lower bound"
     return (
-        f"memory is planned: {placement.requests:,} buffers of a step in {format_bytes(placement.peak_bytes)}, {bound} "
-        f"({placement.method}, {placement.seconds:.1f} s)"
+        f"memory is planned: {placement.requests:,} buffers of a step in {format_bytes(placement.peak_bytes)}, {bound}"
     )
 
 

@@ -3,6 +3,7 @@
 // A back end asks for an address with `serve`, and delegates to PyTorch's own allocator when it gets none. A wrong plan
 // so costs speed, never correctness: a block is served only if all of its bytes are free.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -112,7 +113,7 @@ class Core {
     ++stats_.hits;
     stats_.live_bytes += static_cast<int64_t>(size);
     stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
-    return base_.load(std::memory_order_relaxed) + slot->offset;
+    return arena_base() + slot->offset;
   }
 
   // Counts a request that the back end can't serve where it is made (another stream, a private pool).
@@ -123,8 +124,7 @@ class Core {
 
   // May be wrongly true for a delegated block while another thread changes the arena; never wrongly false.
   bool maybe_planned(const void* address) const {
-    const auto offset = static_cast<uint64_t>(static_cast<const char*>(address) - base_.load(std::memory_order_relaxed));
-    return offset < arena_bytes_.load(std::memory_order_relaxed);
+    return offset_of(address) < arena_bytes_.load(std::memory_order_relaxed);
   }
 
   char* arena_base() const { return base_.load(std::memory_order_relaxed); }
@@ -158,7 +158,7 @@ class Core {
     std::function<void()> give_back;
     {
       const std::lock_guard guard(lock_);
-      if (base_.load(std::memory_order_relaxed) == nullptr) return false;
+      if (arena_base() == nullptr) return false;
       if (bytes <= arena_bytes_.load(std::memory_order_relaxed)) {
         release_pending_ = false;
         return true;
@@ -173,7 +173,7 @@ class Core {
 
   void set_arena(Arena arena) {
     const std::lock_guard guard(lock_);
-    if (base_.load(std::memory_order_relaxed) != nullptr) throw std::logic_error("an arena is there already");
+    if (arena_base() != nullptr) throw std::logic_error("an arena is there already");
     release_pending_ = false;
     base_.store(arena.base, std::memory_order_relaxed);
     arena_bytes_.store(arena.bytes, std::memory_order_relaxed);
@@ -186,7 +186,7 @@ class Core {
     {
       const std::lock_guard guard(lock_);
       if (mode() == Mode::serve) idle();
-      if (base_.load(std::memory_order_relaxed) == nullptr) return true;
+      if (arena_base() == nullptr) return true;
       release_pending_ = places_.count() != 0;
       if (release_pending_) return false;
       give_back = drop_arena();
@@ -260,8 +260,9 @@ class Core {
   }
   // With the lock held, unlike maybe_planned, exact.
   bool in_arena(const void* address) const { return maybe_planned(address); }
+  // Huge for addresses below the arena.
   uint64_t offset_of(const void* address) const {
-    return static_cast<uint64_t>(static_cast<const char*>(address) - base_.load(std::memory_order_relaxed));
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(arena_base());
   }
   std::function<void()> drop_arena() {
     base_.store(nullptr, std::memory_order_relaxed);

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/headeronly/version.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_set>
