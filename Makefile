@@ -3,7 +3,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench-cpu
+.PHONY: demo test lint bench-cpu cuda-headers
 
 # One thread computes and leaves a core to the thread that copies; more gain little at this size, and lose much where
 # something else runs. The log level silences two lines of PyTorch's profiler for each step whose memory is measured.
@@ -21,6 +21,11 @@ lint: $(INSTALLED)
 
 bench-cpu: $(INSTALLED)
 	$(RUN) benchmarks/engine.py
+	$(RUN) benchmarks/allocator.py
+
+# What the tests of the CUDA allocator need of the CUDA builds of torch, without the gigabytes: about 25 MB in .cuda/.
+cuda-headers: $(INSTALLED)
+	$(RUN) tests/cuda_stub/fetch.py
 
 # torch comes first and pinned: a bare range lets pip look at, and sometimes download, several builds of gigabytes each.
 $(INSTALLED): setup.cfg pyproject.toml

@@ -24,7 +24,7 @@ NEVER: Final = -1
 
 _COLUMNS: Final = ("id", "lane", "phase", "sequence", "size", "birth", "death", "death_phase", "layer")
 _VERSION: Final = "lightning_memo trace 1"
-_LAYER: Final = re.compile(r"layer (\d+) (forward|backward)")
+_LAYER: Final = re.compile(r"layer (\d+)")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 
 
@@ -95,10 +95,10 @@ class Trace:
         return np.nonzero((self.death != NEVER) & (self.lane == 0))[0]
 
     @cached_property
-    def layer(self) -> Integers:
-        """[requests] Number of the layer call that made the request; -1 outside of layers."""
-        layers = [int(found[1]) if (found := _LAYER.match(name)) else -1 for name in self.phases]
-        return np.array(layers, np.int64)[self.phase] if layers else np.zeros(0, np.int64)
+    def layer_of_phase(self) -> Integers:
+        """[phases] Number of the layer call; -1 outside of layers."""
+        found = (_LAYER.search(name) for name in self.phases)
+        return np.array([int(layer[1]) if layer else -1 for layer in found], np.int64)
 
     def problem(self, alignment: int) -> Problem:
         """The placement problem of the planned requests, in their order."""
@@ -145,7 +145,15 @@ class Trace:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([_VERSION, *self.phases])
             writer.writerow(_COLUMNS)
-            columns = (self.lane, self.phase, self.sequence, self.size, self.death, self.death_phase, self.layer)
+            columns = (
+                self.lane,
+                self.phase,
+                self.sequence,
+                self.size,
+                self.death,
+                self.death_phase,
+                self.layer_of_phase[self.phase],
+            )
             for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
                 lane, phase, sequence, size, death, death_phase, layer = row
                 writer.writerow([index, lane, names[phase], sequence, size, index, death, names[death_phase], layer])
