@@ -14,7 +14,7 @@ _WITHOUT_TORCH = ("lightning_memo.place",)
 
 def _runs_without_torch() -> bool:
     """Whether Python was started for a command that needs neither torch nor Lightning, which take seconds to import."""
-    return _sys.argv[:1] == ["-m"] and any(command in _sys.orig_argv for command in _WITHOUT_TORCH)
+    return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] in _WITHOUT_TORCH
 
 
 def __getattr__(name: str) -> _Any:

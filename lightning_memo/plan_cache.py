@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_memo.plan import Plan, StepPlacement
+from lightning_memo.trace import Trace
 
 
 def cache_folder() -> Path:
@@ -20,27 +21,23 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class PlanCache:
-    """One file for each fingerprint.
+    """Two files for each kind of run: the plan, and the trace that it was made from."""
 
-    Args:
-        warn: Told in one line when a file is ignored or can't be written.
-        folder: Where the files are.
-    """
-
-    warn: Callable[[str], None]
     folder: Path
+    warn: Callable[[str], None]
+    """Told in one line when a file is ignored or can't be written."""
 
-    def find(self, plan: Plan, threads: int, optimizers: str) -> StepPlacement | None:
-        """The placement of an earlier run that was the same in all that decides over requests; None if there is none.
+    threads: int
+    """Threads that compute."""
 
-        Args:
-            plan: What this run swaps.
-            threads: Threads that compute.
-            optimizers: Their names and settings.
-        """
-        path = self._path(plan, threads, optimizers)
+    optimizers: str
+    """What else decides over the requests: names and settings of the optimizers."""
+
+    def find(self, plan: Plan) -> tuple[StepPlacement, Trace] | None:
+        """What an earlier run found that was the same in all that decides over requests; None if there was none."""
+        path = self._path(plan)
         try:
-            found = Plan.load(path)
+            found, trace = Plan.load(path), Trace.load(path.with_suffix(".csv"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -48,18 +45,21 @@ class PlanCache:
             return None
         placement = found.placement
         same = found.fingerprint == plan.fingerprint and found.swap == plan.swap
-        if not same or placement is None or placement.threads != threads:
+        if not same or placement is None or placement.threads != self.threads:
             self.warn(f"a cached plan is ignored, and memory is planned anew: {path} was made for another run")
             return None
-        return placement
+        return placement, trace
 
-    def store(self, plan: Plan, threads: int, optimizers: str) -> None:
-        """Keep the placement of a plan for later runs."""
+    def store(self, plan: Plan, trace: Trace) -> None:
+        """Keep a plan with its placement for later runs."""
+        path = self._path(plan)
         try:
-            plan.save(self._path(plan, threads, optimizers))
+            trace.save(path.with_suffix(".csv"))
+            plan.save(path)
         except OSError as error:
             self.warn(f"the plan can't be kept for later runs: {error}")
 
-    def _path(self, plan: Plan, threads: int, optimizers: str) -> Path:
-        key = json.dumps([asdict(plan.fingerprint), asdict(plan.swap), threads, optimizers], sort_keys=True)
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    def _path(self, plan: Plan) -> Path:
+        key = [asdict(plan.fingerprint), asdict(plan.swap), self.threads, self.optimizers]
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:24]}.json"

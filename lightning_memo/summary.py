@@ -31,6 +31,8 @@ class RunSummary:
     """Peak of a step above parameters and optimizer state."""
     host_bytes: int | None = None
     """Host memory that holds swapped activations."""
+    arena_bytes: int | None = None
+    """Memory in which every buffer of a step has a place; None where none was planned."""
     train_loss: float | None = None
     """Mean of the last steps, nats per token."""
     val_loss: float | None = None

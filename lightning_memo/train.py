@@ -12,17 +12,18 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_memo.assemble import build_trainer, check_vocabulary, find_checkpoint, module_settings, trainer_settings
+from lightning_memo.callbacks import PlanMemory
 from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
 from lightning_memo.compare import measure_baselines
 from lightning_memo.data import TextDataModule
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
-from lightning_memo.report import Measurement, comparison_table
+from lightning_memo.report import Measurement, MemoryUse, comparison_table, memory_table
 from lightning_memo.step_stats import StepStats
 from lightning_memo.summary import RunSummary
 
@@ -39,6 +40,8 @@ class Fitted:
     alpha: float | None = None
     """Fraction of the tokens whose activations were swapped; None: all stayed on the device."""
     host_bytes: int = 0
+    memory: MemoryUse | None = None
+    """What became of the requests for memory; None where none were planned."""
 
 
 def train(cfg: DictConfig) -> RunSummary:
@@ -68,12 +71,13 @@ def train(cfg: DictConfig) -> RunSummary:
         tokens_per_second=stats.tokens_per_second,
         peak_device_bytes=fitted.peak_device_bytes,
         host_bytes=fitted.host_bytes,
+        arena_bytes=None if fitted.memory is None else fitted.memory.arena_bytes,
         train_loss=stats.train_loss,
         val_loss=fitted.val_loss,
         unigram_entropy=data.unigram_entropy,
     )
     rows = compare(cfg, data, fitted) if cfg.compare else []
-    print_results(summary, rows)
+    print_results(summary, rows, fitted.memory)
     return summary
 
 
@@ -91,9 +95,15 @@ def fit(cfg: DictConfig, data: TextDataModule) -> Fitted:
     for logger in trainer.loggers:
         logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
     trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
+    draw_memory(trainer)
     data.trainer = None  # it holds the model, and what follows needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")
-    fitted = Fitted(stats, None if val_loss is None else val_loss.item(), stats.peak_device_bytes)
+    fitted = Fitted(
+        stats,
+        None if val_loss is None else val_loss.item(),
+        stats.peak_device_bytes,
+        memory=getattr(getattr(trainer.strategy, "memory", None), "use", None),
+    )
     plan: Plan | None = getattr(trainer.strategy, "plan", None)
     if plan is None:
         return fitted
@@ -111,6 +121,14 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
     )
 
 
+def draw_memory(trainer: Trainer) -> None:
+    """Writes pictures of the memory plan beside the run's logs, if memory was planned."""
+    memory: PlanMemory | None = getattr(trainer.strategy, "memory", None)
+    files = [] if memory is None else memory.draw(Path(trainer.log_dir or trainer.default_root_dir))
+    if files:
+        log.info("memory map: %s", files[-1])
+
+
 def compare(cfg: DictConfig, data: TextDataModule, fitted: Fitted) -> list[Measurement]:
     """Returns rows for plain training, full recomputation and the run, in this order."""
     gc.collect()
@@ -121,9 +139,11 @@ def compare(cfg: DictConfig, data: TextDataModule, fitted: Fitted) -> list[Measu
     return rows if own is None else [*rows, own]
 
 
-def print_results(summary: RunSummary, rows: list[Measurement]) -> None:
-    """Prints the losses beside the entropy of the text, and the comparison where there is one."""
+def print_results(summary: RunSummary, rows: list[Measurement], memory: MemoryUse | None) -> None:
+    """Prints the losses beside the entropy of the text, and what was compared and how memory was used, if it was."""
     console = Console()
+    if memory is not None:
+        console.print(memory_table(memory))
     if rows:
         console.print(comparison_table(rows))
     losses = {"train loss": summary.train_loss, "validation loss": summary.val_loss}

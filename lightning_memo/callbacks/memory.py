@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from lightning_memo.planner.phases import place_step
 from lightning_memo.planner.placement.core import load_library
 from lightning_memo.profiler.phases import StepPhases
 from lightning_memo.profiler.requests import RecordedStep, trace_of
+from lightning_memo.report import MemoryUse
 from lightning_memo.trace import Trace
 
 MIN_BYTES: Final = 512
@@ -56,11 +58,13 @@ class PlanMemory(Callback):
         planning: Makes the plan that is completed here.
 
     Attributes:
-        trace: What was recorded; `None` until a plan was made from it.
+        trace: What the plan was made from; `None` if that is not known.
+        use: What became of the requests; `None` until training has ended.
     """
 
     def __init__(self, engine: Engine, planning: PlanAfterFirstStep) -> None:
         self.trace: Trace | None = None
+        self.use: MemoryUse | None = None
         self._engine, self._planning = engine, planning
         self._allocator: PlannedAllocator | None = None
         self._phases = StepPhases(lambda number: None)
@@ -174,11 +178,13 @@ class PlanMemory(Callback):
         self._allocator.install()
         plan = self._planning.plan
         assert plan is not None
-        known = plan.placement or self._cache(trainer).find(plan, torch.get_num_threads(), _described(trainer))
-        if known is None:
-            self._record()
+        if plan.placement is not None:
+            self._serve_when_empty(plan.placement, "of the given plan", trainer)
+        elif (found := self._cache(trainer).find(plan)) is not None:
+            placement, self.trace = found
+            self._serve_when_empty(placement, "from an earlier run", trainer)
         else:
-            self._serve_when_empty(known, "from an earlier run", trainer)
+            self._record()
 
     def _record(self) -> None:
         assert self._allocator is not None
@@ -244,7 +250,8 @@ class PlanMemory(Callback):
         self._marking, self._do = True, self._watch
         plan = replace(self._planning.plan, placement=placement)
         self._planning.complete(plan, trainer)
-        self._cache(trainer).store(plan, placement.threads, _described(trainer))
+        if self.trace is not None:
+            self._cache(trainer).store(plan, self.trace)
         rank_zero_info(f"MemoStrategy: {_summary(placement)} ({source}).")
 
     def _watch(self, trainer: pl.Trainer) -> None:
@@ -264,12 +271,39 @@ class PlanMemory(Callback):
                 logger.log_metrics(memory_metrics(stats, self._engine.device), step=trainer.global_step)
 
     def _cache(self, trainer: pl.Trainer) -> PlanCache:
-        return PlanCache(lambda message: rank_zero_warn(f"MemoStrategy: {message}"), cache_folder())
+        def warn(message: str) -> None:
+            rank_zero_warn(f"MemoStrategy: {message}")
+
+        return PlanCache(cache_folder(), warn, torch.get_num_threads(), _described(trainer))
 
     # ---- the end
 
+    def draw(self, folder: Path) -> list[Path]:
+        """Writes pictures of the memory plan: its map and its curves as PNG, and both as a page to look around in.
+
+        Args:
+            folder: Where they go.
+
+        Returns:
+            The files; none if there is no plan, or it is not known what it was made from.
+
+        Raises:
+            OSError: A file can't be written.
+        """
+        from lightning_memo.pictures import memory_curve, memory_map, memory_page  # matplotlib takes long to import
+
+        plan = self._planning.plan
+        if self.use is None or self.trace is None or plan is None or plan.placement is None:
+            return []
+        files = [folder / name for name in ("memory_map.png", "memory_curve.png", "memory.html")]
+        for write, file in zip((memory_map, memory_curve, memory_page), files, strict=True):
+            write(self.trace, plan.placement, file)
+        return files
+
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.stats is not None and self._planning.plan is not None and self._planning.plan.placement is not None:
+            self.use = _use(self.stats, self._planning.plan.placement, self._engine.device)
         self.close(pl_module)
 
     def close(self, pl_module: pl.LightningModule | None) -> None:
@@ -315,10 +349,30 @@ def _summary(placement: StepPlacement) -> str:
     )
 
 
+def _use(stats: AllocatorStats, placement: StepPlacement, device: torch.device) -> MemoryUse:
+    return MemoryUse(
+        hits=stats.hits,
+        misses={
+            "another size": stats.miss_size,
+            "more than were recorded": stats.miss_end,
+            "their place was not free": stats.miss_overlap,
+            "outlived the step": stats.unplanned,
+        },
+        arena_bytes=stats.arena_bytes,
+        peak_live_bytes=stats.peak_live_bytes,
+        lower_bound_bytes=placement.lower_bound_bytes,
+        reorganisations=_reorganisations(device),
+    )
+
+
 def memory_metrics(stats: AllocatorStats, device: torch.device) -> dict[str, float]:
-    """The allocator's counters for loggers, and how often PyTorch's own reorganised its memory."""
+    """The allocator's counters for loggers."""
     names = ("hits", "miss_size", "miss_end", "miss_overlap", "unplanned", "arena_bytes", "peak_live_bytes")
-    metrics = {f"memory/{name}": float(value) for name, value in asdict(stats).items() if name in names}
-    if device.type == "cuda":
-        metrics["memory/reorganisations"] = float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-    return metrics
+    metrics = {f"memory/{name}": float(getattr(stats, name)) for name in names}
+    reorganisations = _reorganisations(device)
+    return metrics if reorganisations is None else metrics | {"memory/reorganisations": float(reorganisations)}
+
+
+def _reorganisations(device: torch.device) -> int | None:
+    """How often PyTorch's allocator freed its cache to try again (MEMO, section 3.2)."""
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else None

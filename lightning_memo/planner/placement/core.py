@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import cache
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,12 +120,18 @@ class PythonCore:
         return np.array(offset, np.int64)
 
 
-@contextmanager
-def opened(problem: Sectioned) -> Iterator[NativeCore | PythonCore]:
-    """The C++ core for a problem; the Python one where C++ can't be compiled."""
+def available_library() -> ctypes.CDLL | None:
+    """The library of the C++ core; None where C++ can't be compiled."""
     try:
-        library = load_library()
+        return load_library()
     except native.BuildError:
+        return None
+
+
+@contextmanager
+def opened(problem: Sectioned, library: ctypes.CDLL | None) -> Iterator[NativeCore | PythonCore]:
+    """A core for a problem: the Python one without a library."""
+    if library is None:
         yield PythonCore(problem)
         return
     handle = library.placement_new(len(problem.size), problem.sections, _at(problem.ranges))
@@ -134,6 +141,7 @@ def opened(problem: Sectioned) -> Iterator[NativeCore | PythonCore]:
         library.placement_delete(ctypes.c_void_p(handle))
 
 
+@cache
 def load_library() -> ctypes.CDLL:
     """Builds the C++ core on first use.
 

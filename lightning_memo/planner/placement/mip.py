@@ -15,6 +15,9 @@ from lightning_memo.planner.placement.sections import Sectioned
 MOST_PAIRS: Final = 4000
 """Problems with more pairs of buffers that live at once are too large for HiGHS to gain anything in a minute."""
 
+_TALLEST: Final = 10**6
+# HiGHS meets rows to 1e-6 or so. Taller problems are scaled down to this height, and then their bounds prove nothing.
+
 
 def pairs(problem: Sectioned) -> list[tuple[int, int]]:
     """Buffers that live at once, as ascending pairs."""
@@ -32,6 +35,9 @@ class _Model:
     below: dict[tuple[int, int], int]
     """Column of each pair."""
 
+    scale: float = 1.0
+    """Units of the problem in one of the model."""
+
     starts: list[int] = field(default_factory=lambda: [0])
     index: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
@@ -41,6 +47,14 @@ class _Model:
     @property
     def peak(self) -> int:
         return len(self.problem.size)
+
+    @property
+    def size(self) -> list[float]:
+        return [size / self.scale for size in self.problem.size.tolist()]
+
+    @property
+    def height(self) -> float:
+        return self.best / self.scale
 
     def add(self, entries: list[tuple[int, float]], lower: float, upper: float) -> None:
         self.index += [column for column, _ in entries]
@@ -67,7 +81,9 @@ def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: flo
     """
     size = problem.size
     couples = pairs(problem)
-    model = _Model(problem, int((offset + size).max()), {pair: len(size) + 1 + k for k, pair in enumerate(couples)})
+    best = int((offset + size).max())
+    columns = {pair: len(size) + 1 + k for k, pair in enumerate(couples)}
+    model = _Model(problem, best, columns, scale=max(best / _TALLEST, 1.0))
     _add_pairs(model)
     _add_cliques(model)
     solver = _solver(model, lower_bound, seconds)
@@ -78,7 +94,8 @@ def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: flo
         raise RuntimeError(f"HiGHS did not solve a placement: {solver.modelStatusToString(status)}")
     # Bounds are floating point, and peaks are whole units.
     bound = solver.getInfo().mip_dual_bound
-    proven = max(lower_bound, int(np.ceil(bound - 1e-6))) if np.isfinite(bound) else lower_bound
+    exact = np.isfinite(bound) and model.scale == 1.0
+    proven = max(lower_bound, int(np.ceil(bound - 1e-6))) if exact else lower_bound
     values = solver.getSolution().col_value
     found = _stack(model, values) if len(values) else offset
     peak = int((found + size).max())
@@ -88,7 +105,7 @@ def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: flo
 
 def _add_pairs(model: _Model) -> None:
     """One of two buffers that live at once ends below the other, and each below the peak."""
-    size, big = model.problem.size.tolist(), float(model.best)
+    size, big = model.size, model.height
     for buffer, own in enumerate(size):
         model.add([(buffer, 1.0), (model.peak, -1.0)], -highspy.kHighsInf, -own)
     for (i, j), column in model.below.items():
@@ -98,7 +115,7 @@ def _add_pairs(model: _Model) -> None:
 
 def _add_cliques(model: _Model) -> None:
     """All buffers of a section exclude each other, so those below one lift it by the sum of their sizes."""
-    size = model.problem.size.tolist()
+    size = model.size
     for section in range(model.problem.sections):
         live = model.problem.live(section).tolist()
         for i in live:
@@ -120,13 +137,13 @@ def _add_cliques(model: _Model) -> None:
 
 
 def _solver(model: _Model, lower_bound: int, seconds: float) -> Any:
-    size = model.problem.size
+    size = np.array(model.size)
     columns = len(size) + 1 + len(model.below)
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = columns, len(model.lower)
     program.col_cost_ = np.eye(1, columns, model.peak)[0]
-    program.col_lower_ = np.concatenate([np.zeros(len(size)), [lower_bound], np.zeros(len(model.below))])
-    program.col_upper_ = np.concatenate([model.best - size, [model.best], np.ones(len(model.below))])
+    program.col_lower_ = np.concatenate([np.zeros(len(size)), [lower_bound / model.scale], np.zeros(len(model.below))])
+    program.col_upper_ = np.concatenate([model.height - size, [model.height], np.ones(len(model.below))])
     program.row_lower_, program.row_upper_ = np.array(model.lower), np.array(model.upper)
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     program.a_matrix_.start_ = np.array(model.starts, np.int32)
@@ -139,7 +156,7 @@ def _solver(model: _Model, lower_bound: int, seconds: float) -> Any:
         ("output_flag", False),
         ("time_limit", max(seconds, 0.1)),
         ("mip_rel_gap", 0.0),
-        ("mip_abs_gap", 0.999),  # peaks are whole units
+        ("mip_abs_gap", 0.999 / model.scale),  # peaks are whole units of the problem
     ):
         _accept(solver.setOptionValue(option, value))
     _accept(solver.passModel(program))
@@ -149,7 +166,7 @@ def _solver(model: _Model, lower_bound: int, seconds: float) -> Any:
 def _solution(model: _Model, offset: Integers) -> Any:
     solution = highspy.HighsSolution()
     order = [float(offset[j] < offset[i]) for i, j in model.below]
-    solution.col_value = [*offset.astype(float).tolist(), float(model.best), *order]
+    solution.col_value = [*(offset / model.scale).tolist(), model.height, *order]
     solution.value_valid = True
     return solution
 

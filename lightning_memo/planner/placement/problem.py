@@ -47,15 +47,16 @@ class Problem:
                 f"{len(self.lower)} births, {len(self.upper)} deaths and {len(self.size)} sizes: give one of each for "
                 "every buffer"
             )
-        if self.alignment < 1:
-            raise ValueError(f"alignment={self.alignment}: give bytes, at least 1")
+        if not 1 <= self.alignment <= MAX_BYTES:
+            raise ValueError(f"alignment={self.alignment}: give bytes, from 1 to {MAX_BYTES}")
         self._refuse(self.size < 0, "size", "sizes are at least 0")
         if self.period is None:
             self._refuse(self.upper <= self.lower, "upper", "a buffer dies after it is born")
         else:
             self._refuse((self.lower < 0) | (self.lower >= self.period), "lower", f"times are in [0, {self.period})")
             self._refuse((self.upper < 0) | (self.upper > self.period), "upper", f"times are in [0, {self.period}]")
-        if sum(self.padded_size.tolist()) > MAX_BYTES:  # Python's integers: the sum itself may not fit 64 bits
+        # In Python's integers: neither the sum nor what is added need fit 64 bits.
+        if sum(-(-size // self.alignment) * self.alignment for size in self.size.tolist()) > MAX_BYTES:
             raise ValueError(f"all sizes together are above {MAX_BYTES} bytes: give at most that")
 
     def _refuse(self, wrong: npt.NDArray[np.bool_], name: str, rule: str) -> None:
@@ -111,7 +112,7 @@ class Placement:
     """[buffers] Bytes from the start of the arena."""
 
     peak_bytes: int
-    """Where the highest buffer ends: the size of the arena."""
+    """Where the highest buffer ends, up to the next multiple of the alignment: the size of the arena."""
 
     lower_bound_bytes: int
     """No placement has a lower peak: the largest live load, or what a search has proven."""
@@ -134,5 +135,5 @@ class Placement:
 
 
 def peak_bytes(problem: Problem, offset: Integers) -> int:
-    """Where the highest buffer ends."""
-    return int((offset + problem.size).max(initial=0))
+    """Where the highest buffer ends, up to the next multiple of the alignment."""
+    return int((offset + problem.padded_size).max(initial=0))

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.planner.placement import heuristics, mip
-from lightning_memo.planner.placement.core import NativeCore, Outcome, PythonCore, Ranks, opened
+from lightning_memo.planner.placement.core import NativeCore, Outcome, PythonCore, Ranks, available_library, opened
 from lightning_memo.planner.placement.problem import Integers, Placement, Problem, peak_bytes
 from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
 from lightning_memo.planner.placement.validate import validate
@@ -20,6 +20,8 @@ MOST_SEARCHED: Final = 2000
 """Groups with more buffers are left as the one-pass placements have them: a node costs time in proportion."""
 
 _FIRST_NODES: Final = 2000
+_NODES_BEFORE_MIP: Final = 16000
+_SECONDS_BETWEEN_REPORTS: Final = 0.1
 _SECONDS_AFTER_FIT: Final = 1.0
 _SEARCH_ORDERS: Final = ("TWA", "TAW", "WAT")
 _LEARNED_ORDERS: Final = ("TWA", "TAW", "Z")
@@ -99,6 +101,7 @@ class _Solver:
         self, groups: list[_Group], capacity_bytes: int | None, clock: _Clock, show: Callable[[Progress], None]
     ) -> None:
         self._groups, self._capacity, self._clock, self._show = groups, capacity_bytes, clock, show
+        self._shown_seconds = -1.0
 
     @property
     def peak_bytes(self) -> int:
@@ -113,22 +116,22 @@ class _Solver:
         return max(self._groups, key=lambda group: group.peak_bytes).method
 
     def run(self) -> None:
+        bound = self.bound_bytes
         for group in self._groups:
-            self._one_pass(group)
+            self._one_pass(group, bound)
+        self._report("one-pass placements")
         searched = [g for g in self._groups if isinstance(g.core, NativeCore) and len(g.buffers) <= MOST_SEARCHED]
         nodes = _FIRST_NODES
-        programmed = False
-        while searched and self._wanting(searched) and self._clock.left > 0:
-            for group in self._wanting(searched):
+        while self._clock.left > 0 and (wanting := self._wanting(searched)):
+            for group in wanting:
                 self._search(group, nodes)
             nodes *= 2
-            if nodes == 8 * _FIRST_NODES:
-                self._solve_programs()
-                programmed = True
-        if not programmed:
-            self._solve_programs()
+            if nodes == _NODES_BEFORE_MIP:
+                self._solve_programs(self._wanting(searched))
+        self._solve_programs([group for group in self._wanting(self._groups) if group not in searched])
 
     def _report(self, stage: str) -> None:
+        self._shown_seconds = self._clock.elapsed
         self._show(Progress(stage, self.peak_bytes, self.bound_bytes, self._clock.elapsed))
         if self._capacity is not None and self.bound_bytes <= self.peak_bytes <= self._capacity:
             self._clock.shorten(_SECONDS_AFTER_FIT)
@@ -138,11 +141,15 @@ class _Solver:
         bound = self.bound_bytes
         return sorted((g for g in groups if g.peak_bytes > bound), key=lambda g: -g.peak_bytes)
 
-    def _one_pass(self, group: _Group) -> None:
+    def _one_pass(self, group: _Group, bound_bytes: int) -> None:
+        """At least one placement, whatever the time."""
+        if group.peak_bytes <= bound_bytes:
+            return
         for name, offset in heuristics.placements(group.problem, group.core):
             group.offer(offset, name)
-            self._report("one-pass placements")
-            if group.peak_bytes <= self.bound_bytes or self._clock.left <= 0:
+            if self._clock.elapsed > self._shown_seconds + _SECONDS_BETWEEN_REPORTS:
+                self._report("one-pass placements")
+            if group.peak_bytes <= bound_bytes or self._clock.left <= 0:
                 return
 
     # ---- search
@@ -172,7 +179,7 @@ class _Solver:
         low = max(group.bound, -(-self.bound_bytes // group.problem.unit_bytes))
         capacity = None if self._capacity is None else self._capacity // group.problem.unit_bytes
         if capacity is not None and low <= capacity < group.peak:
-            return [low, capacity]
+            return sorted({low, (low + capacity) // 2, capacity})
         room = group.peak - low
         return sorted({low, low + room // 4, low + room // 2, group.peak - 1})
 
@@ -186,14 +193,13 @@ class _Solver:
 
     # ---- HiGHS
 
-    def _solve_programs(self) -> None:
+    def _solve_programs(self, groups: list[_Group]) -> None:
         """Gives HiGHS the groups that are small enough for it."""
-        for group in self._wanting(self._groups):
+        for group in groups:
             if self._clock.left <= 0 or len(group.buffers) > 300 or len(mip.pairs(group.problem)) > mip.MOST_PAIRS:
                 continue
-            offset, group.bound = mip.improve(
-                group.problem, group.offset, group.bound, _MIP_SHARE * max(self._clock.left, 0.0)
-            )
+            seconds = _MIP_SHARE * max(self._clock.left, 0.0)
+            offset, group.bound = mip.improve(group.problem, group.offset, group.bound, seconds)
             if offset is not None:
                 group.offer(offset, "HiGHS")
             self._report("HiGHS")
@@ -220,15 +226,16 @@ def place(
     Raises:
         RuntimeError: The placement is wrong, which is a bug.
     """
-    clock = _Clock(time_limit_seconds)
     solid = np.nonzero(problem.size > 0)[0]
     offset = np.zeros(len(problem), np.int64)
     bound, method = 0, "nothing to place"
+    library = available_library()
+    clock = _Clock(time_limit_seconds)  # from here on: compiling, once on each machine, is no part of solving
     with ExitStack() as stack:
         groups = []
         for buffers in independent_groups(problem.subset(solid)):
             sectioned = section(problem.subset(solid[buffers]))
-            groups.append(_Group(solid[buffers], sectioned, stack.enter_context(opened(sectioned))))
+            groups.append(_Group(solid[buffers], sectioned, stack.enter_context(opened(sectioned, library))))
         if groups:
             # The group with the largest load comes first: the others need not be lower than it is.
             groups.sort(key=lambda group: -group.bound_bytes)
@@ -241,8 +248,7 @@ def place(
     placement = Placement(
         offset=offset,
         peak_bytes=peak,
-        # Padding after the highest buffer is not needed.
-        lower_bound_bytes=min(bound, peak),
+        lower_bound_bytes=bound,
         method=method,
         seconds=clock.elapsed,
     )

@@ -51,7 +51,7 @@ def validate(problem: Problem, placement: Placement, capacity_bytes: int | None 
         return [Finding(Fault.COUNT)]
     findings = list(_check_each(problem, placement, offsets, capacity_bytes))
     if not any(finding.fault is Fault.NOT_AN_INTEGER for finding in findings):
-        findings += _overlaps(problem, offsets)
+        findings += dict.fromkeys(_overlaps(problem, offsets))  # two that wrap may meet twice
     if placement.peak_bytes < placement.lower_bound_bytes:
         findings.append(Finding(Fault.BOUND))
     return findings
