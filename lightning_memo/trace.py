@@ -25,7 +25,7 @@ NEVER: Final = -1
 _COLUMNS: Final = ("id", "lane", "phase", "sequence", "size", "birth", "death", "death_phase", "layer")
 _VERSION: Final = "lightning_memo trace 1"
 _LAYER: Final = re.compile(r"layer (\d+)")
-_INTEGER: Final = re.compile(r"-?[0-9]{1,18}", re.ASCII)
+_INTEGER: Final = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,8 @@ def _from_rows(phases: tuple[str, ...], rows: list[tuple[int, list[str]]]) -> Tr
         if values["phase"] not in number:
             raise ValueError(f"line {line}: phase {values['phase'][:60]!r} is not in the first line")
         for name in ("lane", "size", "death"):
-            if not _INTEGER.fullmatch(values[name]):
-                raise ValueError(f"line {line}: {name}={values[name][:60]!r} is not an integer")
+            if not _INTEGER.fullmatch(values[name]) or abs(int(values[name])) >= 2**63:
+                raise ValueError(f"line {line}: {name}={values[name][:60]!r} is not an integer of 64 bits")
             columns[name].append(int(values[name]))
         columns["phase"].append(number[values["phase"]])
     arrays = {name: np.array(values, np.int64) for name, values in columns.items()}

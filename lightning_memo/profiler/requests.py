@@ -41,12 +41,11 @@ def trace_of(step: RecordedStep, following: RecordedStep, names: Sequence[str]) 
         # What was born in this list is freed outside of phases only after the last of them.
         at = len(timeline) if phase < 0 else timeline.time(phase, sequence)
         death[row] = max(at, row + 1)
-    begun = False
-    for phase, sequence, row in timeline.frees(following.events):
-        begun = begun or phase >= 0
-        if not begun:
-            death[row] = len(timeline)
-        elif phase in timeline.position and (at := timeline.time(phase, sequence)) <= row:
+    begins = np.argmax(following.events["phase"] >= 0) if len(following.events) else 0
+    for _, _, row in timeline.frees(following.events[:begins]):  # between the steps
+        death[row] = len(timeline)
+    for phase, sequence, row in timeline.frees(following.events[begins:]):
+        if phase in timeline.position and (at := timeline.time(phase, sequence)) <= row:
             death[row] = at
     return Trace(
         phases=tuple(names[phase] for phase in step.phases),
