@@ -3,6 +3,10 @@
 It has the allocator's default settings: no limit on splitting, no rounding to powers of two, no collection of garbage.
 Memory never runs short, so nothing goes back to the device. What is on the device beside the requests of the step,
 like parameters, is not there, and requests of other streams, which have pools of their own, are left out.
+
+Torch 2.11, 2.13 and 2.14 do exactly this, request by request: tests compare with them. (2.11 if the device's addresses
+rise from segment to segment.) Torch 2.12 chooses otherwise between free blocks of the same size, and so may need a
+little more or less.
 """
 
 from __future__ import annotations

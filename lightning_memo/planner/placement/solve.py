@@ -59,7 +59,7 @@ class _Clock:
         self._end = min(self._end, time.perf_counter() + seconds)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Buffers that meet no others, and the best that is known of them. In units of the group."""
 

@@ -12,6 +12,34 @@ namespace placement {
 
 enum class Outcome : int32_t { Infeasible = 0, Found = 1, Interrupted = 2 };
 
+// Puts a buffer that is released at some height on the stacks of `count` sections. Returns the highest of them.
+template <typename Height>
+inline Height put_on_stacks(Height* stack, int32_t count, Height release, Height size) {
+  Height highest = 0;
+  for (int32_t s = 0; s < count; s++) {
+    stack[s] = std::max(stack[s], release) + size;
+    highest = std::max(highest, stack[s]);
+  }
+  return highest;
+}
+
+// The same for many sections, compiled for processors with and without wide vectors.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+inline int32_t put_on_many_stacks(int32_t* stack, int32_t count, int32_t release, int32_t size) {
+  int32_t highest = 0;
+  for (int32_t s = 0; s < count; s++) {
+    stack[s] = std::max(stack[s], release) + size;
+    highest = std::max(highest, stack[s]);
+  }
+  return highest;
+}
+inline int64_t put_on_many_stacks(int64_t* stack, int32_t count, int64_t release, int64_t size) {
+  return put_on_stacks(stack, count, release, size);
+}
+constexpr int32_t few_sections = 24;
+
 struct Limits {
   int64_t nodes;
   double seconds;
@@ -49,9 +77,8 @@ class Search {
   }
 
   Outcome run() {
-    std::vector<int32_t> all(problem_.count());
-    for (int32_t i = 0; i < problem_.count(); i++) all[i] = i;
-    return solve_parts(all, 0, -1);
+    for (int32_t i = 0; i < problem_.count(); i++) unplaced_.push_back(i);
+    return solve_parts(0, 0, -1);
   }
 
   Height offset(int32_t buffer) const { return offset_[buffer]; }
@@ -60,10 +87,15 @@ class Search {
  private:
   using Clock = std::chrono::steady_clock;
 
-  struct Waiting {    // an unplaced buffer at a node
-    Height release;   // no placement from here on has it lower
+  struct Waiting {   // an unplaced buffer at a node
+    Height release;  // no placement from here on has it lower
+    int32_t rank;
     int32_t buffer;
-    bool open;        // may be placed next; else it was passed over, and waits for a neighbour to raise it
+    bool open;  // may be placed next; else it was passed over, and waits for a neighbour to raise it
+
+    bool before(const Waiting& other) const {
+      return release != other.release ? release < other.release : rank < other.rank;
+    }
   };
 
   struct Change {
@@ -71,61 +103,79 @@ class Search {
     Height lowest;  // before the change; -1: the buffer was placed
   };
 
-  Outcome solve_parts(const std::vector<int32_t>& unplaced, Height floor, int32_t floor_rank) {
-    const size_t mark = trail_.size();
-    for (const std::vector<int32_t>& part : split(unplaced)) {
-      const Outcome outcome = solve(part, floor, floor_rank);
-      if (outcome != Outcome::Found) {
-        undo(mark);
-        return outcome;
-      }
+  // Solves what lies in `unplaced_` from `first` on, in independent parts. Takes it off again.
+  Outcome solve_parts(size_t first, Height floor, int32_t floor_rank) {
+    const size_t mark = trail_.size(), end = unplaced_.size();
+    Outcome outcome = Outcome::Found;
+    for (const std::vector<int32_t>& part : split(first)) {
+      const size_t start = unplaced_.size();
+      unplaced_.insert(unplaced_.end(), part.begin(), part.end());
+      outcome = solve(start, floor, floor_rank);
+      if (outcome != Outcome::Found) break;
     }
-    return Outcome::Found;
+    unplaced_.resize(end);
+    if (outcome != Outcome::Found) undo(mark);
+    return outcome;
   }
 
-  // The last buffer was placed at `floor` with `floor_rank`; the next comes above, or beside it with a higher rank.
-  Outcome solve(const std::vector<int32_t>& unplaced, Height floor, int32_t floor_rank) {
+  // Solves what lies in `unplaced_` from `first` on, as one part. Takes it off again. The last buffer was placed at
+  // `floor` with `floor_rank`; the next comes above, or beside it with a higher rank.
+  Outcome solve(size_t first, Height floor, int32_t floor_rank) {
+    const size_t mark = waiting_.size();
+    const Outcome outcome = branch(first, floor, floor_rank);
+    waiting_.resize(mark);
+    unplaced_.resize(first);
+    return outcome;
+  }
+
+  Outcome branch(size_t first, Height floor, int32_t floor_rank) {
     if (out_of_time()) return Outcome::Interrupted;
-    const Height lowest_top = find_lowest_top(unplaced);
+    const Height lowest_top = find_lowest_top(first);
     if (lowest_top <= floor) return Outcome::Infeasible;
-    const std::vector<Waiting> waiting = by_release(unplaced, floor, floor_rank);
-    if (!stacks_fit(waiting)) return Outcome::Infeasible;
-    std::vector<int32_t> rest;
-    rest.reserve(unplaced.size());
-    for (const Waiting& next : waiting) {
-      if (next.release >= lowest_top) break;
+    const size_t start = waiting_.size();
+    wait_by_release(first, floor, floor_rank);
+    const size_t end = waiting_.size();
+    if (!stacks_fit(start, end)) return Outcome::Infeasible;
+    for (size_t k = start; k < end && waiting_[k].release < lowest_top; k++) {
+      const Waiting next = waiting_[k];
       if (!next.open) continue;
-      rest.clear();
-      std::copy_if(unplaced.begin(), unplaced.end(), std::back_inserter(rest),
-                   [&](int32_t other) { return other != next.buffer; });
+      const size_t rest = unplaced_.size();
+      for (size_t other = start; other < end; other++)
+        if (other != k) unplaced_.push_back(waiting_[other].buffer);
       const size_t mark = trail_.size();
-      const bool has_unplaced_neighbours = place(next.buffer, next.release);
-      const Outcome outcome = solve_parts(rest, next.release, rank_[next.buffer]);
+      const Placed placed = place(next.buffer, next.release);
+      const int32_t rank = rank_[next.buffer];
+      const Outcome outcome = rest == unplaced_.size() ? Outcome::Found
+                              : placed.cut             ? solve_parts(rest, next.release, rank)
+                                                       : solve(rest, next.release, rank);
+      unplaced_.resize(rest);
       if (outcome == Outcome::Found) return outcome;
       undo(mark);
       // What nothing else touches is not in the way of the others, wherever it lies.
-      if (outcome == Outcome::Interrupted || !has_unplaced_neighbours) return outcome;
+      if (outcome == Outcome::Interrupted || !placed.touches) return outcome;
     }
     return Outcome::Infeasible;
   }
 
-  Height find_lowest_top(const std::vector<int32_t>& unplaced) const {
+  Height find_lowest_top(size_t first) const {
     Height lowest_top = std::numeric_limits<Height>::max();
-    for (int32_t i : unplaced) lowest_top = std::min<Height>(lowest_top, lowest_[i] + size_[i]);
+    for (size_t k = first; k < unplaced_.size(); k++)
+      lowest_top = std::min<Height>(lowest_top, lowest_[unplaced_[k]] + size_[unplaced_[k]]);
     return lowest_top;
   }
 
-  std::vector<Waiting> by_release(const std::vector<int32_t>& unplaced, Height floor, int32_t floor_rank) const {
-    std::vector<Waiting> waiting;
-    waiting.reserve(unplaced.size());
-    for (int32_t i : unplaced) {
+  // Puts the buffers on `waiting_`, by release and rank. They come nearly in this order: that of the node above.
+  void wait_by_release(size_t first, Height floor, int32_t floor_rank) {
+    const size_t start = waiting_.size();
+    for (size_t k = first; k < unplaced_.size(); k++) {
+      const int32_t i = unplaced_[k];
       const bool open = lowest_[i] > floor || (lowest_[i] == floor && rank_[i] > floor_rank);
-      waiting.push_back({open ? lowest_[i] : lowest_neighbour_top(i, floor), i, open});
+      const Waiting own{open ? lowest_[i] : lowest_neighbour_top(i, floor), rank_[i], i, open};
+      size_t place = waiting_.size();
+      waiting_.push_back(own);
+      for (; place > start && own.before(waiting_[place - 1]); place--) waiting_[place] = waiting_[place - 1];
+      waiting_[place] = own;
     }
-    std::sort(waiting.begin(), waiting.end(), [this](const Waiting& a, const Waiting& b) {
-      return a.release != b.release ? a.release < b.release : rank_[a.buffer] < rank_[b.buffer];
-    });
-    return waiting;
   }
 
   // The lowest top that an unplaced neighbour can have; above the capacity if there is none.
@@ -138,55 +188,57 @@ class Search {
     return best;
   }
 
-  bool stacks_fit(const std::vector<Waiting>& waiting) {
-    for (const Waiting& w : waiting)
-      for (const Range& range : problem_.ranges(w.buffer))
+  bool stacks_fit(size_t start, size_t end) {
+    for (size_t k = start; k < end; k++)
+      for (const Range& range : problem_.ranges(waiting_[k].buffer))
         std::fill(stack_.begin() + range.first, stack_.begin() + range.last, 0);
-    for (const Waiting& w : waiting) {
-      if (w.release > capacity_) return false;
-      Height highest = 0;
-      const Height release = w.release, size = size_[w.buffer];
-      for (const Range& range : problem_.ranges(w.buffer)) {
-        Height* const stack = stack_.data();
-        for (int32_t s = range.first; s < range.last; s++) {
-          stack[s] = std::max(stack[s], release) + size;
-          highest = std::max(highest, stack[s]);
-        }
+    for (size_t k = start; k < end; k++) {
+      const Height release = waiting_[k].release, size = size_[waiting_[k].buffer];
+      Height highest = release + size;
+      for (const Range& range : problem_.ranges(waiting_[k].buffer)) {
+        Height* const stack = stack_.data() + range.first;
+        const int32_t count = range.last - range.first;
+        highest = std::max(highest, count < few_sections ? put_on_stacks(stack, count, release, size)
+                                                         : put_on_many_stacks(stack, count, release, size));
       }
       if (highest > capacity_) {
-        add_weight(waiting, w.buffer);
+        add_weight(start, end, waiting_[k].buffer);
         return false;
       }
     }
     return true;
   }
 
-  void add_weight(const std::vector<Waiting>& waiting, int32_t overflowing) {
+  void add_weight(size_t start, size_t end, int32_t overflowing) {
     int32_t section = -1;
     for (const Range& range : problem_.ranges(overflowing))
       for (int32_t s = range.first; s < range.last && section < 0; s++)
         if (stack_[s] > capacity_) section = s;
-    for (const Waiting& w : waiting)
-      for (const Range& range : problem_.ranges(w.buffer))
-        if (range.first <= section && section < range.last) weight_[w.buffer]++;
+    for (size_t k = start; k < end; k++)
+      for (const Range& range : problem_.ranges(waiting_[k].buffer))
+        if (range.first <= section && section < range.last) weight_[waiting_[k].buffer]++;
   }
 
-  bool place(int32_t buffer, Height at) {
+  struct Placed {
+    bool touches;  // some unplaced neighbour
+    bool cut;      // in two what is left
+  };
+
+  Placed place(int32_t buffer, Height at) {
     placed_[buffer] = 1;
     offset_[buffer] = at;
-    add_crossings(buffer, -1);
+    Placed result{false, add_crossings(buffer, -1)};
     trail_.push_back({buffer, -1});
-    bool has_unplaced_neighbours = false;
     const Height top = at + size_[buffer];
     for (int32_t other : problem_.neighbours(buffer)) {
       if (placed_[other]) continue;
-      has_unplaced_neighbours = true;
+      result.touches = true;
       if (lowest_[other] < top) {
         trail_.push_back({other, lowest_[other]});
         lowest_[other] = top;
       }
     }
-    return has_unplaced_neighbours;
+    return result;
   }
 
   void undo(size_t mark) {
@@ -202,7 +254,7 @@ class Search {
   }
 
   // Independent parts, the smallest first: where one can't be solved, the others need not be tried.
-  std::vector<std::vector<int32_t>> split(const std::vector<int32_t>& unplaced) const {
+  std::vector<std::vector<int32_t>> split(size_t first) const {
     std::vector<int32_t> part_of(problem_.sections());
     int32_t part = 0;
     for (int32_t s = 0; s < problem_.sections(); s++) {
@@ -211,7 +263,8 @@ class Search {
     }
     const int32_t open_end = crossing_.empty() || crossing_.back() == 0 ? -1 : part;  // goes on in the first part
     std::vector<std::vector<int32_t>> parts(part + 1);
-    for (int32_t i : unplaced) {
+    for (size_t k = first; k < unplaced_.size(); k++) {
+      const int32_t i = unplaced_[k];
       const int32_t own = part_of[problem_.ranges(i)[0].first];
       parts[own == open_end ? 0 : own].push_back(i);
     }
@@ -220,12 +273,14 @@ class Search {
     return parts;
   }
 
-  // crossing_[s]: unplaced buffers that live in section s and in the next one.
-  void add_crossings(int32_t buffer, int32_t by) {
+  // crossing_[s]: unplaced buffers that live in section s and in the next one. Returns whether one of them became 0.
+  bool add_crossings(int32_t buffer, int32_t by) {
     const std::vector<Range>& ranges = problem_.ranges(buffer);
+    bool cut = false;
     for (const Range& range : ranges)
-      for (int32_t s = range.first; s + 1 < range.last; s++) crossing_[s] += by;
-    if (ranges.size() > 1) crossing_.back() += by;
+      for (int32_t s = range.first; s + 1 < range.last; s++) cut |= (crossing_[s] += by) == 0;
+    if (ranges.size() > 1) cut |= (crossing_.back() += by) == 0;
+    return cut;
   }
 
   void sort_neighbours_by_size() {
@@ -255,6 +310,8 @@ class Search {
   std::vector<Height> stack_;
   std::vector<std::vector<int32_t>> by_size_;
   std::vector<Change> trail_;
+  std::vector<int32_t> unplaced_;  // lists of the nodes from the root to here, one after the other
+  std::vector<Waiting> waiting_;  // likewise
 };
 
 }  // namespace placement
