@@ -1,3 +1,4 @@
+import os
 import sys
 
 import pytest
@@ -25,11 +26,12 @@ TINY_RUN = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory, worker_id):
+def own_cache(tmp_path_factory):
     """Tests neither see nor fill the user's cache; workers share theirs, so that libraries are compiled once."""
     base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str((base if worker_id == "master" else base.parent) / "cache"))
+        shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         yield
 
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda_stub.real_allocator import build_stub
 
 from lightning_memo import native
 
@@ -82,9 +83,7 @@ def test_versions_that_nobody_looked_at_are_refused(compiler, tmp_path):
 @each_version
 def test_back_end_on_the_stub_runtime(version):
     flags = torch_flags(version)
-    exported = ["-fvisibility=default", f"-Wl,--version-script={STUB / 'cudart_stub.map'}"]
-    headers = [flag for flag in flags if flag.startswith("-isystem")]
-    stub = native.build("cudart_stub", [STUB / "cudart_stub.cpp"], [*headers, *exported, "-Wl,-soname,libcudart.so.13"])
+    stub = build_stub(version)
     back_end = native.build("allocator_cuda", [BACK_END], flags)
     links = ["-fvisibility=default", f"-I{native.SOURCE_FOLDER}", str(back_end), str(stub), *flags]
     tests = native.build("test_cuda_backend", [STUB / "test_cuda_backend.cpp"], links)

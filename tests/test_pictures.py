@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import time
@@ -278,6 +280,31 @@ def test_names_can_not_act(tmp_path):
     assert nasty.document["phases"][:3] == list(NASTY)
     assert nasty.scripts[1] == plain.scripts[1]
     assert "<i>" not in nasty.text and "&lt;i&gt;by hand" in nasty.text
+
+
+def test_the_policy_allows_the_page_s_own_code_and_no_other(recorded, tmp_path):
+    memory_page(*recorded, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    (policy,) = (found["content"] for tag, found in page.elements if found.get("http-equiv"))
+    allowed = dict(part.split(" ", 1) for part in policy.split("; "))
+    texts = {tag: re.findall(rf"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL) for tag in ("style", "script")}
+    assert allowed == {
+        "default-src": "'none'",
+        **{f"{tag}-src": " ".join(f"'{sha256(text)}'" for text in found) for tag, found in texts.items()},
+    }
+    assert [tag for tag, _ in page.elements if tag in ("style", "script")] == ["style", "script", "script"]
+
+
+def sha256(text):
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def test_what_looks_like_a_placeholder_is_text(tmp_path):
+    trace, placement = small_step(("@SUMMARY@", "@DATA@", "@x@", "a", "b"))
+    memory_page(trace, replace(placement, method="@DATA@ @SCRIPT_HASH@ \ud800"), tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert page.document["phases"] == ["@SUMMARY@", "@DATA@", "@x@", "a", "b"]
+    assert "found by: @DATA@ @SCRIPT_HASH@ ?</p>" in page.text
 
 
 def test_a_large_step_is_drawn_and_embedded_compactly(tmp_path):

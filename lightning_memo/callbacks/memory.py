@@ -241,6 +241,8 @@ class PlanMemory(Callback):
 
     def _serve(self, placement: StepPlacement, source: str, trainer: pl.Trainer) -> None:
         assert self._allocator is not None and self._planning.plan is not None
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()  # what unplanned steps left in it would stay reserved beside the arena
         self._phases = StepPhases(self._allocator.phase, [phase.name for phase in placement.phases])
         self._allocator.serve(
             [(phase.sizes, phase.offsets) for phase in placement.phases], placement.peak_bytes, placement.min_bytes

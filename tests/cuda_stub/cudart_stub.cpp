@@ -6,11 +6,12 @@
 #include <cstring>
 #include <map>
 
+#include "device_memory.h"
+
 namespace {
 
-constexpr size_t total_bytes = size_t{1} << 30;
-constexpr size_t page_bytes = size_t{2} << 20;
-size_t used_bytes = 0;
+using namespace device_memory;
+
 std::map<void*, size_t> allocated;
 bool events_pending = false;
 int waits = 0;
@@ -29,6 +30,7 @@ void stub_hold_events(int hold) { events_pending = hold != 0; }
 int stub_waits() { return waits; }
 int stub_live_events() { return live_events; }
 size_t stub_used_bytes() { return used_bytes; }
+void stub_set_total_bytes(size_t bytes) { total_bytes = bytes; }
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
@@ -54,8 +56,8 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** address, size_t size) {
-  if (used_bytes + size > total_bytes) return *address = nullptr, cudaErrorMemoryAllocation;
-  *address = std::aligned_alloc(page_bytes, (size + page_bytes - 1) / page_bytes * page_bytes);
+  *address = fits(size) ? take_addresses(size) : nullptr;
+  if (*address == nullptr) return cudaErrorMemoryAllocation;
   allocated[*address] = size;
   used_bytes += size;
   return cudaSuccess;
@@ -64,8 +66,8 @@ cudaError_t cudaFree(void* address) {
   const auto found = allocated.find(address);
   if (found == allocated.end()) return address == nullptr ? cudaSuccess : cudaErrorInvalidValue;
   used_bytes -= found->second;
+  forget(address, found->second);
   allocated.erase(found);
-  std::free(address);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
@@ -114,6 +116,13 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
 cudaError_t cudaIpcOpenMemHandle(void**, cudaIpcMemHandle_t, unsigned) { return cudaErrorNotSupported; }
 cudaError_t cudaIpcCloseMemHandle(void*) { return cudaErrorNotSupported; }
 
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *entry = driver_function(name);
+  if (result != nullptr) *result = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return *entry ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // Named by torch's library, not reached by the tests.
 cudaError_t cudaMallocAsync(void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t cudaFreeAsync(void*, cudaStream_t) { return cudaErrorNotSupported; }
@@ -124,12 +133,6 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaErrorNotSupported; }
 cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) { return cudaErrorNotSupported; }
 cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) { return cudaErrorNotSupported; }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned, unsigned long long,
-                                             cudaDriverEntryPointQueryResult* result) {
-  *entry = nullptr;
-  if (result != nullptr) *result = cudaDriverEntryPointSymbolNotFound;
-  return cudaErrorInvalidValue;
-}
 cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t*) {
   return cudaErrorNotSupported;
 }

@@ -24,8 +24,11 @@ _NODES_BEFORE_MIP: Final = 16000
 _SECONDS_BETWEEN_REPORTS: Final = 0.1
 _SECONDS_AFTER_FIT: Final = 1.0
 _SEARCH_ORDERS: Final = ("TWA", "TAW", "WAT")
-_LEARNED_ORDERS: Final = ("TWA", "TAW", "Z")
+_RESTARTED_ORDERS: Final = ("TWA", "A", "Z")
 _LEARNED_STEPS: Final = 4
+_RESTART_NODES: Final = 500
+# What a search finds depends on luck with its first decisions: many short searches beat a long one.
+_SHUFFLE: Final = 0.1
 _MIP_SHARE: Final = 0.25
 
 
@@ -69,14 +72,15 @@ class _Group:
     offset: Integers = field(init=False)
     peak: int = field(init=False)
     bound: int = field(init=False)
-    weight: Integers = field(init=False)
+    weight: dict[str, Integers] = field(default_factory=dict)
+    """[buffers] By order: how often each buffer stood in the way."""
+
     method: str = ""
 
     def __post_init__(self) -> None:
         self.offset = np.concatenate([[0], np.cumsum(self.problem.size)[:-1]])
         self.peak = int(self.problem.size.sum())
         self.bound = int(self.problem.load.max())
-        self.weight = np.zeros_like(self.offset)
         self.method = "one after the other"
 
     @property
@@ -94,6 +98,15 @@ class _Group:
             self.offset, self.peak, self.method = offset, peak, method
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One search: in which order, how long, and what learns from it."""
+
+    rank: Ranks
+    nodes: int
+    weight: Integers
+
+
 class _Solver:
     """The groups of a problem, and when enough is enough: at the capacity, else where nothing lower is possible."""
 
@@ -102,6 +115,8 @@ class _Solver:
     ) -> None:
         self._groups, self._capacity, self._clock, self._show = groups, capacity_bytes, clock, show
         self._shown_seconds = -1.0
+        self._restart = 0
+        self._random = np.random.default_rng(0)  # the same problem is solved the same way
 
     @property
     def peak_bytes(self) -> int:
@@ -156,36 +171,52 @@ class _Solver:
 
     def _search(self, group: _Group, nodes: int) -> None:
         """One round: every target in every order, each with so many nodes."""
-        for rank, budget in self._orders(group, nodes):
+        for attempt in self._orders(group, nodes):
             for target in self._targets(group):
                 if not group.bound <= target < group.peak:
                     continue
-                self._try(group, target, rank, budget)
+                self._try(group, target, attempt)
                 self._report("search")
                 if self._clock.left <= 0 or group.peak_bytes <= self.bound_bytes:
                     return
 
-    def _orders(self, group: _Group, nodes: int) -> Iterator[tuple[Ranks, int]]:
+    def _orders(self, group: _Group, nodes: int) -> Iterator[_Attempt]:
+        ranks = {order: heuristics.ranks(group.problem, order) for order in (*_SEARCH_ORDERS, *_RESTARTED_ORDERS)}
         for order in _SEARCH_ORDERS:
-            yield heuristics.ranks(group.problem, order), nodes
-        for order in _LEARNED_ORDERS:
-            rank = heuristics.ranks(group.problem, order)
+            yield _Attempt(ranks[order], nodes, np.zeros_like(group.offset))
+        for order in _RESTARTED_ORDERS:
+            weight = group.weight.setdefault(order, np.zeros_like(group.offset))
             for _ in range(_LEARNED_STEPS):
                 # What stood in the way before comes first.
-                yield heuristics.rank_of(np.lexsort((rank, -group.weight))), nodes // _LEARNED_STEPS
+                rank = heuristics.rank_of(np.lexsort((ranks[order], -weight)))
+                yield _Attempt(rank, nodes // _LEARNED_STEPS, weight)
+            for budget in self._restarts(nodes):
+                noise = self._random.normal(0, _SHUFFLE * len(ranks[order]), len(ranks[order]))
+                rank = heuristics.rank_of(np.argsort(ranks[order] + noise))
+                yield _Attempt(rank, budget, np.zeros_like(group.offset))
+
+    def _restarts(self, nodes: int) -> Iterator[int]:
+        """Budgets of short searches, by the sequence of Luby, Sinclair and Zuckerman: 1, 1, 2, 1, 1, 2, 4, 1, ..."""
+        while nodes > 0:
+            self._restart += 1
+            budget = _RESTART_NODES * _luby(self._restart)
+            nodes -= budget
+            yield budget
 
     def _targets(self, group: _Group) -> list[int]:
         """Peaks to look for, the lowest first."""
         low = max(group.bound, -(-self.bound_bytes // group.problem.unit_bytes))
         capacity = None if self._capacity is None else self._capacity // group.problem.unit_bytes
         if capacity is not None and low <= capacity < group.peak:
-            return sorted({low, (low + capacity) // 2, capacity})
+            # Above the capacity too: a placement that does not fit can still be lower.
+            return sorted({low, (low + capacity) // 2, capacity, (capacity + group.peak) // 2})
         room = group.peak - low
         return sorted({low, low + room // 4, low + room // 2, group.peak - 1})
 
-    def _try(self, group: _Group, target: int, rank: Ranks, nodes: int) -> None:
+    def _try(self, group: _Group, target: int, attempt: _Attempt) -> None:
         assert isinstance(group.core, NativeCore)
-        outcome, offset = group.core.search(target, rank, nodes, max(self._clock.left, 0.0), group.weight)
+        seconds = max(self._clock.left, 0.0)
+        outcome, offset = group.core.search(target, attempt.rank, attempt.nodes, seconds, attempt.weight)
         if outcome is Outcome.FOUND:
             group.offer(offset, "search")
         elif outcome is Outcome.INFEASIBLE:
@@ -203,6 +234,11 @@ class _Solver:
             if offset is not None:
                 group.offer(offset, "HiGHS")
             self._report("HiGHS")
+
+
+def _luby(number: int) -> int:
+    power = number.bit_length()
+    return 2 ** (power - 1) if number == 2**power - 1 else _luby(number - 2 ** (power - 1) + 1)
 
 
 def place(

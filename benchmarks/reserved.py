@@ -1,0 +1,187 @@
+"""What PyTorch's own CUDA allocator reserves for recorded training steps, beside the planned arena. Needs no GPU.
+
+    python tests/cuda_stub/fetch.py 2.13.0
+    python benchmarks/reserved.py step.csv another.csv
+    python benchmarks/reserved.py --quick step.csv
+
+The traces are files that `Trace.save` wrote. The real libc10_cuda.so of a CUDA build of torch serves each of them, on a
+stub of the CUDA runtime, step after step until it reserves no more: with its default settings, with
+expandable_segments:True, and with a plan, where it serves the arena and the requests that have no place. The arena and
+its lower bound are of `plan_memory`, with offsets that are multiples of 512 bytes. "exact" says whether the model in
+lightning_memo/planner/caching.py gives the same bytes at every request. Parameters and whatever else is not in a trace
+is not on the device either. The results are printed, and written to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import lightning_memo
+from lightning_memo.config import format_bytes
+from lightning_memo.files import replacing
+from lightning_memo.planner import caching
+from lightning_memo.planner.memory import plan_memory
+from lightning_memo.planner.placement import Placement
+from lightning_memo.trace import Trace
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from cuda_stub.real_allocator import Curves, Replay, replay  # noqa: E402  lies beside the tests, which use it too
+
+_ALIGNMENT = 512
+_MOST_STEPS = 12
+_QUIET_STEPS = 3
+_SETTINGS = {"default": False, "expandable_segments": True}
+
+
+def main() -> None:
+    options = _options()
+    version = options.cuda / options.torch
+    rows = [_measure(path, trace, version, options.seconds) for path, trace in options.traces]
+    report = {**_circumstances(options), "results": rows}
+    path = options.output / f"{options.name}.json"
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    console = Console()
+    console.print(_table(rows, options.torch))
+    console.print(f"All numbers: {path}", highlight=False, soft_wrap=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path, help="CSV files of Trace.save")
+    parser.add_argument(
+        "--cuda", type=Path, default=ROOT / ".cuda", help="where tests/cuda_stub/fetch.py put its parts"
+    )
+    parser.add_argument("--torch", default="2.13.0", help="version of torch, one of those that were fetched")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for planning each trace")
+    parser.add_argument("--quick", action="store_true", help="plan for one second")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON file"
+    )
+    parser.add_argument("--name", default="reserved", help="of the JSON file")
+    options = parser.parse_args()
+    if not (options.cuda / options.torch / "complete").exists():
+        parser.error(
+            f"--torch={options.torch} is not in {options.cuda}: python tests/cuda_stub/fetch.py {options.torch}"
+        )
+    try:
+        options.traces = [(path, Trace.load(path)) for path in options.traces]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    options.seconds = 1.0 if options.quick else options.seconds
+    return options
+
+
+def _measure(path: Path, trace: Trace, version: Path, seconds: float) -> dict[str, Any]:
+    placement = plan_memory(trace, alignment=_ALIGNMENT, time_limit_seconds=seconds)
+    return {
+        "trace": path.stem,
+        "requests": len(trace),
+        "planned_requests": len(trace.planned),
+        "lower_bound_bytes": placement.lower_bound_bytes,
+        "arena_bytes": placement.peak_bytes,
+        "plan": {"method": placement.method, "seconds": round(placement.seconds, 3), "optimal": placement.optimal},
+        "without_plan": {name: _without_plan(trace, version, expandable) for name, expandable in _SETTINGS.items()},
+        "with_plan": {
+            name: _with_plan(trace, placement, version, expandable) for name, expandable in _SETTINGS.items()
+        },
+    }
+
+
+def _without_plan(trace: Trace, version: Path, expandable: bool) -> dict[str, Any]:
+    """Peaks of the real allocator and of its model."""
+    model = caching.replay(trace, expandable=expandable)
+    (real,) = replay([Replay(trace, max(model.steps, _MOST_STEPS))], version, expandable=expandable)
+    modelled = np.stack([model.allocated_bytes, model.reserved_bytes])
+    shown = np.stack([real.allocated[model.steps - 1], real.reserved[model.steps - 1]])
+    return {
+        **_peaks(real),
+        "model": {
+            "peak_allocated_bytes": model.peak_allocated_bytes,
+            "peak_reserved_bytes": model.peak_reserved_bytes,
+            "steps": model.steps,
+            "exact": bool(np.array_equal(modelled, shown)),
+        },
+    }
+
+
+def _with_plan(trace: Trace, placement: Placement, version: Path, expandable: bool) -> dict[str, Any]:
+    """Peaks of the real allocator when it serves the arena first, and then what has no place."""
+    planned = np.zeros(len(trace), bool)
+    planned[trace.planned] = True
+    rest = replace(trace, lane=np.where(planned, 1, trace.lane))
+    (real,) = replay([Replay(rest, _MOST_STEPS, placement.peak_bytes)], version, expandable=expandable)
+    return _peaks(real)
+
+
+def _peaks(real: Curves) -> dict[str, Any]:
+    """Of the first step that reserves as much as some steps before it, or of the last one."""
+    most = real.reserved.max(axis=1, initial=0)[:_MOST_STEPS]
+    quiet = [step for step in range(_QUIET_STEPS, len(most)) if most[step] == most[step - _QUIET_STEPS]]
+    step = quiet[0] if quiet else len(most) - 1
+    return {
+        "peak_allocated_bytes": int(real.allocated[step].max(initial=0)),
+        "peak_reserved_bytes": int(most[step]),
+        "steps": step + 1,
+        "steady": bool(quiet),
+        "reserved_bytes_by_step": most.tolist(),
+    }
+
+
+def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"libc10_cuda": options.torch, "lightning_memo": lightning_memo.__version__},
+        "hardware": "none that matters: a stub of the CUDA runtime",
+    }
+
+
+def _table(rows: list[dict[str, Any]], version: str) -> Table:
+    grid = Table(title=f"Peak bytes of a step; PyTorch's allocator is that of torch {version}", box=SIMPLE_HEAD)
+    grid.add_column("", no_wrap=True)
+    for name in ("allocated", "reserved", "x arena", "model"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        arena = row["arena_bytes"]
+        grid.add_row(Text(row["trace"], style="bold"))
+        grid.add_row("  lower bound", format_bytes(row["lower_bound_bytes"]))
+        grid.add_row("  arena", format_bytes(arena))
+        for kind, label in (("with_plan", "with the plan"), ("without_plan", "PyTorch alone")):
+            for setting, peaks in row[kind].items():
+                grid.add_row(f"  {label}, {setting.partition('_')[0]}", *_cells(peaks, arena))
+    return grid
+
+
+def _cells(peaks: dict[str, Any], arena_bytes: int) -> list[str]:
+    reserved = peaks["peak_reserved_bytes"]
+    model = peaks.get("model")
+    return [
+        format_bytes(peaks["peak_allocated_bytes"]),
+        format_bytes(reserved) + ("" if peaks["steady"] else " and more"),
+        _times(reserved, arena_bytes),
+        "" if model is None else "exact" if model["exact"] else format_bytes(model["peak_reserved_bytes"]),
+    ]
+
+
+def _times(size_bytes: int, arena_bytes: int) -> str:
+    return f"{size_bytes / arena_bytes:.3f}" if arena_bytes else "-"
+
+
+if __name__ == "__main__":
+    main()
