@@ -14,22 +14,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import platform
-import shlex
-import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from circumstances import circumstances
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-import lightning_memo
 from lightning_memo import native
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.allocator.library import Library
@@ -47,7 +42,10 @@ def main() -> None:
     options = _options()
     timer = _Timer(phases=8 if options.quick else 80)
     cases = _QUICK_CASES if options.quick else _CASES
-    report = {**_circumstances(), "results": [timer.measure(size, live, options.repeats) for size, live in cases]}
+    report = {
+        **circumstances(("torch", "lightning_memo")),
+        "results": [timer.measure(size, live, options.repeats) for size, live in cases],
+    }
     path = options.output / f"{options.name}.json"
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -120,27 +118,6 @@ class _Timer:
             self._allocator.leave()
             self._allocator.uninstall()
         return ns
-
-
-def _circumstances() -> dict[str, Any]:
-    return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning_memo": lightning_memo.__version__,
-        },
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()},
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

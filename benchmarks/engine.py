@@ -20,23 +20,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from circumstances import circumstances, cpu_name
 from measure import Bench
 from methods import CHECKPOINTING, PLAIN, SAVE_ON_CPU, Method, Workload
 from output import draw, table
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import lightning_memo
 from lightning_memo.files import replacing
 
 _ALPHAS = ("0", "1/8", "1/4", "1/2", "3/4", "1")
@@ -116,30 +111,13 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """What else the numbers depend on."""
-    cpu = _cpu_name()
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "lightning_memo": lightning_memo.__version__,
-        },
-        "device": torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else cpu,
-        "cpu": {"name": cpu, "cores": os.cpu_count(), "load": os.getloadavg()},
+        **circumstances(("torch", "transformers", "lightning_memo")),
+        "device": torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else cpu_name(),
         "threads": options.threads,
         "repeats": options.repeats,
         "warmup": options.warmup,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _measure(options: argparse.Namespace) -> Bench:

@@ -19,20 +19,16 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from circumstances import circumstances, cpu_name
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -97,24 +93,12 @@ def _seconds(text: str) -> float:
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
-    packages = ("lightning_memo", "numpy", "highspy")
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
-        "device": (cpu := _cpu_name()),
-        "cpu": {"name": cpu, "cores": os.cpu_count(), "load": os.getloadavg()},
+        **circumstances(("lightning_memo", "numpy", "highspy")),
+        "device": cpu_name(),
         "compiled": _is_compiled(),
         "time_limit": options.time_limit,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _is_compiled() -> bool:

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from circumstances import circumstances
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import lightning_memo
 from lightning_memo.config import format_bytes
 from lightning_memo.files import replacing
 from lightning_memo.planner import caching
@@ -145,10 +143,9 @@ def _peaks(real: Curves) -> dict[str, Any]:
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"libc10_cuda": options.torch, "lightning_memo": lightning_memo.__version__},
-        "hardware": "none that matters: a stub of the CUDA runtime",
+        **circumstances(("lightning_memo",)),
+        "libc10_cuda": options.torch,
+        "device": "none: the stub of the CUDA runtime",
     }
 
 

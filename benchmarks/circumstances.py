@@ -1,0 +1,32 @@
+"""What every published number depends on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def circumstances(packages: Sequence[str]) -> dict[str, Any]:
+    """The command, the date, the versions of Python and of packages, and the processor."""
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
+        "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()},
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name for itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
