@@ -134,7 +134,7 @@ def opened(problem: Sectioned, library: ctypes.CDLL | None) -> Iterator[NativeCo
     if library is None:
         yield PythonCore(problem)
         return
-    handle = library.placement_new(len(problem.size), problem.sections, _at(problem.ranges))
+    handle = library.placement_new(len(problem.size), problem.sections, _at(problem.ranges), _at(problem.size))
     try:
         yield NativeCore(problem, library, ctypes.c_void_p(handle))
     finally:
@@ -150,7 +150,7 @@ def load_library() -> ctypes.CDLL:
     """
     library = native.load("placement", [_SOURCE])
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    _declare(library.placement_new, pointer, int32, int32, pointer)
+    _declare(library.placement_new, pointer, int32, int32, pointer, pointer)
     _declare(library.placement_delete, None, pointer)
     _declare(library.placement_fit, int64, pointer, pointer, pointer, int32, pointer)
     _declare(library.placement_skyline, int64, pointer, pointer, pointer, pointer)

@@ -16,7 +16,7 @@ from lightning_memo.planner.placement.problem import Integers, Placement, Proble
 from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
 from lightning_memo.planner.placement.validate import validate
 
-MOST_SEARCHED: Final = 2000
+MOST_SEARCHED: Final = 5000
 """Groups with more buffers are left as the one-pass placements have them: a node costs time in proportion."""
 
 _FIRST_NODES: Final = 2000

@@ -25,8 +25,8 @@ int32_t search(const placement::Problem& problem, const int64_t* sizes, int64_t 
 #pragma GCC visibility push(default)
 extern "C" {
 
-placement::Problem* placement_new(int32_t count, int32_t sections, const int32_t* ranges) {
-  return new placement::Problem(count, sections, ranges);
+placement::Problem* placement_new(int32_t count, int32_t sections, const int32_t* ranges, const int64_t* sizes) {
+  return new placement::Problem(count, sections, ranges, sizes);
 }
 
 void placement_delete(placement::Problem* problem) { delete problem; }

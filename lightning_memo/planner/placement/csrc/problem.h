@@ -15,23 +15,24 @@ struct Range {
 class Problem {
  public:
   // `ranges` holds first and last of two ranges for each buffer; the second is empty for most.
-  Problem(int32_t count, int32_t sections, const int32_t* ranges) : sections_(sections), ranges_(count) {
+  Problem(int32_t count, int32_t sections, const int32_t* ranges, const int64_t* sizes)
+      : sections_(sections), ranges_(count) {
     for (int32_t i = 0; i < count; i++)
       for (int32_t k = 0; k < 2; k++) {
         const Range range{ranges[4 * i + 2 * k], ranges[4 * i + 2 * k + 1]};
         if (range.first < range.last) ranges_[i].push_back(range);
       }
-    find_neighbours();
+    find_neighbours(sizes);
   }
 
   int32_t count() const { return static_cast<int32_t>(ranges_.size()); }
   int32_t sections() const { return sections_; }
   const std::vector<Range>& ranges(int32_t buffer) const { return ranges_[buffer]; }
-  // Buffers that live in a common section.
+  // Buffers that live in a common section, the smallest first.
   const std::vector<int32_t>& neighbours(int32_t buffer) const { return neighbours_[buffer]; }
 
  private:
-  void find_neighbours() {
+  void find_neighbours(const int64_t* sizes) {
     std::vector<std::vector<int32_t>> starting(sections_);
     for (int32_t i = 0; i < count(); i++)
       for (const Range& range : ranges_[i]) starting[range.first].push_back(i);
@@ -52,6 +53,7 @@ class Problem {
     for (std::vector<int32_t>& list : neighbours_) {  // two buffers may meet at the start and at the end of a step
       std::sort(list.begin(), list.end());
       list.erase(std::unique(list.begin(), list.end()), list.end());
+      std::stable_sort(list.begin(), list.end(), [&](int32_t a, int32_t b) { return sizes[a] < sizes[b]; });
       list.shrink_to_fit();
     }
   }

@@ -72,7 +72,6 @@ class Search {
         weight_(problem.count(), 0),
         crossing_(problem.sections(), 0),
         stack_(problem.sections(), 0) {
-    sort_neighbours_by_size();
     for (int32_t i = 0; i < problem_.count(); i++) add_crossings(i, 1);
   }
 
@@ -181,7 +180,7 @@ class Search {
   // The lowest top that an unplaced neighbour can have; above the capacity if there is none.
   Height lowest_neighbour_top(int32_t buffer, Height floor) const {
     Height best = capacity_ + 1;
-    for (int32_t other : by_size_[buffer]) {
+    for (int32_t other : problem_.neighbours(buffer)) {
       if (floor + size_[other] >= best) break;
       if (!placed_[other]) best = std::min<Height>(best, std::max(lowest_[other], floor) + size_[other]);
     }
@@ -283,14 +282,6 @@ class Search {
     return cut;
   }
 
-  void sort_neighbours_by_size() {
-    by_size_.reserve(problem_.count());
-    for (int32_t i = 0; i < problem_.count(); i++) {
-      by_size_.push_back(problem_.neighbours(i));
-      std::sort(by_size_[i].begin(), by_size_[i].end(), [this](int32_t a, int32_t b) { return size_[a] < size_[b]; });
-    }
-  }
-
   bool out_of_time() {
     nodes_left_--;
     return nodes_left_ < 0 || (nodes_left_ % 1024 == 0 && Clock::now() > deadline_);
@@ -308,7 +299,6 @@ class Search {
   std::vector<int64_t> weight_;
   std::vector<int32_t> crossing_;
   std::vector<Height> stack_;
-  std::vector<std::vector<int32_t>> by_size_;
   std::vector<Change> trail_;
   std::vector<int32_t> unplaced_;  // lists of the nodes from the root to here, one after the other
   std::vector<Waiting> waiting_;  // likewise
