@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from lightning_memo.files import replacing
+from lightning_memo.files import replacing, user_cache
 
 SOURCE_FOLDER: Final = Path(__file__).parent / "kernels" / "csrc"
 # Not -march=native: home folders, and so this cache, are often shared by machines with different processors.
@@ -49,15 +49,24 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path
     Raises:
         BuildError: no compiler, a source that does not compile, or a cache folder that can't be written.
     """
-    compiler = find_compiler()
-    command = [*compiler, *_FLAGS, *map(str, sources), *flags]
     try:
-        folder = _cache_folder()
-        library = folder / f"{name}-{_key(compiler, sources, flags)}.so"
+        folder = user_cache("native")
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{name}-{_source_key(sources, flags)}"
+        try:
+            compiler = find_compiler()
+        except BuildError:
+            # Compiled on another machine with the same home folder, perhaps: nodes of a cluster often have no compiler.
+            if built := sorted(folder.glob(f"{stem}-*.so")):
+                return built[0]
+            raise
+        library = folder / f"{stem}-{_compiler_key(compiler)}.so"
         if not library.exists():
             with _locked(library.with_suffix(".lock")):
+                for abandoned in folder.glob(f".*.{library.name}"):  # by a process that ended while it compiled
+                    abandoned.unlink(missing_ok=True)
                 if not library.exists():
-                    _compile(name, command, library)
+                    _compile(name, [*compiler, *_FLAGS, *map(str, sources), *flags], library)
     except OSError as error:
         raise BuildError(
             f"{name}: can't be built ({error}): give XDG_CACHE_HOME a folder that can be written to"
@@ -162,21 +171,18 @@ def _cxx11_abi(torch_root: Path) -> str:
     return stated.group(1) if stated else "1"
 
 
-def _cache_folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(cache) if cache else Path.home() / ".cache") / "lightning_memo" / "native"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _key(compiler: Sequence[str], sources: Sequence[Path], flags: Sequence[str]) -> str:
-    """A digest of everything that the compiled library depends on."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256("\0".join([*compiler, version, *_FLAGS, *flags]).encode())
+def _source_key(sources: Sequence[Path], flags: Sequence[str]) -> str:
+    """A digest of what is compiled, and how."""
+    digest = hashlib.sha256("\0".join([*_FLAGS, *flags]).encode())
     headers = {header for source in sources for header in source.parent.glob("*.h")}
     for path in (*sources, *sorted(headers)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _compiler_key(compiler: Sequence[str]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return hashlib.sha256("\0".join([*compiler, version]).encode()).hexdigest()[:8]
 
 
 @contextmanager

@@ -43,12 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
             placement = _place(table, options)
             with unfinished.open("w", newline="", encoding="utf-8") as file:
                 table.write(file, placement)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return BAD_INPUT
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ValueError as error:
+        return _refuse(str(error))
     _print_result(placement, options.capacity)
     fits = options.capacity is None or placement.peak_bytes <= options.capacity
     return FITS if fits else DOES_NOT_FIT
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    return BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +109,11 @@ def _place(table: ProblemTable, options: argparse.Namespace) -> Placement:
     try:
         load_library()
     except BuildError as error:
-        console.print(f"without the C++ search, only one-pass placements and HiGHS are tried: {error}", style="yellow")
+        console.print(
+            f"without the C++ search: one-pass placements, and HiGHS for small problems ({error})",
+            style="yellow",
+            soft_wrap=True,
+        )
     with console.status("placing ...") as status:
 
         def show(progress: Progress) -> None:

@@ -218,6 +218,10 @@ class StepPlacement:
 
     def __post_init__(self) -> None:
         _check_range(self, {"threads": 1})
+        if not min(self.peak_bytes, self.requests) <= self.lower_bound_bytes <= self.peak_bytes:
+            raise ValueError(
+                f"lower_bound_bytes={self.lower_bound_bytes} must be from 1 to peak_bytes={self.peak_bytes}"
+            )
         for phase in self.phases:
             for size, offset in zip(phase.sizes, phase.offsets, strict=True):
                 if offset >= 0 and offset + size > self.peak_bytes:

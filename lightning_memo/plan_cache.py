@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightning_memo.files import user_cache
 from lightning_memo.plan import Plan, StepPlacement
 from lightning_memo.trace import Trace
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/lightning_memo/plans`, in `~/.cache` if that is not set."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "lightning_memo" / "plans"
+    """Where plans of earlier runs are."""
+    return user_cache("plans")
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class PlanCache:
             found, trace = Plan.load(path), Trace.load(path.with_suffix(".csv"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             self.warn(f"a cached plan is ignored, and memory is planned anew: {error}")
             return None
         placement = found.placement
         same = found.fingerprint == plan.fingerprint and found.swap == plan.swap
-        if not same or placement is None or placement.threads != self.threads:
+        if not same or placement is None or placement.threads != self.threads or not _made_from(placement, trace):
             self.warn(f"a cached plan is ignored, and memory is planned anew: {path} was made for another run")
             return None
         return placement, trace
@@ -63,3 +62,10 @@ class PlanCache:
         key = [asdict(plan.fingerprint), asdict(plan.swap), self.threads, self.optimizers]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:24]}.json"
+
+
+def _made_from(placement: StepPlacement, trace: Trace) -> bool:
+    """Whether a placement has just the requests of a trace: its file may be of another run that ended half-way."""
+    phases = zip(trace.phases, trace.phase_start[:-1], trace.phase_start[1:], strict=True)
+    sizes = {name: trace.size[start:end][trace.lane[start:end] == 0].tolist() for name, start, end in phases}
+    return sizes == {phase.name: list(phase.sizes) for phase in placement.phases}

@@ -138,3 +138,22 @@ sys.exit("torch" in sys.modules)
 def test_cuda_headers_that_are_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert "set CUDA_HOME" in message_of(native.cuda_include_folders, tmp_path)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_another_machine_compiled_needs_no_compiler(source, monkeypatch):
+    built = native.build("answer", [source])
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.build("answer", [source]) == built
+    source.write_text(ANSWER % 43)
+    assert "no C++ compiler" in message_of(native.build, "answer", [source])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_an_ended_process_left_is_swept(source, tmp_path):
+    library = native.build("answer", [source])
+    litter = library.with_name(f".12345678.{library.name}")
+    library.rename(litter)
+    assert native.build("answer", [source]) == library
+    assert not litter.exists()

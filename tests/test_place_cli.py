@@ -255,7 +255,7 @@ def test_large_numbers_are_kept(run):
 
 def test_the_command_says_that_there_is_no_compiler(tmp_path):
     (tmp_path / "in.csv").write_text(TABLE)
-    done = command_line("in.csv", "out.csv", folder=tmp_path, CXX="no-such-compiler")
+    done = command_line("in.csv", "out.csv", folder=tmp_path, CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0
     assert "without the C++ search" in done.stderr
     assert peak_of(rows_of(tmp_path / "out.csv")) == 12
@@ -467,3 +467,20 @@ def test_problems_that_no_single_pass_solves_are_solved(run, seed, buffers):
     assert printed(out)["lower bound"] == "1000 bytes"
     assert printed(out)["optimal"] == "yes"
     assert peak_of(rows_of("out.csv")) == 1000
+
+
+def test_a_device_is_never_replaced(tmp_path, capsys):
+    (tmp_path / "in.csv").write_text("id,lower,upper,size\n0,0,1,8\n")
+    os.mkfifo(tmp_path / "pipe")
+    assert command.main([str(tmp_path / "in.csv"), str(tmp_path / "pipe")]) == 2
+    assert "no regular file" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
+    (tmp_path / "in.csv").write_text("id,lower,upper,size\n0,0,1,8\n")
+    (tmp_path / "target.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "target.csv")
+    assert command.main([str(tmp_path / "in.csv"), str(tmp_path / "link.csv")]) == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "target.csv").read_text().endswith("0,0,1,8,0\n")

@@ -15,6 +15,7 @@ from trainer_harness import LanguageModel, Sequences, batches, fit, loader, shor
 from lightning_memo import MemoStrategy, Plan, native
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
 from lightning_memo.callbacks import memory as planning
+from lightning_memo.files import user_cache
 
 CPU = torch.device("cpu")
 
@@ -167,6 +168,7 @@ def test_a_failed_step_leaves_pytorchs_allocator():
     assert_all_hit(watch.stats)
     allocator = PlannedAllocator(CPU)
     assert not allocator.installed
+    assert allocator.stats().arena_bytes == 0
     assert_same(run()[0], run(plan_memory=False)[0])
 
 
@@ -276,7 +278,69 @@ def test_a_placement_of_other_requests_is_replaced(tmp_path, monkeypatch):
     assert stats[-1].misses == 0
 
 
+WRONG = {
+    "an offset between alignments": lambda placement: placement["phases"][1]["offsets"].__setitem__(0, 1),
+    "an arena that does not exist": lambda placement: placement.update(peak_bytes=2**61),
+    "requests below the least": lambda placement: placement.update(min_bytes=2**40),
+    "no phases": lambda placement: placement.update(phases=[], peak_bytes=0, lower_bound_bytes=0),
+    "all at one place": lambda placement: [
+        phase.update(offsets=[0] * len(phase["offsets"])) for phase in placement["phases"]
+    ],
+    "another number of threads": lambda placement: placement.update(threads=7),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_plan_never_ends_training(tmp_path, monkeypatch, wrong):
+    first, _ = run()
+    document = json.loads(first.plan.to_json())
+    WRONG[wrong](document["placement"])
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "empty")
+    strategy = {"alpha": "auto", "plan": tmp_path / "plan.json"}
+    second, stats = run(strategy=strategy, steps=18)
+    assert_same(second, run(plan_memory=False, strategy=strategy, steps=18)[0])
+    assert second.plan.placement.phases == first.plan.placement.phases
+    assert (stats[-1].misses, stats[-1].bad_frees) == (0, 0)
+
+
+def test_a_cached_trace_of_another_run_is_ignored(fresh_cache):
+    first, _ = run()
+    path = next(fresh_cache.glob("*.csv"))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]))
+    with pytest.warns(UserWarning, match="a cached plan is ignored"):
+        second, _ = run()
+    assert_same(first, second)
+
+
+def test_a_given_plan_has_its_trace_if_it_was_made_here(tmp_path):
+    first, _ = run()
+    first.plan.save(tmp_path / "plan.json")
+    second, _ = run(strategy={"alpha": "auto", "plan": tmp_path / "plan.json"})
+    assert second.trainer.strategy.memory.trace.same_requests(first.trainer.strategy.memory.trace)
+    files = second.trainer.strategy.memory.draw(tmp_path / "pictures")
+    assert len(files) == 3 and all(file.stat().st_size for file in files)
+
+
+def test_counters_stay_those_of_the_run():
+    first, stats = run()
+    memory = first.trainer.strategy.memory
+    run(steps=20)
+    assert memory.stats.hits == stats[-1].hits == memory.use.hits
+
+
 # ---- where planning is not possible
+
+
+def test_a_user_without_a_home_still_trains(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert str(user_cache("plans")).startswith(str(tmp_path))
 
 
 def test_without_a_compiler_training_goes_on_and_says_so(monkeypatch):

@@ -20,7 +20,6 @@ from lightning_memo.callbacks.background import in_background
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
 from lightning_memo.config import format_bytes
 from lightning_memo.engine import Engine
-from lightning_memo.native import BuildError
 from lightning_memo.plan import Plan, StepPlacement
 from lightning_memo.plan_cache import PlanCache, cache_folder
 from lightning_memo.planner.memory import plan_memory
@@ -59,7 +58,7 @@ class PlanMemory(Callback):
 
     Attributes:
         trace: What the plan was made from; `None` if that is not known.
-        use: What became of the requests; `None` until training has ended.
+        use: What became of the requests; `None` until training has ended, or failed.
     """
 
     def __init__(self, engine: Engine, planning: PlanAfterFirstStep) -> None:
@@ -74,6 +73,7 @@ class PlanMemory(Callback):
         self._swap: object = None
         self._steps: list[RecordedStep] = []
         self._plans_made = 0
+        self._last_stats: AllocatorStats | None = None
         self._before: AllocatorStats | None = None  # counters at the end of the step before
         self._marking = False
         self._in_step = False
@@ -84,8 +84,8 @@ class PlanMemory(Callback):
 
     @property
     def stats(self) -> AllocatorStats | None:
-        """What became of the requests since the plan is served; None before."""
-        return self._allocator.stats() if self._allocator is not None and self._serving else None
+        """What became of the requests since the plan is served, up to the end of training; None before."""
+        return self._allocator.stats() if self._allocator is not None and self._serving else self._last_stats
 
     @property
     def _serving(self) -> bool:
@@ -122,6 +122,11 @@ class PlanMemory(Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        # By a hook, because on a GPU the backward runs in a thread of its own, which has to say that it takes part.
+        if self._in_batch and loss.requires_grad:
+            loss.register_hook(self._mark_backward)
+
+    def _mark_backward(self, gradient: torch.Tensor) -> None:
         if self._in_batch:
             self._phases.mark("backward")
 
@@ -171,16 +176,20 @@ class PlanMemory(Callback):
         if self._building is None or not self._building.done():
             return
         try:
-            self._allocator = self._building.result()
-        except BuildError as error:
-            self._give_up(str(error))
+            allocator = self._building.result()
+            allocator.install()
+        except Exception as error:  # training does not depend on it, so nothing about it may end training
+            self._give_up(str(error) or repr(error))
             return
-        self._allocator.install()
+        self._allocator = allocator
         plan = self._planning.plan
         assert plan is not None
-        if plan.placement is not None:
+        found = self._cache(trainer).find(plan)
+        if plan.placement is not None and plan.placement.threads == torch.get_num_threads():
+            if found is not None and found[0] == plan.placement:
+                self.trace = found[1]
             self._serve_when_empty(plan.placement, "of the given plan", trainer)
-        elif (found := self._cache(trainer).find(plan)) is not None:
+        elif found is not None:
             placement, self.trace = found
             self._serve_when_empty(placement, "from an earlier run", trainer)
         else:
@@ -225,19 +234,33 @@ class PlanMemory(Callback):
         if placement.requests == 0:
             self._give_up("no buffer is requested and freed in every step")
             return
-        self._serve_when_empty(placement, f"{placement.method}, {placement.seconds:.1f} s", trainer)
+        self._serve_when_empty(placement, f"{placement.method}, {placement.seconds:.1f} s", trainer, solved_here=True)
 
-    def _serve_when_empty(self, placement: StepPlacement, source: str, trainer: pl.Trainer, tries: int = 4) -> None:
+    def _serve_when_empty(
+        self, placement: StepPlacement, source: str, trainer: pl.Trainer, solved_here: bool = False, tries: int = 4
+    ) -> None:
         """Serve, unless buffers of an earlier plan are alive in the arena, like gradients of a discarded model."""
         assert self._allocator is not None
         if not self._allocator.release():
             gc.collect()
         if self._allocator.release():
-            self._serve(placement, source, trainer)
+            try:
+                self._serve(placement, source, trainer)
+            except (ValueError, RuntimeError) as error:
+                self._do_without(error, solved_here)
         elif tries == 0:
             self._give_up(f"{self._allocator.stats().live_blocks} buffers of an earlier plan are still alive")
         else:
-            self._do = lambda trainer: self._serve_when_empty(placement, source, trainer, tries - 1)
+            self._do = lambda trainer: self._serve_when_empty(placement, source, trainer, solved_here, tries - 1)
+
+    def _do_without(self, error: Exception, solved_here: bool) -> None:
+        """A plan from a file may say anything, and the memory for an arena may be missing."""
+        if solved_here:
+            self._give_up(str(error))
+        else:
+            rank_zero_warn(f"MemoStrategy: an earlier memory plan is ignored, and memory is planned anew: {error}")
+            self.trace = None
+            self._record()
 
     def _serve(self, placement: StepPlacement, source: str, trainer: pl.Trainer) -> None:
         assert self._allocator is not None and self._planning.plan is not None
@@ -304,8 +327,6 @@ class PlanMemory(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.stats is not None and self._planning.plan is not None and self._planning.plan.placement is not None:
-            self.use = _use(self.stats, self._planning.plan.placement, self._engine.device)
         self.close(pl_module)
 
     def close(self, pl_module: pl.LightningModule | None) -> None:
@@ -318,6 +339,11 @@ class PlanMemory(Callback):
         self._marking = self._in_step = self._in_batch = False
         if self._allocator is None:
             return
+        plan = self._planning.plan
+        if self._serving and plan is not None and plan.placement is not None:
+            self._last_stats = self._allocator.stats()
+            self.use = _use(self._last_stats, plan.placement, self._engine.device)
+            self._do = lambda trainer: None
         self._allocator.leave()
         self._allocator.idle()
         self._allocator.uninstall()
