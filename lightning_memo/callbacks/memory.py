@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
 from lightning_memo.callbacks.background import in_background
+from lightning_memo.callbacks.memory_report import memory_metrics, memory_use, summary
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
-from lightning_memo.config import format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.plan import Plan, StepPlacement
 from lightning_memo.plan_cache import PlanCache, cache_folder
@@ -277,7 +277,7 @@ class PlanMemory(Callback):
         self._planning.complete(plan, trainer)
         if self.trace is not None:
             self._cache(trainer).store(plan, self.trace)
-        rank_zero_info(f"MemoStrategy: {_summary(placement)} ({source}).")
+        rank_zero_info(f"MemoStrategy: {summary(placement)} ({source}).")
 
     def _watch(self, trainer: pl.Trainer) -> None:
         """Report; or plan again, a few times, if the plan is of no use."""
@@ -285,8 +285,8 @@ class PlanMemory(Callback):
         stats, before, self._before = self._allocator.stats(), self._before, self._allocator.stats()
         useless = before is None and stats.misses > stats.hits
         # Where the sizes are right, so are the requests, and it is their lives that differ from what was recorded.
-        other_requests = stats.misses - stats.miss_overlap - (before.misses - before.miss_overlap if before else 0)
-        lives_differ = not other_requests and stats.miss_overlap > (before.miss_overlap if before else 0)
+        sizes_missed = stats.miss_size + stats.miss_end - (before.miss_size + before.miss_end if before else 0)
+        lives_differ = not sizes_missed and stats.miss_overlap > (before.miss_overlap if before else 0)
         if (useless or lives_differ) and self._plans_made < _MOST_PLANS:
             self._plans_made += 1
             self._pause(self._collect)
@@ -342,7 +342,7 @@ class PlanMemory(Callback):
         plan = self._planning.plan
         if self._serving and plan is not None and plan.placement is not None:
             self._last_stats = self._allocator.stats()
-            self.use = _use(self._last_stats, plan.placement, self._engine.device)
+            self.use = memory_use(self._last_stats, plan.placement, self._engine.device)
             self._do = lambda trainer: None
         self._allocator.leave()
         self._allocator.idle()
@@ -367,40 +367,3 @@ def _described(trainer: pl.Trainer) -> str:
     """What decides over the requests beside model and plan."""
     optimizers = ", ".join(f"{type(o).__name__} {len(o.param_groups)}" for o in trainer.optimizers)
     return f"{optimizers}; accumulate {trainer.accumulate_grad_batches}; clip {trainer.gradient_clip_val}"
-
-
-def _summary(placement: StepPlacement) -> str:
-    over = placement.peak_bytes / placement.lower_bound_bytes if placement.lower_bound_bytes else 1.0
-    bound = "the lower bound" if over == 1.0 else f"{over:.4f} x the lower bound"
-    return (
-        f"memory is planned: {placement.requests:,} buffers of a step in {format_bytes(placement.peak_bytes)}, {bound}"
-    )
-
-
-def _use(stats: AllocatorStats, placement: StepPlacement, device: torch.device) -> MemoryUse:
-    return MemoryUse(
-        hits=stats.hits,
-        misses={
-            "another size": stats.miss_size,
-            "more than were recorded": stats.miss_end,
-            "their place was not free": stats.miss_overlap,
-            "outlived the step": stats.unplanned,
-        },
-        arena_bytes=stats.arena_bytes,
-        peak_live_bytes=stats.peak_live_bytes,
-        lower_bound_bytes=placement.lower_bound_bytes,
-        reorganisations=_reorganisations(device),
-    )
-
-
-def memory_metrics(stats: AllocatorStats, device: torch.device) -> dict[str, float]:
-    """The allocator's counters for loggers."""
-    names = ("hits", "miss_size", "miss_end", "miss_overlap", "unplanned", "arena_bytes", "peak_live_bytes")
-    metrics = {f"memory/{name}": float(getattr(stats, name)) for name in names}
-    reorganisations = _reorganisations(device)
-    return metrics if reorganisations is None else metrics | {"memory/reorganisations": float(reorganisations)}
-
-
-def _reorganisations(device: torch.device) -> int | None:
-    """How often PyTorch's allocator freed its cache to try again (MEMO, section 3.2)."""
-    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else None
