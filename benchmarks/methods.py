@@ -163,7 +163,7 @@ class Workload:
         swap = self._swap_plan(method)
         self._engine.attach()
         try:
-            self._engine.load(swap, self._profile.input_bytes)
+            self._engine.load(swap, self._profile.batch * self._profile.tokens)
             memory = self._engine.memory
             assert memory is not None
             _touch(memory)

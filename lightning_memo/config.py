@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
@@ -17,7 +18,7 @@ _MULTIPLIERS: Final = {unit.lower(): 1024**power for power, unit in enumerate(_U
 }
 _SIZE: Final = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
-METHODS: Final = ("ring", "ulysses")
+METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
 SCHEDULES: Final = ("auto", "layer", "nest")
 
@@ -70,19 +71,36 @@ class MemoConfig:
     """
 
     data_parallel_size: int | str = "auto"
-    """Replicas of the model: "auto" or 1 in this version."""
+    """Groups of processes that get different data; "auto": all that the other two sizes leave."""
 
     context_parallel_size: int = 1
-    """Processes that share the tokens of a sequence: 1 in this version."""
+    """Processes that share the tokens of a sequence."""
 
     tensor_parallel_size: int = 1
-    """Processes that share the weights of a layer: 1 in this version."""
+    """Processes that share the weights of a layer."""
 
     zero_stage: int = 0
-    """What data-parallel processes share (ZeRO 0-3): 0 in this version."""
+    """What is sharded over data- and context-parallel processes: 0 nothing, 1 optimizer state, 2 gradients too, 3
+    parameters too."""
 
     context_parallel_method: str = "ring"
-    """How attention crosses context-parallel processes: "ring" or "ulysses"."""
+    """How attention crosses context-parallel processes: "ring", "ulysses", or "usp" (Ulysses inside, rings outside)."""
+
+    ulysses_size: int | str = "auto"
+    """With "usp": processes of each all-to-all; "auto": as many as the heads allow."""
+
+    sequence_parallel: bool = True
+    """Whether tensor-parallel processes share the tokens between the blocks of a layer too (Megatron's sequence
+    parallelism)."""
+
+    loss_parallel: bool = True
+    """Whether tensor-parallel processes share the vocabulary of the logits; the model's logits are then a DTensor."""
+
+    tensor_parallel_plan: Mapping[str, str] | None = None
+    """Style of each weight matrix by dotted name with `*`, as Hugging Face writes its `tp_plan`; None: the model's."""
+
+    offload_state: bool = False
+    """Whether parameters, gradients and optimizer state live on the host, where the optimizer then runs."""
 
     alpha: float | str = "auto"
     """Fraction of the tokens whose skeletal activations are swapped, 0.0 to 1.0; the others' are recomputed."""
@@ -113,13 +131,13 @@ class MemoConfig:
 
     def __post_init__(self) -> None:
         self._check_parallelism()
-        _check_choice("context_parallel_method", self.context_parallel_method, METHODS)
         _check_choice("attention", self.attention, ATTENTIONS)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_alpha(self.alpha)
         _check_slice_tokens(self.slice_tokens)
-        if not isinstance(self.plan_memory, bool):
-            raise ValueError(f"plan_memory={self.plan_memory!r} is not a switch: give True or False")
+        for name in ("plan_memory", "sequence_parallel", "loss_parallel", "offload_state"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a switch: give True or False")
         _check_size("device_memory", self.device_memory)
         _check_size("host_memory", self.host_memory)
         _check_name("layers", self.layers, 'the dotted name of the ModuleList of layers, like "model.layers"')
@@ -127,10 +145,24 @@ class MemoConfig:
 
     def _check_parallelism(self) -> None:
         if self.data_parallel_size != "auto":
-            _check_only("data_parallel_size", self.data_parallel_size, 1, ' or "auto"')
-        _check_only("context_parallel_size", self.context_parallel_size, 1)
-        _check_only("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_only("zero_stage", self.zero_stage, 0)
+            _check_count("data_parallel_size", self.data_parallel_size, ', or "auto"')
+        _check_count("context_parallel_size", self.context_parallel_size)
+        _check_count("tensor_parallel_size", self.tensor_parallel_size)
+        if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
+            raise ValueError(f"zero_stage={self.zero_stage!r} is not known: give 0, 1, 2 or 3")
+        _check_choice("context_parallel_method", self.context_parallel_method, METHODS)
+        if self.ulysses_size != "auto":
+            _check_count("ulysses_size", self.ulysses_size, ', or "auto"')
+            if self.context_parallel_method != "usp":
+                raise ValueError(
+                    f'ulysses_size={self.ulysses_size} contradicts context_parallel_method="'
+                    f'{self.context_parallel_method}": it belongs to "usp"; leave it "auto"'
+                )
+            if self.context_parallel_size % int(self.ulysses_size):
+                raise ValueError(
+                    f"ulysses_size={self.ulysses_size} does not divide "
+                    f"context_parallel_size={self.context_parallel_size}: give a divisor of it"
+                )
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -147,11 +179,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_only(name: str, value: Any, allowed: int, or_else: str = "") -> None:
-    if type(value) is not int or value != allowed:
-        raise ValueError(
-            f"{name}={value!r} is not available: this version trains in one process; set {allowed}{or_else}"
-        )
+def _check_count(name: str, value: Any, or_else: str = "") -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} is not a number of processes: give an integer of at least 1{or_else}")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.callbacks import PlanAfterFirstStep, PlanMemory
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_layers
+from lightning_memo.engine.intercept import set_layout
 from lightning_memo.kernels.select import check_available
+from lightning_memo.parallel.checkpoint import load_sharded, save_sharded
+from lightning_memo.parallel.data import accumulating
+from lightning_memo.parallel.precision import MeshPrecision
+from lightning_memo.parallel.processes import Processes
+from lightning_memo.parallel.ranks import explain_lost_process
+from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.plan import Plan
 
 
@@ -32,22 +45,36 @@ class MemoStrategy(ModelParallelStrategy):
     and the others have theirs recomputed in the backward, attention excepted (MEMO). Gradients are those of plain
     training. Nothing else changes in the LightningModule, whose model may be built in `__init__` or `configure_model`.
 
+    With several processes (`Trainer(devices=8)`, torchrun, SLURM) their number is data x context x tensor parallel
+    size. Batches are whole when the loader gives them; every process keeps its part of the tokens, and the loss that a
+    Hugging Face model returns is weighted by the tokens of all of them.
+
     Args:
-        data_parallel_size: Processes that hold different data; this version trains in one process.
-        context_parallel_size: Processes that share a sequence; this version trains in one process.
-        tensor_parallel_size: Processes that share a layer; this version trains in one process.
-        zero_stage: What data-parallel processes shard; 0 in this version.
-        context_parallel_method: "ring" or "ulysses".
+        data_parallel_size: Groups of processes that get different data; "auto" is what the other sizes leave.
+        context_parallel_size: Processes that share the tokens of a sequence.
+        tensor_parallel_size: Processes that share the weights of each layer.
+        zero_stage: What processes with the same weights shard: 0 nothing, 1 optimizer state, 2 gradients too, 3
+            parameters too (ZeRO, by FSDP2).
+        context_parallel_method: How attention crosses processes: "ring", "ulysses" (all-to-all), or "usp" (both).
+        ulysses_size: With "usp", processes of each all-to-all; "auto" is as many as the heads allow.
+        sequence_parallel: Tensor-parallel processes share the tokens between the blocks of a layer too (Megatron SP).
+        loss_parallel: Tensor-parallel processes share the vocabulary of the logits, which are then a DTensor.
+        tensor_parallel_plan: Style of each weight by dotted name with `*`, like Hugging Face's `tp_plan`; `None` takes
+            the model's.
+        offload_state: Parameters, gradients and optimizer state live on the host, where the optimizer runs.
         alpha: Share of the tokens whose activations are swapped, 0.0 to 1.0; "auto" solves for it.
         plan_memory: Place every buffer of a step ahead, and serve the places by a planned allocator: nothing fragments.
         device_memory: Device memory to plan with, like "40GiB" or bytes; `None` measures what is free.
-        host_memory: Host memory for swapped activations; `None` takes 90 % of what is free, cgroup limits respected.
+        host_memory: Host memory of a node for swapped activations, shared by its processes; `None` takes 90 % of what
+            is free, cgroup limits respected.
         slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
         layers: Dotted name of the `nn.ModuleList` of repeated layers; `None` finds it.
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine".
         schedule: "auto"; "layer" or "nest" to force the order of slices.
         plan: A saved plan to use instead of profiling.
         test_mode: Random delays and poisoned buffers, to bring out copy races. Slow; for tests.
+        timeout: How long a process waits for the others in a collective before it gives up.
+        process_group_backend: Of `torch.distributed`; `None` is NCCL on GPUs and gloo on CPUs.
 
     Raises:
         ValueError: A setting is wrong, or contradicts another.
@@ -62,6 +89,11 @@ class MemoStrategy(ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         zero_stage: int = 0,
         context_parallel_method: str = "ring",
+        ulysses_size: int | str = "auto",
+        sequence_parallel: bool = True,
+        loss_parallel: bool = True,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
+        offload_state: bool = False,
         alpha: float | str = "auto",
         plan_memory: bool = True,
         device_memory: str | int | None = None,
@@ -72,6 +104,8 @@ class MemoStrategy(ModelParallelStrategy):
         schedule: str = "auto",
         plan: str | Path | None = None,
         test_mode: TestMode | None = None,
+        timeout: timedelta = default_pg_timeout,
+        process_group_backend: str | None = None,
     ) -> None:
         self.config = MemoConfig(
             data_parallel_size=data_parallel_size,
@@ -79,6 +113,11 @@ class MemoStrategy(ModelParallelStrategy):
             tensor_parallel_size=tensor_parallel_size,
             zero_stage=zero_stage,
             context_parallel_method=context_parallel_method,
+            ulysses_size=ulysses_size,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            tensor_parallel_plan=tensor_parallel_plan,
+            offload_state=offload_state,
             alpha=alpha,
             plan_memory=plan_memory,
             device_memory=device_memory,
@@ -92,11 +131,14 @@ class MemoStrategy(ModelParallelStrategy):
         check_available(attention)
         if plan is not None and not Path(plan).is_file():
             raise ValueError(f'plan="{plan}": no such file; give one that Plan.save wrote, or None to profile')
-        super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.engine: Engine | None = None
         self._test_mode = test_mode
         self._planning: PlanAfterFirstStep | None = None
         self.memory: PlanMemory | None = None
+        self._processes: Processes | None = None
+        self._active = contextlib.ExitStack()
+        self._loaded_in_place = False
 
     def __repr__(self) -> str:
         # `pytorch_lightning.Trainer` refuses foreign strategies and prints them: the one place to say what to do.
@@ -112,57 +154,133 @@ class MemoStrategy(ModelParallelStrategy):
         """The plan in force; `None` until the first batch is over."""
         return None if self._planning is None else self._planning.plan
 
-    # ---- one process
+    # ---- processes
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the run takes part in a process group; one process without ZeRO needs none."""
+        return self.num_processes * self.num_nodes > 1 or self.config.zero_stage > 0 or self.config.offload_state
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of processes that get different data."""
+        return 1 if self._processes is None else self._processes.sizes.data
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which data this process gets; datasets that divide their data by themselves go by it."""
+        return 0 if self._processes is None else self._processes.data_rank
 
     @override
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes != 1:
-            raise ValueError(
-                f"MemoStrategy got {self.num_processes} devices on {self.num_nodes} nodes, but this version trains in "
-                "one process: set Trainer(devices=1, num_nodes=1)"
-            )
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
-        self.accelerator.setup_device(self.root_device)
-        self.set_world_ranks()
-        # One process reads all the data in the user's own order, as it would without this strategy.
-        self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+        if not self.distributed:
+            resolve_sizes(self.config, 1)
+            self.accelerator.setup_device(self.root_device)
+            self.set_world_ranks()
+            # One process reads all the data in the user's own order, as it would without this strategy.
+            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+            return
+        self._setup_distributed()
+        if self._processes is None:
+            self._processes = Processes(self.config, self.root_device)
+        self._device_mesh = self.lightning_module._device_mesh = self._processes.mesh
+        if not isinstance(self.precision_plugin, MeshPrecision):
+            self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device)
 
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        if self.config.offload_state:
+            return self.precision_plugin.tensor_init_context()
         # Weights are made on the device. The parent would make them on "meta", and fill them with random ones in setup.
         return Strategy.tensor_init_context(self, empty_init)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
-    # ---- the engine
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._processes is None or not isinstance(dataloader, DataLoader):
+            return dataloader
+        split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
+        return self._processes.divide_loader(dataloader, split)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._processes is not None:
+            batch, layout = self._processes.divide_batch(batch)
+            set_layout(layout)
+        return batch
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.model is not None
+        with accumulating(self.model, self.config.zero_stage):
+            yield
+
+    # ---- the model
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if not self.config.offload_state:
+            self.model_to_device()
+        if self._processes is not None:
+            self._divide(self._processes, self.model)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._start_engine(trainer, self.model)
+        if fitting or (self._processes is not None and self._processes.cuts_tokens):
+            self._start_engine(trainer, self.model, fitting)
 
-    def _start_engine(self, trainer: pl.Trainer, model: nn.Module) -> None:
+    def _divide(self, processes: Processes, model: nn.Module) -> None:
+        steps = ("training_step", "validation_step", "test_step", "predict_step")
+        processes.divide_model(
+            model,
+            layers=lambda: list(find_layers(model, self.config.layers)[1]),
+            mixed=str(self.precision_plugin.precision) == "bf16-mixed",
+            forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
+        )
+        processes.while_training(self._active)
+        processes.prepare_batches(model, self._bounds)
+
+    def _bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """Where the slices of a batch's layers are going to end; nothing outside of training, where none are cut."""
+        assert self.lightning_module is not None
+        training = self.engine is not None and self.lightning_module.trainer.training
+        return self.engine.bounds_for(batch, tokens) if training else ()
+
+    def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
         _, layers = find_layers(model, self.config.layers)
         _refuse_gradient_checkpointing(model)
-        self.engine = Engine(
-            model, list(layers), self.root_device, self.config.attention, self.config.schedule, self._test_mode
+        processes = self._processes
+        self.engine = engine = Engine(
+            model,
+            list(layers),
+            self.root_device,
+            self.config.attention,
+            self.config.schedule,
+            self._test_mode,
+            context=None if processes is None else processes.context_groups,
+            shards=1 if processes is None else processes.sizes.shards,
         )
-        self.engine.attach()
-        self._planning = PlanAfterFirstStep(self.engine, self.config)
-        self.memory = PlanMemory(self.engine, self._planning) if self.config.plan_memory else None
+        engine.attach()
+        if not fitting:
+            return
+        self._planning = PlanAfterFirstStep(engine, self.config, None if processes is None else processes.ranks)
+        self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
         # First of all callbacks, so that what the others do after a step lies outside of it.
         trainer.callbacks[:0] = self._callbacks
 
@@ -178,10 +296,13 @@ class MemoStrategy(ModelParallelStrategy):
         if self.lightning_module is not None:
             callbacks = self.lightning_module.trainer.callbacks
             callbacks[:] = [callback for callback in callbacks if callback not in self._callbacks]
+        set_layout(None)
+        self._active.close()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._stop_engine()
+        explain_lost_process(exception, self.global_rank)
         super().on_exception(exception)
 
     @override
@@ -189,7 +310,7 @@ class MemoStrategy(ModelParallelStrategy):
         self._stop_engine()
         super().teardown()
 
-    # ---- checkpoints: one process, one file, as every single-device strategy writes them
+    # ---- checkpoints: one process writes one file, as every single-device strategy does; several write a folder
 
     @property
     @override
@@ -199,31 +320,41 @@ class MemoStrategy(ModelParallelStrategy):
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return True
+        return not self._loaded_in_place
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return Strategy.lightning_module_state_dict(self)
+        return super().lightning_module_state_dict() if self.distributed else Strategy.lightning_module_state_dict(self)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        Strategy.load_model_state_dict(self, checkpoint, strict)
+        if not self._loaded_in_place:
+            Strategy.load_model_state_dict(self, checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return Strategy.optimizer_state(self, optimizer)
+        return super().optimizer_state(optimizer) if self.distributed else Strategy.optimizer_state(self, optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        Strategy.load_optimizer_state_dict(self, checkpoint)
+        if not self._loaded_in_place:
+            Strategy.load_optimizer_state_dict(self, checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        if self.distributed:
+            save_sharded(checkpoint, Path(self.broadcast(filepath)))
+        else:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        path = Path(self.broadcast(checkpoint_path))
+        self._loaded_in_place = self.distributed or not path.is_file()
+        if not self._loaded_in_place:
+            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        assert self.model is not None and self.lightning_module is not None
+        return load_sharded(path, self.model, self.optimizers, self.lightning_module.strict_loading)
 
 
 def _refuse_gradient_checkpointing(model: nn.Module) -> None:

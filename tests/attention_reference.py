@@ -57,18 +57,21 @@ def visible(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Ten
         seen &= i - j < spec.window
     if spec.lengths is not None:
         seen &= j < torch.tensor(spec.lengths)[:, None, None]
+    for row, starts in enumerate(spec.documents or ()):
+        of_query, of_key = (sum((positions >= start).int() for start in starts) for positions in (i, j))
+        seen[row] &= of_query == of_key
     return seen[:, None]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; both are zero for queries that see nothing."""
+    """Output and log-sum-exp; zero and minus infinity for queries that see nothing."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    lse = torch.where(seen.any(-1), lse, torch.zeros_like(lse))
-    return torch.exp(scores - lse[..., None]) @ v, lse
+    weights = torch.exp(scores - torch.where(seen.any(-1), lse, torch.zeros_like(lse))[..., None])
+    return weights @ v, lse
 
 
 def reference(inputs: Inputs, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> Attended:
@@ -98,8 +101,12 @@ def errors(found: Attended, expected: Attended) -> dict[str, float]:
     gradients = float(sum(g.norm() ** 2 for g in expected[2:]) ** 0.5)
     result = {}
     for name, mine, truth in zip(Attended._fields, found, expected, strict=True):
+        mine = mine.cpu().double()
+        if name == "lse":
+            assert torch.equal(mine == -torch.inf, truth == -torch.inf)  # who sees nothing
+            mine, truth = (t[truth != -torch.inf] for t in (mine, truth))
         norm = max(float(truth.norm()), gradients / 10 if name.startswith("d") else 0.0, 1e-30)
-        result[name] = float((mine.cpu().double() - truth).norm()) / norm
+        result[name] = float((mine - truth).norm()) / norm
     return result
 
 

@@ -151,7 +151,7 @@ class EngineUnderTest:
             mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=slice_tokens,
             calls=len(profile.calls), slot_bytes=max(predicted),
         )  # fmt: skip
-        engine.load(plan, profile.input_bytes)
+        engine.load(plan, profile.batch * profile.tokens)
         return predicted
 
     def assert_as_planned(self) -> None:

@@ -1,10 +1,14 @@
 import math
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from processes import run_in_processes
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -142,6 +146,94 @@ def test_position_after_the_last_batch_is_the_next_epochs_first():
     assert limited.state_dict()["position"] == 1
     next(batches)
     assert limited.state_dict()["position"] == 0
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(2, 3), (3, 2), (6, 1)])
+def test_data_parallel_parts_make_up_the_batches_of_one_process(count, batch_size):
+    parts = [ids(loader(batch_size=batch_size, rank=rank, count=count)) for rank in range(count)]
+    whole = ids(loader(batch_size=6))
+    assert [len(part) for part in parts] == [len(whole)] * count == [3] * count
+    for step, together in enumerate(whole):
+        assert sorted(row for part in parts for row in part[step]) == sorted(together)
+
+
+def test_number_of_processes_may_change_within_an_epoch():
+    one = loader(batch_size=6)
+    batches = iter(one)
+    next(batches)
+    state = one.state_dict()
+    rest = [sorted(batch) for batch in ids(batches)]
+    parts = [loader(batch_size=3, rank=rank, count=2) for rank in range(2)]
+    for part in parts:
+        part.load_state_dict(state)
+    assert len(rest) == 2
+    assert [sorted(a + b) for a, b in zip(*map(ids, parts), strict=True)] == rest
+    with pytest.raises(ValueError, match=r"batch_size=6.*batch_size=12"):
+        loader(batch_size=6, count=2).load_state_dict(state)
+
+
+def test_every_process_gets_as_many_batches():
+    parts = [loader(batch_size=1, rank=rank, count=7) for rank in range(7)]
+    assert [len(part) for part in parts] == [len(ids(part)) for part in parts] == [2] * 7
+
+
+class Listener(LightningModule):
+    """Takes down what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.train_batches, self.val_batches = [], []
+
+    def training_step(self, batch):
+        self.train_batches.append(batch["input_ids"].tolist())
+        return self.weight * 1.0
+
+    def validation_step(self, batch):
+        self.val_batches.append(batch["input_ids"].tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def batches_of_a_fit(folder, devices, batch_size):
+    """Batches of training, by epoch, and of validation; with Lightning's own strategy."""
+    module = Listener()
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    data = TextDataModule(16, batch_size, path=str(folder), suffix=".txt", val_fraction=0.2)
+    trainer.fit(module, datamodule=data)
+    half = len(module.train_batches) // 2
+    return module.train_batches[:half], module.train_batches[half:], module.val_batches
+
+
+def batches_of_two_processes(folder):
+    assert dist.get_world_size() == 2
+    return batches_of_a_fit(folder, 2, 1)
+
+
+def test_lightning_keeps_the_order_under_data_parallelism(folder):
+    *epochs, val = batches_of_a_fit(folder, 1, 2)
+    *first_epochs, first_val = (parts := run_in_processes(2, batches_of_two_processes, folder))[0]
+    *second_epochs, second_val = parts[1]
+    assert epochs[0] != epochs[1]
+    for whole, first, second in zip(epochs, first_epochs, second_epochs, strict=True):
+        assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(batch) for batch in whole]
+    rows = {tuple(row) for batch in val for row in batch}
+    assert rows <= {tuple(row) for batch in first_val + second_val for row in batch}
+
+
+def test_text_must_suffice_for_all_processes(folder):
+    def module():
+        return TextDataModule(seq_len=700, batch_size=1, path=str(folder), suffix=".txt", val_fraction=0.5)
+
+    module().setup()
+    shared = module()
+    shared.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 0, "num_replicas": 9})
+    with pytest.raises(ValueError, match=r"on 9 data-parallel processes: one batch needs 6300 tokens, the training"):
+        shared.setup()
 
 
 def test_iterating_leaves_the_random_state_alone():

@@ -366,4 +366,5 @@ def _solve(trace: Trace, alignment: int, threads: int) -> StepPlacement:
 def _described(trainer: pl.Trainer) -> str:
     """What decides over the requests beside model and plan."""
     optimizers = ", ".join(f"{type(o).__name__} {len(o.param_groups)}" for o in trainer.optimizers)
-    return f"{optimizers}; accumulate {trainer.accumulate_grad_batches}; clip {trainer.gradient_clip_val}"
+    place = f"rank {trainer.global_rank} of {trainer.world_size}"
+    return f"{optimizers}; accumulate {trainer.accumulate_grad_batches}; clip {trainer.gradient_clip_val}; {place}"

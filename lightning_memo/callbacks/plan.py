@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.plan import Plan
 from lightning_memo.planner import plan_swap
 from lightning_memo.profiler.costs import (
@@ -39,17 +41,20 @@ class PlanAfterFirstStep(Callback):
     Args:
         engine: The engine of the run.
         config: The user's settings.
+        ranks: The processes that have to agree on a plan.
 
     Attributes:
         plan: The plan that is in force; `None` until the first batch is over.
     """
 
-    def __init__(self, engine: Engine, config: MemoConfig) -> None:
+    def __init__(self, engine: Engine, config: MemoConfig, ranks: Ranks | None = None) -> None:
         self.plan: Plan | None = None
         self._engine = engine
         self._config = config
+        self._ranks = ranks or Ranks()
         self._started_seconds = 0.0
         self._resumed: str | None = None
+        self._folder = Path()
 
     @override
     def on_save_checkpoint(
@@ -67,6 +72,8 @@ class PlanAfterFirstStep(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning asks all processes for it at once, and plans are saved by one.
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
         if self._config.plan is not None or self._resumed is not None:
             self._load_earlier_plan(trainer, pl_module)
         if self.plan is None:
@@ -95,23 +102,37 @@ class PlanAfterFirstStep(Callback):
     def _make_plan(
         self, profile: StepProfile, step_seconds: float, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> None:
-        device, config = self._engine.device, self._config
+        device, engine, ranks, first = self._engine.device, self._engine, self._ranks, self.plan is None
+        # Data-parallel processes meet longer batches at different times: later plans are of the sequence's processes.
+        findings = ranks.gather((engine.why_whole, engine.schedule), everyone=first)
+        schedules = [schedule for _, schedule in findings]
+        engine.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
         fixed = state_bytes(pl_module, trainer.optimizers)
         costs = layer_costs(profile, step_seconds, fixed, transient_bytes(profile, fixed, device), device)
-        plan = plan_swap(
-            costs,
-            budget(config, device, fixed, self._engine.host_bytes),
-            fingerprint(pl_module, profile, str(trainer.precision), device),
-            alpha=self._alpha(),
-            schedule=self._engine.schedule,
-            slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
-            slot_bytes=self._slot_bytes(profile),
-            allowed=(0.0, 1.0) if self._engine.why_whole else None,
-        )
-        replanned = self.plan is not None
-        self._engine.load(plan.swap, profile.input_bytes)
+        limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
+        label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
+
+        def solve(alpha: float | str | None, may_be_plain: bool) -> Plan:
+            return plan_swap(
+                costs,
+                limits,
+                label,
+                alpha=self._alpha() if alpha is None else alpha,
+                schedule=engine.schedule,
+                slice_tokens=self._slice_tokens,
+                slot_bytes=self._slot_bytes(profile),
+                allowed=(0.0, 1.0) if engine.why_whole else None,
+                may_be_plain=may_be_plain,
+            )
+
+        plan = agree_on_plan(solve, ranks, everyone=first)
+        engine.load(plan.swap, profile.batch * profile.tokens)
         self.plan = plan
-        self._show(plan, trainer, replanned)
+        self._show(plan, trainer, replanned=not first)
+
+    @property
+    def _slice_tokens(self) -> int | None:
+        return None if self._config.slice_tokens == "auto" else int(self._config.slice_tokens)
 
     def _alpha(self) -> float | str:
         """The wished alpha.
@@ -126,11 +147,10 @@ class PlanAfterFirstStep(Callback):
 
     def _slot_bytes(self, profile: StepProfile) -> Any:
         """Bytes of the largest slot as a function of alpha."""
-        longest = None if self._config.slice_tokens == "auto" else int(self._config.slice_tokens)
         whole = bool(self._engine.why_whole)
 
         def of_alpha(alpha: float) -> int:
-            slices = slice_tokens_by_alpha(profile.tokens, alpha, None if whole else longest)
+            slices = slice_tokens_by_alpha(profile.tokens, alpha, None if whole else self._slice_tokens)
             return max(
                 slot_bytes(call.saved, profile.tokens, slices, self._engine.schedule) for call in profile.in_order()
             )
@@ -154,16 +174,16 @@ class PlanAfterFirstStep(Callback):
                 f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
                 "sequence, set slice_tokens or a smaller alpha, or raise device_memory."
             )
-        rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan, trainer)}")
+        rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
 
     def complete(self, plan: Plan, trainer: pl.Trainer) -> None:
         """Take the plan with the places of buffers in it."""
         self.plan = plan
         if trainer.is_global_zero:
-            self._save(plan, trainer)
+            self._save(plan)
 
-    def _save(self, plan: Plan, trainer: pl.Trainer) -> Path:
-        path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILE
+    def _save(self, plan: Plan) -> Path:
+        path = self._folder / PLAN_FILE
         plan.save(path)
         return path
 
@@ -173,16 +193,19 @@ class PlanAfterFirstStep(Callback):
         """Use the plan that the user gave or the checkpoint holds, if it was made for this run.
 
         Raises:
-            ValueError: The file is no plan, or needs more host memory than there is.
+            ValueError: The file is no plan, needs more host memory than there is, or another process has another plan.
         """
-        given = self._config.plan
+        given, plan, why_not, error = self._config.plan, None, "", None
         try:
-            plan = Plan.load(given) if given is not None else Plan.from_json(self._resumed or "")
-        except ValueError:
-            if given is not None:
-                raise
+            plan = self._read_plan()
+            why_not = "" if plan is None else self._why_not(plan, trainer, pl_module)
+        except (ValueError, OSError) as refused:
+            error = refused
+        self._ranks.raise_together(error)
+        self._refuse_different(plan)
+        if plan is None:
             return
-        why_not = self._why_not(plan, trainer, pl_module)
+        why_not = next((why for why in self._ranks.gather(why_not) if why), "")
         if why_not:
             source = given or "the checkpoint's plan"
             rank_zero_warn(f"MemoStrategy: {source} is not used, and the first batch is profiled: {why_not}.")
@@ -191,21 +214,53 @@ class PlanAfterFirstStep(Callback):
             rank_zero_warn(
                 f"MemoStrategy: alpha={self._config.alpha} is not used, because {given} says {plan.swap.alpha}."
             )
-        self._engine.load(plan.swap, max(plan.costs.input_bytes))
+        self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens)
         self.plan = plan
         rank_zero_info(f"MemoStrategy: uses the plan {given or 'of the checkpoint'}.")
         self._show(plan, trainer, replanned=False)
 
+    def _read_plan(self) -> Plan | None:
+        """The plan that the user gave or the checkpoint holds; `None` if that one is not readable.
+
+        Raises:
+            ValueError: The user's file is no plan.
+            OSError: It can't be read.
+        """
+        if self._config.plan is not None:
+            return Plan.load(self._config.plan)
+        try:
+            return Plan.from_json(self._resumed or "")
+        except ValueError:
+            return None
+
+    def _refuse_different(self, plan: Plan | None) -> None:
+        """End all processes if they have plans that cannot run together.
+
+        Raises:
+            ValueError: They have.
+        """
+        swaps = self._ranks.gather(None if plan is None else replace(plan.swap, slot_bytes=0))
+        for rank, swap in enumerate(swaps):
+            if swap != swaps[0]:
+                told = [
+                    f"rank {r}: {'none' if s is None else f'alpha={s.alpha:g} {s.mode}'}"
+                    for r, s in ((0, swaps[0]), (rank, swap))
+                ]
+                raise ValueError(
+                    f"processes were given different plans ({', '.join(told)}): give all of them the same file, or None"
+                )
+
     def _why_not(self, plan: Plan, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
         """Why an earlier plan does not hold for this run; empty if it does."""
         device, given = self._engine.device, self._config.plan
-        expected = run_fingerprint(pl_module, str(trainer.precision), device)
+        expected = run_fingerprint(pl_module, str(trainer.precision), device, self._ranks.parallel)
         for name, value in expected.items():
             if getattr(plan.fingerprint, name) != value:
                 return f"it was made for {name} {getattr(plan.fingerprint, name)}, and this is {value}"
         if given is None and self._config.alpha not in ("auto", plan.swap.alpha):
             return f"it says alpha={plan.swap.alpha}, and {self._config.alpha} was given"
-        available = budget(self._config, device, state_bytes(pl_module, trainer.optimizers), self._engine.host_bytes)
+        fixed = state_bytes(pl_module, trainer.optimizers)
+        available = budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
         if plan.swap.host_bytes > available.host_bytes:
             needs, has = format_bytes(plan.swap.host_bytes), format_bytes(available.host_bytes)
             if given is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_memo.data.tokenizer import Tokens
@@ -30,33 +30,37 @@ class ChunkDataset(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-class EpochSampler(Sampler[int]):
-    """A permutation that seed and epoch determine, from ``start`` on.
+class EpochSampler(DistributedSampler[int]):
+    """The part of one data-parallel process of a permutation that seed and epoch determine, from ``start`` on.
 
-    Lightning calls ``set_epoch`` before each epoch.
+    The n-th entries of all parts lie side by side in the permutation, so that what is trained on together does not
+    depend on the number of processes. Lightning calls ``set_epoch`` before each epoch; where there are several
+    processes, it would replace any sampler but a ``DistributedSampler``.
+
+    Args:
+        length: Number of items.
+        seed: Determines the permutation, with the epoch.
+        rank: Data-parallel rank of this process.
+        count: Data-parallel size. All parts are as long: items left over are dropped.
     """
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, seed: int, rank: int = 0, count: int = 1) -> None:
+        super().__init__(range(length), num_replicas=count, rank=rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.length = length
-        self.seed = seed
-        self.epoch = 0
         self.start = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the permutation."""
-        self.epoch = epoch
 
     @override
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.length)
-        return iter(order[self.start :].tolist())
+        part = order[self.rank : self.total_size : self.num_replicas]
+        return iter(part[self.start :].tolist())
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
     """A loader whose position within the epoch is saved in Lightning's checkpoints.
+
+    The position is the same for all data-parallel processes. Resuming with another number of them needs the same
+    product of that number and ``batch_size``.
 
     Args:
         dataset: What is loaded.
@@ -64,6 +68,8 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         seed: Determines the order, with the epoch.
         epoch_batches: Batches after which the trainer ends an epoch, where that is fewer than all.
         num_workers: As in :class:`~torch.utils.data.DataLoader`.
+        rank: Data-parallel rank of this process.
+        count: Data-parallel size; each process gets its own batches.
     """
 
     def __init__(
@@ -73,8 +79,10 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         seed: int,
         epoch_batches: int | None = None,
         num_workers: int = 0,
+        rank: int = 0,
+        count: int = 1,
     ) -> None:
-        self._order = EpochSampler(len(dataset), seed)
+        self._order = EpochSampler(len(dataset), seed, rank, count)
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -118,7 +126,8 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
     def _identity(self) -> dict[str, int]:
         assert self.batch_size is not None
-        return {"sequences": len(self._order), "batch_size": self.batch_size, "seed": self._order.seed}
+        batch_size = self.batch_size * self._order.num_replicas
+        return {"sequences": self._order.length, "batch_size": batch_size, "seed": self._order.seed}
 
 
 def _settings(values: dict[str, int]) -> str:

@@ -18,10 +18,11 @@ class TextDataModule(LightningDataModule):
 
     Batches are ``{"input_ids": [batch, seq_len], "labels": [batch, seq_len]}``. Their order depends on the seed and the
     epoch alone, and a run that is resumed within an epoch gets the batches that the uninterrupted one would have got.
+    Under data parallelism each process gets batches of its own.
 
     Args:
         seq_len: Tokens per sequence.
-        batch_size: Sequences per batch.
+        batch_size: Sequences per batch of one data-parallel process.
         path: Folder of text; None is the source of Python's standard library.
         suffix: Which files under it are documents.
         exclude: Names of folders that are left out.
@@ -75,8 +76,10 @@ class TextDataModule(LightningDataModule):
             return
         tokenizer = load_tokenizer(self._tokenizer_folder)
         corpus = load_corpus(self._config, tokenizer)
-        self._check_length(corpus.train, "training")
-        self._check_length(corpus.val, "validation")
+        _, count = self._data_parallel()
+        self._check_length(corpus.train, self.batch_size * count, "training")
+        # Lightning's sampler repeats sequences of validation until all processes have as many.
+        self._check_length(corpus.val, (self.batch_size - 1) * count + 1, "validation")
         self.vocab_size = tokenizer.vocab_size
         self.unigram_entropy = unigram_entropy(corpus.train)
         self._corpus = corpus
@@ -86,13 +89,16 @@ class TextDataModule(LightningDataModule):
         assert self._corpus is not None
         dataset = ChunkDataset(self._corpus.train, self.seq_len)
         limit = self.trainer.limit_train_batches if self.trainer else 1.0
-        batches = len(dataset) // self.batch_size
+        rank, count = self._data_parallel()
+        batches = len(dataset) // (self.batch_size * count)
         self._loader = ResumableLoader(
             dataset,
             batch_size=self.batch_size,
             seed=self._config.seed,
             epoch_batches=limit if isinstance(limit, int) else int(batches * limit),
             num_workers=self._num_workers,
+            rank=rank,
+            count=count,
         )
         if self._position is not None:
             self._loader.load_state_dict(self._position)
@@ -121,11 +127,18 @@ class TextDataModule(LightningDataModule):
         else:
             self._loader.load_state_dict(position)
 
-    def _check_length(self, tokens: Tokens, use: str) -> None:
-        needed = self.seq_len * self.batch_size
+    def _data_parallel(self) -> tuple[int, int]:
+        """Rank and size, as the strategy tells Lightning's own samplers."""
+        sampler = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"rank": 0, "num_replicas": 1}
+        return sampler["rank"], sampler["num_replicas"]
+
+    def _check_length(self, tokens: Tokens, sequences: int, use: str) -> None:
+        needed = self.seq_len * sequences
         if len(tokens) < needed:
+            _, count = self._data_parallel()
+            processes = f" on {count} data-parallel processes" if count > 1 else ""
             raise ValueError(
-                f"data.seq_len={self.seq_len} x data.batch_size={self.batch_size}: one batch needs {needed} tokens, the"
-                f" {use} text has {len(tokens)}; lower one of them, or give more text (data.path, data.max_bytes,"
-                " data.val_fraction)"
+                f"data.seq_len={self.seq_len} x data.batch_size={self.batch_size}{processes}: one batch needs {needed}"
+                f" tokens, the {use} text has {len(tokens)}; lower one of them, or give more text (data.path,"
+                " data.max_bytes, data.val_fraction)"
             )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.intercept import autocast_inputs, current_handler
-from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec, select_backend
+from lightning_memo.engine.attention import attend
+from lightning_memo.engine.intercept import autocast_inputs, current_handler, current_layout
+from lightning_memo.kernels import AttentionSpec, select_backend
 
 # Keep "flash" out of the name: transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
@@ -20,20 +21,24 @@ ATTENTION_NAME = "lightning_memo"
 _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
 _CHECKED_PAIRS = 4096
 
+Documents = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
     """What a model's mask is, instead of the mask itself: `[tokens, tokens]` is too large to build.
 
     Attributes:
-        causal: Queries see no later key.
+        causal: Queries see no later key; `None` if that is for the attention module to say.
         window: Queries see this many positions, their own included; `None` is all.
         lengths: Valid tokens of each batch row, padding on the right; `None` is all.
+        documents: Where documents start in each batch row, if several are packed in one; none sees another.
     """
 
-    causal: bool
+    causal: bool | None
     window: int | None
-    lengths: tuple[int, ...] | None
+    lengths: tuple[int, ...] | None = None
+    documents: Documents | None = None
 
 
 def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
@@ -95,6 +100,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it: `[batch, heads, tokens, head_dim]` in, heads after tokens out."""
     handler = current_handler()
+    if current_layout() is not None:
+        _check_among_processes(module, handler, attention_mask, sliding_window)
     if handler is None and (not torch.is_grad_enabled() or not isinstance(attention_mask, MaskPattern)):
         return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     for name in _UNKNOWN_ARGUMENTS:
@@ -109,7 +116,7 @@ def _attention(
         out = handler(query, key, value, spec)
     else:
         query, key, value = autocast_inputs(query, key, value)
-        out = _WholeAttention.apply(select_backend(query, key, value, spec), spec, query, key, value)
+        out = attend(select_backend(query, key, value, spec), query, key, value, spec)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -117,10 +124,30 @@ def _spec(
     mask: Tensor | MaskPattern | None, causal: bool, window: int | None, dropout: float, scale: float | None
 ) -> AttentionSpec:
     if isinstance(mask, MaskPattern):
-        return AttentionSpec(mask.causal, scale, mask.window, dropout, mask.lengths)
+        causal = causal if mask.causal is None else mask.causal
+        return AttentionSpec(causal, scale, mask.window, dropout, mask.lengths, documents=mask.documents)
     if mask is not None:
         return AttentionSpec(False, scale, None, dropout, mask=mask)
     return AttentionSpec(causal, scale, window if causal else None, dropout)
+
+
+def _check_among_processes(module: nn.Module, handler: object, mask: object, window: int | None) -> None:
+    """Refuse attention that would see only this process's tokens, or that has a mask of unknown kind.
+
+    Raises:
+        ValueError: See above.
+    """
+    name = type(module).__name__
+    if handler is None:
+        raise ValueError(
+            f"{name} attends outside of the repeated layers, where the tokens of other processes cannot be seen: train "
+            "this model with context_parallel_size=1 and sequence_parallel=False"
+        )
+    if not isinstance(mask, MaskPattern) or mask.window != window:
+        raise ValueError(
+            f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
+            "with context_parallel_size=1 and sequence_parallel=False"
+        )
 
 
 def _sdpa_of_transformers(
@@ -139,23 +166,6 @@ def _sdpa_of_transformers(
     return sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, causal, **kwargs)
 
 
-class _WholeAttention(torch.autograd.Function):
-    """Attention of a module that is not among the engine's layers, or of a layer that runs plainly."""
-
-    @staticmethod
-    def forward(ctx: Any, backend: AttentionBackend, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = backend.forward(q, k, v, spec)
-        ctx.backend, ctx.spec, ctx.state = backend, spec, result.state
-        ctx.save_for_backward(q, k, v, result.out, result.lse)
-        return result.out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        result = AttentionResult(out, lse, ctx.state)
-        return (None, None, *ctx.backend.backward(dout, q, k, v, result, ctx.spec))
-
-
 def _mask(
     batch_size: int,
     q_length: int,
@@ -170,49 +180,59 @@ def _mask(
     """A mask function as transformers calls it: a pattern in training, its own masks otherwise."""
     from transformers.masking_utils import sdpa_mask
 
+    if current_layout() is not None:
+        return MaskPattern(None, kwargs.get("local_size"))
     if not torch.is_grad_enabled() or q_length != kv_length:
         return sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
         )  # fmt: skip
     assert mask_function is not None
-    causal, window = _classify(mask_function, q_length, batch_size)
-    lengths = None if attention_mask is None else _right_padded_lengths(attention_mask)
-    if causal and window is None and lengths is None:
+    lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
+    pattern = _classify(mask_function, q_length, batch_size, kwargs.get("local_size"))
+    if pattern == MaskPattern(True, None) and lengths is None:
         return None
-    return MaskPattern(causal, window, lengths)
+    return replace(pattern, lengths=lengths)
 
 
-def _classify(mask_function: Callable[..., Any], tokens: int, batch: int) -> tuple[bool, int | None]:
-    """Whether a mask function is causal, and its window, from single rows and a check on random pairs.
+def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_size: int | None) -> MaskPattern:
+    """What a mask function is, from single rows and a check on random pairs.
+
+    Args:
+        mask_function: As transformers makes it.
+        tokens: Queries, and keys.
+        batch: Rows of the batch.
+        local_size: The window or chunk that the model names, if any.
 
     Raises:
-        ValueError: It is neither causal, nor a causal window, nor full.
+        ValueError: It is neither causal, nor a causal window, nor full, within documents if there are several.
     """
-    last = torch.tensor(tokens - 1)
-    zero = torch.tensor(0)
-    row = _evaluate(mask_function, zero, last, torch.arange(tokens))
-    first = int(row.to(torch.int8).argmax())
-    causal = tokens == 1 or not bool(_evaluate(mask_function, zero, zero, last))
-    window = tokens - first if causal and first > 0 else None
+    zero, near = torch.tensor(0), torch.arange(tokens)
+    joined = [_evaluate(mask_function, torch.tensor(b), near[1:], near[:-1]) for b in range(batch)]
+    starts = [torch.cat([near[:1], near[1:][~seen]]) for seen in joined]
+    document = torch.stack([torch.searchsorted(s, near, right=True) for s in starts])
+    alone = tokens == 1 or starts[0].numel() == tokens
+    first_end = int(starts[0][1]) if starts[0].numel() > 1 else tokens
+    causal = alone or not bool(_evaluate(mask_function, zero, zero, torch.tensor(first_end - 1)))
+    window = local_size if causal and local_size is not None and local_size < tokens else None
     generator = torch.Generator().manual_seed(0)
     i, j = torch.randint(0, tokens, (2, _CHECKED_PAIRS), generator=generator)
-    near = torch.arange(tokens)
     rows = torch.randint(0, batch, (_CHECKED_PAIRS,), generator=generator)
     pairs = [(i, j, rows), (near, near, near % batch), (near, (near - 1).clamp_min(0), near % batch)]
     if window is not None:
         pairs += [(near, (near - window + d).clamp_min(0), near % batch) for d in (0, 1)]
     for queries, keys, row_numbers in pairs:
-        expected = torch.ones_like(queries, dtype=torch.bool)
+        expected = document[row_numbers, queries] == document[row_numbers, keys]
         if causal:
-            expected = (keys <= queries) & (keys > queries - (window or tokens))
+            expected &= (keys <= queries) & (keys > queries - (window or tokens))
         if not torch.equal(_evaluate(mask_function, row_numbers, queries, keys), expected):
             raise ValueError(
-                "this batch's attention mask is neither causal, nor a sliding window, nor full (packed documents or "
-                "chunked attention): pass position_ids that count from 0 to the end, or an attention_mask that pads "
-                "on the right"
+                "this batch's attention mask is neither causal, nor a sliding window, nor full (chunked attention, or "
+                "positions that jump): pass position_ids that count from 0, again in each packed document, or an "
+                "attention_mask that pads on the right"
             )
-    return causal, window
+    packed = any(s.numel() > 1 for s in starts)
+    return MaskPattern(causal, window, documents=tuple(tuple(s.tolist()) for s in starts) if packed else None)
 
 
 def _evaluate(mask_function: Callable[..., Any], rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -220,7 +240,7 @@ def _evaluate(mask_function: Callable[..., Any], rows: Tensor, queries: Tensor, 
     return result.expand(torch.broadcast_shapes(queries.shape, keys.shape)).bool()
 
 
-def _right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
+def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
     """Valid tokens of each row of a padding mask `[batch, tokens]`; `None` if all are valid.
 
     Raises:

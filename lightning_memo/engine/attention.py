@@ -95,6 +95,29 @@ class AttentionCore:
         sum_dv += dv
 
 
+class _WholeAttention(torch.autograd.Function):
+    """Attention outside of slices, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: AttentionBackend, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = backend.forward(q, k, v, spec)
+        ctx.backend, ctx.spec, ctx.state = backend, spec, result.state
+        ctx.save_for_backward(q, k, v, result.out, result.lse)
+        return result.out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        result = AttentionResult(out, lse, ctx.state)
+        return (None, None, *ctx.backend.backward(dout, q, k, v, result, ctx.spec))
+
+
+def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention of a module that is not among the engine's layers, or of a layer that runs plainly."""
+    out: Tensor = _WholeAttention.apply(backend, spec, q, k, v)
+    return out
+
+
 def _fp32_copy(t: Tensor) -> Tensor:
     """A copy of its own, in fp32 if `t` is half precision."""
     dtype = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype

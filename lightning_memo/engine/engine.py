@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attach import attach_attention, collecting_nothing
+from lightning_memo.engine.attention import attend
+from lightning_memo.engine.intercept import current_layout, handling
 from lightning_memo.engine.memory import SlotMemory, TestMode
 from lightning_memo.engine.probe import LayerTraits, probe_layer
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_layer_schedule, run_nested
+from lightning_memo.engine.sharded import awaited
 from lightning_memo.engine.slices import (
     Action,
     SavedBytes,
@@ -28,6 +31,7 @@ from lightning_memo.engine.slices import (
     slot_bytes,
 )
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
+from lightning_memo.parallel.context import ContextAttention, ContextGroups
 from lightning_memo.plan import SwapPlan
 
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -61,6 +65,8 @@ class Engine:
         attention: Wished attention back end.
         schedule: "auto", or "nest" to nest slices where that is not necessary.
         test_mode: Delays and poison, to bring out copy races.
+        context: Processes that share the tokens of a sequence, if several do.
+        shards: Processes that share the tokens between the blocks of a layer (sequence parallelism).
     """
 
     def __init__(
@@ -71,6 +77,8 @@ class Engine:
         attention: str = "auto",
         schedule: str = "auto",
         test_mode: TestMode | None = None,
+        context: ContextGroups | None = None,
+        shards: int = 1,
     ) -> None:
         self.layers = list(layers)
         self.device = device
@@ -82,9 +90,11 @@ class Engine:
         self._model = model
         self._attention = attention
         self._schedule = schedule
+        self._context, self._shards = context, shards
+        self._agreed = LayerTraits("", "layer", ())
         self._traits: dict[object, LayerTraits] = {}
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
-        self._planned_input_bytes = 0
+        self._planned_tokens = 0
         self._outgrown = False
         self._undo: list[Callable[[], None]] = []
 
@@ -104,15 +114,15 @@ class Engine:
             self._undo.pop()()
         self.unload()
 
-    def load(self, swap: SwapPlan, input_bytes: int) -> None:
+    def load(self, swap: SwapPlan, tokens: int) -> None:
         """Run by `swap` from now on.
 
         Args:
             swap: The plan.
-            input_bytes: Size of the largest layer input that it was made for.
+            tokens: Tokens of the batch that it was made for, all its sequences together.
         """
         self.unload()
-        self.swap, self._planned_input_bytes = swap, input_bytes
+        self.swap, self._planned_tokens = swap, tokens
         if swap.mode == "memo":
             self._allocate(swap.slot_bytes, swap.swapped_calls)
 
@@ -147,16 +157,28 @@ class Engine:
 
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not _needs_grad(layer, (args, kwargs)):
-            return forward(*args, **kwargs)
+            return self._run_plainly(forward, args, kwargs)
         if self._backward_was_interrupted():
             self.reset()
-        x, call = _layer_call(layer, forward, args, kwargs)
+        x, call = _layer_call(layer, forward, args, kwargs, self._shards)
+        x = awaited(x)
         index = max(self._runs.keys(), default=-1) + 1
-        if index == 0 and (self.swap is None or self._outgrown or x.nbytes > self._planned_input_bytes):
+        if index == 0 and self.profiles(call.batch * call.tokens):
             self._start_profile(call, x)
         if self.profile is None and self.swap is not None and self.swap.mode == "plain":
-            return forward(*args, **kwargs)
+            return self._run_plainly(forward, args, kwargs)
         return self._run_slices(call, x.contiguous(), index)
+
+    def _run_plainly(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer as it is, but for attention that has to meet the tokens of other processes."""
+        if current_layout() is None:
+            return forward(*args, **kwargs)
+
+        def attend_across(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+            return attend(self.backend(q, k, v, spec), q, k, v, spec)
+
+        with handling(attend_across):
+            return forward(*args, **kwargs)
 
     def _backward_was_interrupted(self) -> bool:
         """Whether an exception ended a backward half-way. PyTorch keeps what waited in it until the next backward."""
@@ -167,6 +189,7 @@ class Engine:
         self.mark(index, "forward_begin")
         traits = self._traits_of(call, x)
         slices = self.slices_for(traits, call.tokens)
+        self._check_layout(slices)
         assert self.swap is not None
         if self.profile is None and index >= self.swap.calls:
             self._outgrown = True  # more forwards before a backward than were planned: these stay on the device
@@ -179,9 +202,41 @@ class Engine:
         """How the plan cuts a layer's input. A layer that cannot be cut is swapped or recomputed as one."""
         assert self.swap is not None
         alpha = self.swap.alpha
-        if traits.why_whole:
+        if traits.why_whole or self._agreed.why_whole:
             return (TokenRange(0, tokens, Action.SWAP if alpha >= 1.0 else Action.RECOMPUTE),)
         return slice_tokens_by_alpha(tokens, alpha, self.swap.slice_tokens)
+
+    def profiles(self, tokens: int) -> bool:
+        """Whether a step with so many tokens is going to be profiled: no plan covers it."""
+        return self.swap is None or self._outgrown or tokens > self._planned_tokens
+
+    def bounds_for(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """Where the slices of a training batch are going to end; nothing if layers run as one slice.
+
+        Args:
+            batch: Sequences.
+            tokens: Tokens of each that this process holds between the blocks of a layer.
+        """
+        if self.swap is None or self.swap.mode == "plain" or self.profiles(batch * tokens):
+            return ()
+        traits = next((traits for traits in self.traits if traits.why_whole), self._agreed)
+        return tuple(part.stop for part in self.slices_for(traits, tokens))
+
+    def _check_layout(self, slices: Sequence[TokenRange]) -> None:
+        """Sequence-parallel shards hold their part of every slice: a batch laid out for others is in another order.
+
+        Raises:
+            RuntimeError: The batch was laid out for other slices.
+        """
+        layout = current_layout()
+        if layout is None or layout.shards == 1:
+            return
+        laid_out = layout.bounds or (slices[-1].stop,)
+        if laid_out != tuple(part.stop for part in slices):
+            raise RuntimeError(
+                f"the batch was laid out for slices that end at {laid_out}, and layers run slices that end at "
+                f"{tuple(part.stop for part in slices)}: every forward of a step has to take the strategy's batch"
+            )
 
     # ---- profile
 
@@ -198,7 +253,7 @@ class Engine:
             slot_bytes=slot_bytes(saved, call.tokens, whole, "layer"),
         )  # fmt: skip
         self.unload()
-        self.swap, self._planned_input_bytes = bootstrap, x.nbytes
+        self.swap, self._planned_tokens = bootstrap, call.batch * call.tokens
         self._allocate(bootstrap.slot_bytes, bootstrap.swapped_calls, pinned=False)
         self.profile = StepProfile(self.device, call.batch, call.tokens, x.nbytes)
         self.profile.setup_seconds = time.perf_counter() - started
@@ -211,12 +266,17 @@ class Engine:
     @property
     def why_whole(self) -> str:
         """Why some layer cannot be cut into slices; empty if all can."""
-        return next((traits.why_whole for traits in self.traits if traits.why_whole), "")
+        return next((traits.why_whole for traits in (*self.traits, self._agreed) if traits.why_whole), "")
 
     @property
     def schedule(self) -> str:
         """The schedule of the model's layers: "nest" if it is wished, or some layer needs it."""
-        return "nest" if "nest" in (self._schedule, *(traits.schedule for traits in self.traits)) else "layer"
+        schedules = (self._schedule, self._agreed.schedule, *(traits.schedule for traits in self.traits))
+        return "nest" if "nest" in schedules else "layer"
+
+    def agree(self, why_whole: str, schedule: str) -> None:
+        """Take over what some process found out about its layers, so that all run alike."""
+        self._agreed = LayerTraits(why_whole, schedule, ())
 
     def _traits_of(self, call: LayerCall, x: Tensor) -> LayerTraits:
         """Layers with parameters of the same names and shapes are of one kind, and looked at once."""
@@ -231,7 +291,9 @@ class Engine:
     # ---- what layer runs ask for
 
     def backend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionBackend:
-        """The attention kernel for these tensors."""
+        """The attention kernel for these tensors, which are all tokens or, context-parallel, this process's."""
+        if self._context is not None:
+            return ContextAttention(self._context, functools.partial(select_backend, choice=self._attention))
         return select_backend(q, k, v, spec, self._attention)
 
     def check_sliceable(self, run: LayerRun, spec: AttentionSpec) -> None:
@@ -296,7 +358,7 @@ def _needs_grad(layer: nn.Module, arguments: Any) -> bool:
 
 
 def _layer_call(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shards: int
 ) -> tuple[Tensor, LayerCall]:
     """The layer's input, and the rest of its call without key-value caches, which training does not fill."""
     kwargs = dict(kwargs)
@@ -309,7 +371,7 @@ def _layer_call(
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     dim = token_dim(layer)
-    return x, LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim)
+    return x, LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards)
 
 
 def _is_cache(value: object) -> bool:

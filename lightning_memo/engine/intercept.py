@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.regions import gapless_strides
+from lightning_memo.engine.slices import take_tokens
 from lightning_memo.kernels import AttentionSpec
+from lightning_memo.parallel.layout import TokenLayout
 
 # q, k, v [batch, heads, tokens, head_dim] and the spec -> output of the same shape
 AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
+_layout: ContextVar[TokenLayout | None] = ContextVar("token_layout", default=None)
 _sdpa = F.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DROPOUTS = (F.dropout, torch.dropout)
@@ -28,6 +32,16 @@ _DROPOUTS = (F.dropout, torch.dropout)
 def current_handler() -> AttentionHandler | None:
     """Who answers attention calls right now: the running slice, or nobody outside the engine's layers."""
     return _handler.get()
+
+
+def current_layout() -> TokenLayout | None:
+    """Where the tokens of the current batch are; `None` where this process holds all of them in order."""
+    return _layout.get()
+
+
+def set_layout(layout: TokenLayout | None) -> None:
+    """Say where the tokens of the batch are that comes next."""
+    _layout.set(layout)
 
 
 def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -48,6 +62,9 @@ def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
 
 def _answer(handler: AttentionHandler, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Ask a handler, whose own attention calls are not caught again."""
+    layout = _layout.get()
+    if layout is not None:  # what the model knows of documents and padding is about its own part of the tokens
+        spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
     token = _handler.set(None)
     try:
         return handler(*autocast_inputs(q, k, v), spec)
@@ -90,9 +107,9 @@ class LayerMode(TorchFunctionMode):
     do not depend on how many slices there are, and gradients are those of plain training at every alpha.
     """
 
-    def __init__(self, tokens: int, start: int, stop: int, batch: int, token_dim: int) -> None:
+    def __init__(self, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> None:
         super().__init__()
-        self._tokens, self._start, self._stop = tokens, start, stop
+        self._tokens, self._start, self._stop, self._shards = tokens, start, stop, shards
         self._batch, self._token_dim = batch, token_dim
         self._own: object = None
 
@@ -127,10 +144,10 @@ class LayerMode(TorchFunctionMode):
         """This slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
         count = self._stop - self._start
         shape, dim = list(input.shape), self._token_dim
-        if input.dim() >= 2 and shape[dim] == count and shape[1 - dim] == self._batch:
-            shape[dim] = self._tokens
+        if input.dim() >= 2 and shape[dim] in (count, count * self._shards) and shape[1 - dim] == self._batch:
+            shape[dim] = self._tokens * shape[dim] // count
             whole = input.new_empty_strided(shape, gapless_strides(shape, input)).fill_(1)
-            return F.dropout(whole, p).narrow(dim, self._start, count)
+            return take_tokens(F.dropout(whole, p), dim, self._tokens, self._start, self._stop)
         if shape[0] == count * self._batch and dim == 1:
             whole = F.dropout(input.new_ones(self._batch * self._tokens, *shape[1:]), p)
             part = whole.unflatten(0, (self._batch, self._tokens)).narrow(1, self._start, count)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.run import LayerCall
-from lightning_memo.engine.slices import Action, TokenRange
+from lightning_memo.engine.slices import Action, TokenRange, take_tokens
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 
 BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
@@ -58,7 +58,7 @@ class _Recorder:
         self.outputs.append((before, result.out, RngState.capture(q.device)))
         return result.out
 
-    def part(self, part: TokenRange) -> Callable[..., Tensor]:
+    def part(self, part: TokenRange, tokens: int) -> Callable[..., Tensor]:
         """Answers with the known output of these tokens, and draws as much as attention did."""
         known = iter(self.outputs)
 
@@ -66,7 +66,7 @@ class _Recorder:
             before, out, after = next(known)
             self.drawn_alike &= RngState.capture(q.device).same(before)
             after.restore()
-            return out.narrow(2, part.start, part.tokens)
+            return take_tokens(out, 2, tokens, part.start, part.stop)
 
         return answer
 
@@ -108,7 +108,7 @@ def _why_whole(
     for part in parts:
         start.restore()
         try:
-            with handling(recorder.part(part)), call.mode(part), contextlib.suppress(StopIteration):
+            with handling(recorder.part(part, call.tokens)), call.mode(part), contextlib.suppress(StopIteration):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"

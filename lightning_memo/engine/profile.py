@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.regions import Registry
+from lightning_memo.engine.sharded import local_part
 from lightning_memo.engine.slices import SavedBytes
 
 
@@ -92,7 +93,7 @@ class StepProfile:
         """A tensor is per token unless all its sizes are those of weights (experts get any number of tokens)."""
         if any(size in (self.tokens, self.batch * self.tokens) for size in t.shape):
             return True
-        sizes = {1, *(size for p in layer.parameters() for size in p.shape)}
+        sizes = {1, *(size for p in layer.parameters() for size in local_part(p).shape)}
         return any(size not in sizes for size in t.shape)
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:

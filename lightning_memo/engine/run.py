@@ -15,6 +15,7 @@ from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
 from lightning_memo.engine.memory import Slot, SlotMemory, Stored
 from lightning_memo.engine.regions import Registry
+from lightning_memo.engine.sharded import ShardedHandle, local_part
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slices import TokenRange, cut
 from lightning_memo.kernels import AttentionSpec, RngState
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
 
 # A saved tensor's handle: itself (weights, what stays on the device), its place in the slot, or its number in a replay.
-Handle = Tensor | Stored | int
+Handle = Tensor | Stored | ShardedHandle | int
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
     """A layer's forward and its arguments beside the input, which is `[batch, tokens, hidden]`.
 
-    `token_dim` is 1, or 0 for a layer that takes `[tokens, batch, hidden]`.
+    `token_dim` is 1, or 0 for a layer that takes `[tokens, batch, hidden]`. With sequence parallelism the input holds
+    one of `shards` parts of the tokens, and attention sees the same slice of all parts.
     """
 
     layer: nn.Module
@@ -40,15 +42,16 @@ class LayerCall:
     tokens: int
     batch: int
     token_dim: int = 1
+    shards: int = 1
 
     def run(self, x: Tensor, part: TokenRange) -> Any:
         """The layer's own forward on some of the tokens, whose input is `x`."""
         arguments = (self.args, self.kwargs)
-        args, kwargs = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim)
+        args, kwargs = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
         return self.forward(x, *args, **kwargs)
 
     def mode(self, part: TokenRange) -> LayerMode:
-        return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim)
+        return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
 
 
 class LayerRun:
@@ -86,7 +89,7 @@ class LayerRun:
         self.registry: Registry[Stored] = Registry()
         self.autocast = _autocast_of(x.device)
         self.device = x.device
-        self.x = self.store("input", x.detach())  # x itself must not live until the backward
+        self.x = self.store("input", local_part(x.detach()))  # x itself must not live until the backward
         self.x_requires_grad = x.requires_grad
         self.x_shape = x.shape
         self.rng_start = RngState.capture(x.device)
@@ -99,6 +102,11 @@ class LayerRun:
         # A graph that is dropped without a backward gives its slot back too.
         self._release = weakref.finalize(self, _release_slot, memory, self.slot)
         self._release.atexit = False
+
+    @property
+    def attention_slices(self) -> tuple[TokenRange, ...]:
+        """The slices as attention sees them."""
+        return tuple(part.gathered(self.call.shards) for part in self.slices)
 
     @property
     def whole(self) -> bool:
@@ -129,6 +137,8 @@ class LayerRun:
         """A stored tensor on the device."""
         if isinstance(handle, Tensor):
             return handle
+        if isinstance(handle, ShardedHandle):
+            return handle.wrap(self.load(handle.local))
         assert isinstance(handle, Stored) and self.slot is not None
         self.begin_backward()
         return self.slot.load(handle)
@@ -149,7 +159,7 @@ class LayerRun:
     def core(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionCore:
         """The core of the layer's attention call `number`; slices make their calls in the same order."""
         if number == len(self.cores):
-            self.cores.append(AttentionCore(self.engine.backend(q, k, v, spec), self.slices))
+            self.cores.append(AttentionCore(self.engine.backend(q, k, v, spec), self.attention_slices))
         return self.cores[number]
 
     def end_forward(self) -> None:

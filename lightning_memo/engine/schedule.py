@@ -103,7 +103,7 @@ class _NestedAttention(torch.autograd.Function):
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
         ctx.lse = run.store("lse", result.lse)
         # Each slice's output on its own, so that its output projection reads it without another copy.
-        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.slices], 2))
+        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention_slices], 2))
         for n, (part, out) in enumerate(zip(slices, outs, strict=True)):
             part.save_attention(*(p[n] for p in parts), AttentionResult(out, result.lse[..., :0]), spec, nested=True)
         return outs
@@ -117,7 +117,7 @@ class _NestedAttention(torch.autograd.Function):
         out = torch.cat([run.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(1, 2)
         result = AttentionResult(out, run.load(ctx.lse), ctx.state)
         grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
-        lengths = [part.tokens for part in run.slices]
+        lengths = [part.tokens for part in run.attention_slices]
         return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
 
 

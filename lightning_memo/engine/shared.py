@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
+from lightning_memo.engine.sharded import local_part
+
 _LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view of it, and some room
+
+
+def _storage(t: Tensor) -> int:
+    return local_part(t).untyped_storage()._cdata
 
 
 class SharedTensors:
@@ -24,14 +30,14 @@ class SharedTensors:
     def __init__(self, layer: nn.Module, arguments: Any, x: Tensor) -> None:
         tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
         weights = list(layer.parameters())
-        self._storages = {t.untyped_storage()._cdata for t in [*tensors, *weights, *layer.buffers()]}
-        self._storages.discard(x.untyped_storage()._cdata)
+        self._storages = {_storage(t) for t in [*tensors, *weights, *layer.buffers()]}
+        self._storages.discard(_storage(x))
         self._frozen_shapes = {tuple(w.shape) for w in weights if not w.requires_grad}
 
     def __contains__(self, t: Tensor) -> bool:
         if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
             return True
-        if t.untyped_storage()._cdata in self._storages:
+        if _storage(t) in self._storages:
             return True
         return self._is_made_of_a_weight(t)
 

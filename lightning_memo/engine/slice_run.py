@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.run import Handle, LayerRun
+from lightning_memo.engine.sharded import ShardedHandle, local_part
 from lightning_memo.engine.slices import Action, TokenRange
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 
@@ -66,19 +68,20 @@ class SliceRun:
         return self.run.call.run(x, self.range)
 
     def pack(self, t: Tensor) -> Handle:
-        run = self.run
-        known = run.registry.find(t) if t.numel() else None
+        run, local = self.run, local_part(t)
+        known = run.registry.find(local) if local.numel() else None
         if known is None and t in run.shared:
             return t
         if self.action is Action.RECOMPUTE:
             if known is None and run.engine.profile is not None:
-                run.engine.profile.recomputed(run.index, t, run.call.layer)
+                run.engine.profile.recomputed(run.index, local, run.call.layer)
             self._saved += 1
             return self._saved - 1
         if known is not None:
-            stored, shift_bytes = known
-            return stored.view_like(t, shift_bytes)
-        return run.store("other", t.detach(), keep=self.action is Action.KEEP)
+            handle: Handle = known[0].view_like(local, known[1])
+        else:
+            handle = run.store("other", local.detach(), keep=self.action is Action.KEEP)
+        return ShardedHandle.of(t, handle) if isinstance(t, DTensor) else handle
 
     def unpack(self, handle: Handle) -> Tensor:
         if isinstance(handle, int):

@@ -37,6 +37,10 @@ class TokenRange:
     def tokens(self) -> int:
         return self.stop - self.start
 
+    def gathered(self, shards: int) -> TokenRange:
+        """The range that attention sees where each of `shards` processes has such a range of the layer's input."""
+        return TokenRange(self.start * shards, self.stop * shards, self.action)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
@@ -104,17 +108,25 @@ def _is_stored(kind: str, action: Action, whole: bool, last: bool) -> bool:
     return kind in ("key", "value") and not whole and not last
 
 
-def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int) -> Any:
+def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
     """The tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
 
-    Those are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) and `[tokens]`; others pass unchanged.
+    Those are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) and `[tokens]`, or with the tokens of all
+    shards of a sequence-parallel layer, one shard after the other; others pass unchanged.
     """
 
     def narrow(t: torch.Tensor) -> torch.Tensor:
-        if t.dim() == 1 and t.shape[0] == tokens:
-            return t[start:stop]
-        if t.dim() >= 2 and t.shape[token_dim] == tokens and t.shape[1 - token_dim] in (1, batch):
-            return t.narrow(token_dim, start, stop - start)
+        dim = token_dim if t.dim() >= 2 else 0
+        per_token = t.dim() >= 1 and t.shape[dim] in (tokens, tokens * shards)
+        if per_token and (t.dim() == 1 or t.shape[1 - token_dim] in (1, batch)):
+            return take_tokens(t, dim, tokens, start, stop)
         return t
 
     return tree if start == 0 and stop == tokens else tree_map_only(torch.Tensor, narrow, tree)
+
+
+def take_tokens(t: torch.Tensor, dim: int, tokens: int, start: int, stop: int) -> torch.Tensor:
+    """The tokens `[start, stop)` of `t`, of every shard if it holds several of `tokens` tokens each."""
+    if t.shape[dim] == tokens:
+        return t.narrow(dim, start, stop - start)
+    return t.unflatten(dim, (-1, tokens)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -27,6 +27,8 @@ class AttentionSpec:
         dropout: Probability with which attention weights are dropped.
         lengths: Valid keys of each batch row, counted from token 0 (right padding); `None` when all are valid.
         mask: An explicit mask as `scaled_dot_product_attention` takes it, `[..., queries, keys]`.
+        documents: Where packed documents start, of each batch row, the first at 0; a query sees keys of its own
+            document only, beside the other rules. `None`: one document a row.
     """
 
     causal: bool = True
@@ -35,6 +37,7 @@ class AttentionSpec:
     dropout: float = 0.0
     lengths: tuple[int, ...] | None = None
     mask: Tensor | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def sliceable(self) -> bool:
@@ -48,7 +51,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionResult:
-    """Output `[batch, heads, tokens, head_dim]`, log-sum-exp `[batch, heads, tokens]` (fp32), and kernel state."""
+    """Output `[batch, heads, tokens, head_dim]`, log-sum-exp `[batch, heads, tokens]` (fp32), and kernel state.
+
+    Queries that see no key of the block have output 0 and log-sum-exp minus infinity, so that blocks can be merged.
+    """
 
     out: Tensor
     lse: Tensor
@@ -78,6 +84,36 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v, given the output and log-sum-exp over *all* keys."""
         ...
+
+
+def sees_nothing_result(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> AttentionResult:
+    """The result of queries that see no key, its output in `dtype` (the queries' by default)."""
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=dtype).transpose(1, 2)
+    return AttentionResult(out, q.new_full(q.shape[:3], -math.inf, dtype=sums_dtype(q)))
+
+
+def merge(out: Tensor, lse: Tensor, part: AttentionResult) -> None:
+    """Put the result for one more block of keys into that for others, in place: the online softmax.
+
+    Args:
+        out: Output for the keys so far `[batch, heads, queries, head_dim]`, in fp32 for half-precision blocks.
+        lse: Their log-sum-exp `[batch, heads, queries]`.
+        part: The result for the block.
+    """
+    # Minus infinity on both sides: no key was seen, and both outputs are 0.
+    weight = torch.sigmoid(part.lse - lse).nan_to_num_(0.0)
+    out.lerp_(part.out.to(out.dtype), weight[..., None])
+    lse.copy_(torch.logaddexp(lse, part.lse))
+
+
+def sums_dtype(t: Tensor) -> torch.dtype:
+    """The dtype in which parts of `t` are added up: fp32 for half precision, where many parts meet."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def finite(lse: Tensor) -> Tensor:
+    """`lse` for a backward kernel: where queries see nothing it must not meet its own minus infinity in the scores."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def token_major(t: Tensor) -> Tensor:
@@ -117,7 +153,7 @@ def block_mask(
     aligned = spec.causal and queries == keys
     windowed = spec.window is not None and queries.stop - 1 - keys.start >= spec.window
     padded = spec.lengths is not None and min(spec.lengths) < keys.stop
-    flag = aligned and not windowed and (flag_with_mask or not padded)
+    flag = aligned and not windowed and (flag_with_mask or not (padded or spec.documents))
     mask: Tensor | None = None
     if (spec.causal and not flag and keys.stop - 1 > queries.start) or windowed:
         i = torch.arange(queries.start, queries.stop, device=device)[:, None]
@@ -129,7 +165,19 @@ def block_mask(
         lengths = torch.tensor(spec.lengths, device=device)[:, None]
         valid = (torch.arange(keys.start, keys.stop, device=device)[None, :] < lengths)[:, None, None, :]
         mask = valid if mask is None else mask & valid
+    if spec.documents is not None:
+        same = torch.stack([_same_document(starts, queries, keys, device) for starts in spec.documents])[:, None]
+        mask = same if mask is None else mask & same
     return mask, flag
+
+
+def _same_document(starts: tuple[int, ...], queries: range, keys: range, device: torch.device) -> Tensor:
+    """Whether query and key are of one document, `[queries, keys]`."""
+    edges = torch.tensor(starts, device=device)
+    of_query, of_key = (
+        torch.bucketize(torch.arange(r.start, r.stop, device=device), edges, right=True) for r in (queries, keys)
+    )
+    return of_query[:, None] == of_key[None, :]
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -7,13 +7,13 @@ no mask. Padding and windows of a block are therefore expressed by the rows and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, side_by_side
+from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, sees_nothing_result, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,11 @@ class BandedFlash:
         states = [state for _, _, state in parts]
         if len(calls) == 1 and _covers(calls[0], q):
             return AttentionResult(parts[0][0].transpose(1, 2), parts[0][1], states)
-        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
-        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        result = sees_nothing_result(q, v)
         for band, (part, part_lse, _) in zip(calls, parts, strict=True):
-            out[band.batch, band.rows] = part
-            lse[band.batch, :, band.rows] = part_lse
-        return AttentionResult(out.transpose(1, 2), lse, states)
+            result.out[band.batch, :, band.rows] = part.transpose(1, 2)
+            result.lse[band.batch, :, band.rows] = part_lse
+        return replace(result, state=states)
 
     def backward(
         self,

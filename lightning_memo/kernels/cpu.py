@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,11 @@ from lightning_memo.kernels.attention import (
     AttentionSpec,
     additive,
     block_mask,
+    finite,
     repeat_heads,
+    sees_nothing_result,
     sum_head_groups,
+    sums_dtype,
     token_major,
 )
 
@@ -59,9 +64,7 @@ class CpuFlash:
         chunks = self._chunks(q, k, spec, query_start, key_start)
         if len(chunks) == 1:
             return self._backward(dout, q, k, v, result, spec, query_start, key_start)
-        # In fp32 for half precision: hundreds of parts may meet here.
-        sums = torch.float32 if k.dtype in (torch.float16, torch.bfloat16) else k.dtype
-        dqs, dk, dv = [], torch.zeros_like(k, dtype=sums), torch.zeros_like(v, dtype=sums)
+        dqs, dk, dv = [], torch.zeros_like(k, dtype=sums_dtype(k)), torch.zeros_like(v, dtype=sums_dtype(v))
         for rows, keys in chunks:
             part = AttentionResult(result.out[:, :, rows], result.lse[:, :, rows])
             dq, dk_part, dv_part = self._backward(
@@ -85,7 +88,8 @@ class CpuFlash:
         for first in range(0, queries, self.query_rows):
             last = min(first + self.query_rows, queries)
             low = 0 if spec.window is None else max(query_start + first - spec.window + 1 - key_start, 0)
-            chunks.append((slice(first, last), slice(low, min(query_start + last - key_start, keys))))
+            high = max(min(query_start + last - key_start, keys), 0)
+            chunks.append((slice(first, last), slice(low, high)))
         return chunks
 
     def _arguments(
@@ -102,8 +106,13 @@ class CpuFlash:
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int, key_start: int
     ) -> AttentionResult:
+        if k.shape[2] == 0:
+            return sees_nothing_result(q, v)
         k, v, _, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
+        if mask is not None:
+            # The kernel gives 0 for rows that are masked from end to end.
+            lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)
         return AttentionResult(token_major(out), lse)
 
     def _backward(
@@ -117,6 +126,9 @@ class CpuFlash:
         query_start: int,
         key_start: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if k.shape[2] == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         k, v, groups, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
-        dq, dk, dv = _backward(dout, q, k, v, result.out, result.lse, 0.0, causal, attn_mask=mask, scale=spec.scale)
+        lse = finite(result.lse) if mask is not None else result.lse
+        dq, dk, dv = _backward(dout, q, k, v, result.out, lse, 0.0, causal, attn_mask=mask, scale=spec.scale)
         return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)

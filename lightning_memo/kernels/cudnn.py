@@ -54,8 +54,8 @@ class CudnnSdpa(AtenFlash):
         groups = q.shape[1] // k.shape[1]
         lse_shape, (starts_q, starts_k, max_q, max_k, seed, offset) = result.state
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            token_major(dout), *_inputs(q, k, v), result.out, result.lse.reshape(lse_shape), seed, offset, None,
-            starts_q, starts_k, max_q, max_k, spec.dropout, spec.causal, scale=spec.scale,
+            token_major(dout), *_inputs(q, k, v), token_major(result.out), result.lse.contiguous().reshape(lse_shape),
+            seed, offset, None, starts_q, starts_k, max_q, max_k, spec.dropout, spec.causal, scale=spec.scale,
         )  # fmt: skip
         return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)
 

@@ -9,6 +9,7 @@ from lightning_memo.kernels.attention import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.banded import AtenFlash, FlashAttn
 from lightning_memo.kernels.cpu import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.documents import PackedDocuments
 from lightning_memo.kernels.packages import FLASH_ATTN, TRANSFORMER_ENGINE
 from lightning_memo.kernels.replay import Replay
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
@@ -34,8 +35,14 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
     """The kernel for queries, keys and values `[batch, heads, tokens, head_dim]`.
 
     `choice` is a wish: where that kernel cannot compute the call (its head size, dtype, mask or dropout), PyTorch's own
-    attention is replayed instead, which is right but slower.
+    attention is replayed instead, which is right but slower. Packed documents are computed one by one, or replayed with
+    a mask.
     """
+    backend = _select(q, k, v, spec, choice)
+    return PackedDocuments(backend) if spec.documents is not None and backend.blocks else backend
+
+
+def _select(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: str) -> AttentionBackend:
     if q.device.type == "cpu":
         return CpuFlash() if _cpu_flash_serves(q, k, v, spec) else Replay()
     if not _flash_serves(q, v, spec):

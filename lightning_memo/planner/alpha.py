@@ -118,6 +118,7 @@ def plan_swap(
     slice_tokens: int | None,
     slot_bytes: _SlotBytes,
     allowed: tuple[float, ...] | None = None,
+    may_be_plain: bool = True,
 ) -> Plan:
     """Decide what is swapped and what that costs.
 
@@ -133,6 +134,7 @@ def plan_swap(
         slice_tokens: most tokens that run through a layer at once; None: no limit.
         slot_bytes: exact host bytes of one layer call for an alpha, alignment included; must not fall as alpha grows.
         allowed: the only fractions that the layers support; None: all.
+        may_be_plain: whether plain training is a choice; it is not if another process has no room for it.
 
     Raises:
         HostMemoryError: the host can't hold what has to be swapped.
@@ -143,7 +145,7 @@ def plan_swap(
     mode: Literal["memo", "plain"] = "memo"
     if alpha != "auto":
         chosen, reason = _given_alpha(steady, budget, float(alpha), slot_bytes, allowed)
-    elif plain_bytes <= budget.device_bytes:
+    elif may_be_plain and plain_bytes <= budget.device_bytes:
         mode, chosen = "plain", 0.0
         reason = (
             f"Device memory is ample: plain training needs {format_bytes(plain_bytes)} of "

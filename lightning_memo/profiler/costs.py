@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copies import make_copy_stream
 from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.sharded import local_part
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts
 from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
 
@@ -82,20 +83,21 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]
 
 
 def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of parameters, buffers, gradients (of what is trained) and optimizer state.
+    """Bytes that this process has of parameters, buffers, gradients (of what is trained) and optimizer state.
 
     An optimizer that has not stepped yet (gradients accumulate) has no state; it is taken to keep two moments of every
     parameter, as Adam does.
     """
-    weights = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    weights = sum(local_part(t).nbytes for t in [*model.parameters(), *model.buffers()])
+    gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
     return weights + gradients + sum(_optimizer_bytes(optimizer) for optimizer in optimizers)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     if not optimizer.state:
-        return 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return sum(t.nbytes for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return 2 * sum(local_part(p).nbytes for p in trained)
+    return sum(local_part(t).nbytes for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
 
 
 def transient_bytes(profile: StepProfile, fixed_device_bytes: int, device: torch.device) -> int:
@@ -110,34 +112,43 @@ def transient_bytes(profile: StepProfile, fixed_device_bytes: int, device: torch
     return max(torch.cuda.max_memory_allocated(device) - fixed_device_bytes, largest)
 
 
-def budget(config: MemoConfig, device: torch.device, fixed_device_bytes: int, held_host_bytes: int) -> Budget:
-    """What the run may use: the user's limits, else what is free now (cgroup limits respected).
+def budget(
+    config: MemoConfig, device: torch.device, fixed_device_bytes: int, held_host_bytes: int, processes: int = 1
+) -> Budget:
+    """What a process may use: the user's limits, else what is free now (cgroup limits respected).
 
     Args:
+        config: The limits.
+        device: Where layers run.
+        fixed_device_bytes: What the process has there whatever the plan.
         held_host_bytes: Host memory that the engine holds for the profile and gives back.
+        processes: Processes of this node, which share its host memory evenly.
     """
     host = config.host_memory_bytes
     if host is None:
-        host = int(_USABLE_HOST_SHARE * (available_host_bytes() + held_host_bytes))
+        host = int(_USABLE_HOST_SHARE * (available_host_bytes() + processes * held_host_bytes))
     limit = config.device_memory_bytes
     if limit is None:
-        limit = fixed_device_bytes + free_device_bytes(device)
-    return Budget(device_bytes=limit, host_bytes=host)
+        limit = fixed_device_bytes + free_device_bytes(device) // (processes if device.type == "cpu" else 1)
+    return Budget(device_bytes=limit, host_bytes=host // processes)
 
 
-def fingerprint(model: nn.Module, profile: StepProfile, precision: str, device: torch.device) -> Fingerprint:
+def fingerprint(
+    model: nn.Module, profile: StepProfile, precision: str, device: torch.device, parallel: str
+) -> Fingerprint:
     """What a plan of this run is valid for."""
-    return Fingerprint(batch=profile.batch, tokens=profile.tokens, **run_fingerprint(model, precision, device))
+    run = run_fingerprint(model, precision, device, parallel)
+    return Fingerprint(batch=profile.batch, tokens=profile.tokens, **run)
 
 
-def run_fingerprint(model: nn.Module, precision: str, device: torch.device) -> dict[str, str]:
+def run_fingerprint(model: nn.Module, precision: str, device: torch.device, parallel: str) -> dict[str, str]:
     """The part of a fingerprint that is known before the first batch."""
     return {
         "model": model_fingerprint(model),
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "parallel": "dp1-cp1-tp1-zero0",
+        "parallel": parallel,
     }
 
 

@@ -85,7 +85,7 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
         mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=slice_tokens, calls=len(engine.layers),
         slot_bytes=size,
     )  # fmt: skip
-    engine.load(plan, profile.input_bytes)
+    engine.load(plan, profile.batch * profile.tokens)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -1,0 +1,113 @@
+"""The command line that exports checkpoints: `python -m lightning_memo.export CHECKPOINT FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_memo.cli import USER_ERROR_EXIT, user_message
+from lightning_memo.config import format_bytes
+from lightning_memo.models import CausalLM
+from lightning_memo.parallel.checkpoint import find_checkpoint, load_sharded
+from lightning_memo.parallel.checkpoint_source import CheckpointSource, open_checkpoint
+from lightning_memo.parallel.export import check_free, export_huggingface
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see python -m lightning_memo.export --help)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the model of a checkpoint as a Hugging Face folder.
+
+    Args:
+        arguments: Those of the command line; None: `sys.argv`.
+
+    Returns:
+        The exit status: 0, or 2 on bad input, with one line on stderr.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+        _export(options.checkpoint, options.folder, options.merge)
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)  # noqa: T201
+        return USER_ERROR_EXIT
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m lightning_memo.export",
+        description="Writes the model of a checkpoint as a folder that Hugging Face's from_pretrained reads.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="file or folder that training wrote, of any parallelism")
+    parser.add_argument("folder", type=Path, help="folder to write; new, or empty")
+    parser.add_argument("--merge", action="store_true", help="add a LoRA adapter to the weights, and write them all")
+    return parser
+
+
+def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
+    check_free(folder)  # before the work
+    with Console(stderr=True).status("reading ...") as status:
+        path = find_checkpoint(checkpoint)
+        source = open_checkpoint(path)
+        module = _build(source, merge)
+        load_sharded(path, module)
+        assert module.model is not None
+        status.update("writing ...")
+        export_huggingface(module.model, folder, merge=merge)
+    size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(  # noqa: T201
+        f"{folder}: {format_bytes(size_bytes)} in {str(_dtype(source)).removeprefix('torch.')}; "
+        "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
+    )
+
+
+def _build(source: CheckpointSource, merge: bool) -> CausalLM:
+    """Builds the model of a checkpoint in the type of its weights.
+
+    Raises:
+        ValueError: It is no checkpoint of :class:`CausalLM`; or its adapter would be of no use, or there is none.
+    """
+    settings = source.rest.get("hyper_parameters")
+    if not isinstance(settings, dict) or "model" not in settings:
+        raise ValueError(f"{source.path}: not of lightning_memo.models.CausalLM: it holds no hyper_parameters of one")
+    _check_merge(settings["model"], merge)
+    module = CausalLM(**settings)
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(_dtype(source))
+        module.configure_model()
+    finally:
+        torch.set_default_dtype(default)
+    return module
+
+
+def _check_merge(model: dict[str, Any], merge: bool) -> None:
+    adapter = bool(model.get("lora", {}).get("r"))
+    if merge and not adapter:
+        raise ValueError("--merge: the checkpoint holds no LoRA adapter; leave it out")
+    if adapter and not merge and model.get("path") is None:
+        raise ValueError(
+            "the adapter's base model had random weights, which are in this checkpoint only: use --merge to write both"
+        )
+
+
+def _dtype(source: CheckpointSource) -> torch.dtype:
+    types = [e.properties.dtype for e in source.entries("state_dict").values() if isinstance(e, TensorStorageMetadata)]
+    floating = [dtype for dtype in types if dtype.is_floating_point]
+    return max(floating, key=floating.count) if floating else torch.get_default_dtype()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

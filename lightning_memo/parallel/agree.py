@@ -1,0 +1,86 @@
+"""Work that succeeds on all ranks or fails on all: no rank goes on, or waits, while another has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+T = TypeVar("T")
+
+_USER_ERRORS = (OSError, ValueError)
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """Runs `work` on every rank, and waits for all.
+
+    Returns:
+        What it returned here.
+
+    Raises:
+        Exception: It failed here; elsewhere an `OSError`, `ValueError` or `RuntimeError` that names the first rank on
+            which it failed, and why.
+    """
+    result, error = _attempt(work)
+    _raise_together(error, _gather(None if error is None else _describe(error)))
+    assert error is None
+    return result  # type: ignore[return-value]
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0.
+
+    Returns:
+        What it returned there, on every rank; it must be picklable.
+
+    Raises:
+        Exception: It failed; see :func:`on_every_rank`.
+    """
+    result, error = _attempt(work) if is_first_rank() else (None, None)
+    answers = _gather((result, None if error is None else _describe(error)))
+    _raise_together(error, [description for _, description in answers])
+    return answers[0][0]  # type: ignore[no-any-return]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except CheckpointException as error:  # a BaseException, and torch's tracebacks of all ranks in one text
+        rank, (cause, _) = next(iter(error.failures.items()))
+        kind, message = _describe(cause)
+        return None, kind(f"rank {rank}: {message}")
+    except Exception as error:
+        return None, error
+
+
+def _describe(error: BaseException) -> tuple[type[Exception], str]:
+    """The nearest class that travels between processes, and one line."""
+    for kind in _USER_ERRORS:
+        if isinstance(error, kind):
+            text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+            return kind, text
+    return RuntimeError, f"{type(error).__name__}: {error}"
+
+
+def _raise_together(error: Exception | None, descriptions: list[tuple[type[Exception], str] | None]) -> None:
+    if error is not None:
+        raise error
+    for rank, description in enumerate(descriptions):
+        if description is not None:
+            kind, message = description
+            raise kind(f"rank {rank}: {message}")
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

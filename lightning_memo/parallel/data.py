@@ -1,0 +1,92 @@
+"""ZeRO: parameters, gradients and optimizer state shared by the processes that hold the same weights.
+
+Note: [ZeRO by FSDP2]
+Each layer is one unit, and the module the root of what is left. Units differ in what they do around a step:
+
+| stage | parameters after the forward | gradients of a micro-batch that is not the last |
+| --- | --- | --- |
+| 0 | whole, always (`replicate`) | kept, whole |
+| 1 | whole until the optimizer steps | kept, whole |
+| 2 | whole until the optimizer steps | reduced and scattered |
+| 3 | given back, gathered again for the backward | reduced and scattered |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+
+def shard_state(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    stage: int,
+    mixed_precision: bool,
+    offload: bool,
+    forwards: Sequence[str] = (),
+) -> None:
+    """Shard a module's parameters, gradients and optimizer state, in place.
+
+    Gradients are summed over the processes and divided by their number, so every process's loss has to be its share of
+    the whole times that number.
+
+    Args:
+        module: What is trained.
+        layers: Its repeated layers.
+        mesh: One dimension: the processes that hold the same weights.
+        stage: ZeRO stage.
+        mixed_precision: Compute in bf16, with fp32 weights for the optimizer; else as the weights are.
+        offload: State lives on the host, and the optimizer runs there.
+        forwards: Methods of `module` that are called from outside, like forwards.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if mixed_precision else None,
+        reduce_dtype=torch.float32,
+    )
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    for unit in [*layers, module]:
+        if stage == 0:
+            replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
+        else:
+            # What the root holds (embedding, head) is used at both ends of a step, and is never worth giving back.
+            again = stage == 3 and unit is not module
+            fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=home)
+    for unit in fsdp_units(module):
+        # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
+        unit.set_force_sum_reduction_for_comms(True)
+    for name in forwards:
+        register_fsdp_forward_method(module, name)
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """The units of a sharded module; none if it is not sharded."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+@contextlib.contextmanager
+def accumulating(module: nn.Module, stage: int) -> Iterator[None]:
+    """Inside, backwards are not the last of an optimizer step: no collective that the stage can do without."""
+    units = fsdp_units(module)
+    for unit in units:
+        unit.set_requires_gradient_sync(stage >= 2, recurse=False)
+        unit.set_reshard_after_backward(stage == 3, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)

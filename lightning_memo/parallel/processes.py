@@ -1,0 +1,177 @@
+"""The processes of a run: how a model, its batches and its data are divided among them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.data import DataLoader
+
+from lightning_memo.config import MemoConfig
+from lightning_memo.parallel.batch import BatchSharder, check_same_batch, takes_loss_arguments
+from lightning_memo.parallel.context import ContextGroups
+from lightning_memo.parallel.data import shard_state
+from lightning_memo.parallel.layout import TokenLayout
+from lightning_memo.parallel.loaders import seed_workers, split_iterable
+from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
+from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
+from lightning_memo.parallel.sizes import resolve_sizes, ulysses_size
+
+# Batches are compared often at first, and then from time to time: a mistake in the data shows at once or never.
+_FIRST_CHECKS, _CHECK_EVERY = 16, 64
+
+
+class Processes:
+    """A process among those of its run, which `torch.distributed` knows already.
+
+    Args:
+        config: The user's settings.
+        device: Where this process computes.
+
+    Attributes:
+        sizes: Sizes of the three kinds of parallelism.
+        mesh: The device mesh `(data_parallel, context_parallel, tensor_parallel)`.
+        ranks: What plans are agreed with.
+        data_rank: Which data this process gets, of `sizes.data`.
+        context_groups: Who meets in attention; `None` if nobody, or before the first model.
+
+    Raises:
+        ValueError: The sizes do not go with the number of processes.
+    """
+
+    def __init__(self, config: MemoConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self.sizes = resolve_sizes(config, dist.get_world_size())
+        self.mesh = build_mesh(self.sizes, device)
+        self._replicas, self._sequence = replicas(self.mesh), sequence_group(self.mesh)
+        self.data_rank: int = self.mesh[DATA].get_local_rank()
+        self.ranks = Ranks(
+            parallel=self.sizes.describe(config.zero_stage),
+            rank=dist.get_rank(),
+            on_this_node=processes_on_this_node(),
+            sequence=self._sequence.get_group() if self._sequence.size() > 1 else None,
+            world=dist.get_world_size() > 1,
+        )
+        self.context_groups: ContextGroups | None = None
+        self._sharder = BatchSharder()
+        self._batches = 0
+
+    # ---- the model
+
+    def divide_model(
+        self, module: nn.Module, layers: Callable[[], Sequence[nn.Module]], mixed: bool, forwards: Sequence[str]
+    ) -> None:
+        """Give every process its part of a module's weights; a module that is divided already is left as it is.
+
+        Args:
+            module: The same on all processes, but for its random weights.
+            layers: Finds its repeated layers.
+            mixed: Whether to compute in bf16 with fp32 weights.
+            forwards: Methods of the module that compute with its weights.
+
+        Raises:
+            ValueError: The model cannot be divided so.
+        """
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            return
+        self._share_weights(module)
+        config = self._config
+        if self.sizes.tensor > 1:
+            from lightning_memo.parallel.tensor import shard_tensors
+
+            shard_tensors(
+                module,
+                self.mesh[TENSOR],
+                sequence_parallel=config.sequence_parallel,
+                loss_parallel=config.loss_parallel,
+                plan=config.tensor_parallel_plan,
+            )
+        if self.sizes.replicas > 1 or mixed or config.zero_stage > 0 or config.offload_state:
+            shard_state(module, layers(), self._replicas, config.zero_stage, mixed, config.offload_state, forwards)
+
+    def _share_weights(self, module: nn.Module) -> None:
+        """All processes start from the weights of the first, and ranks that compute alike draw alike."""
+        if self.ranks.world:
+            for t in [*module.parameters(), *module.buffers()]:
+                there = t.data.to(self._device).contiguous()
+                dist.broadcast(there, src=0)
+                t.data.copy_(there)
+        if self.sizes.tensor > 1:
+            states = self.ranks.gather(torch.get_rng_state())
+            torch.set_rng_state(states[self.ranks.rank // self.sizes.tensor * self.sizes.tensor])
+
+    def while_training(self, stack: contextlib.ExitStack) -> None:
+        """Enter what has to be active in forwards and backwards."""
+        if self.sizes.tensor > 1 and self._config.loss_parallel:
+            stack.enter_context(loss_parallel())
+
+    # ---- batches
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether a process sees only some of the tokens of its sequences."""
+        return self.sizes.context * self.sizes.shards > 1
+
+    def prepare_batches(self, model: nn.Module, bounds_of: Callable[[int, int], tuple[int, ...]]) -> None:
+        """Get ready to divide batches.
+
+        Args:
+            model: What is trained.
+            bounds_of: Where slices of a training batch end, from its rows and the tokens between blocks.
+
+        Raises:
+            ValueError: The model's heads cannot be spread over the processes as wished.
+        """
+        heads, kv_heads = _heads(model)
+        ulysses = ulysses_size(self._config, heads // self.sizes.tensor, kv_heads // self.sizes.tensor)
+        if self.context_groups is None:
+            self.context_groups = context_groups(self.mesh, ulysses)
+        context_rank = self.mesh[CONTEXT].get_local_rank()
+        self._sharder = BatchSharder(
+            ring=self.sizes.context // ulysses,
+            ring_rank=context_rank // ulysses,
+            ulysses=ulysses,
+            ulysses_rank=context_rank % ulysses,
+            shards=self.sizes.shards,
+            ranks=self.sizes.replicas,
+            data_group=self.mesh[DATA].get_group() if self.sizes.data > 1 else None,
+            takes_loss_arguments=takes_loss_arguments(model),
+            bounds_of=bounds_of,
+        )
+
+    def divide_loader(self, loader: DataLoader[Any], split: bool) -> Iterable[Any]:
+        """A loader of this process's data; `split`: also of datasets without length, which samplers cannot divide."""
+        if split and self.sizes.data > 1:
+            loader = split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
+        seed_workers(loader, self.data_rank)
+        return loader
+
+    def divide_batch(self, batch: Any) -> tuple[Any, TokenLayout | None]:
+        """This process's part of a batch, and where its tokens are.
+
+        Raises:
+            ValueError: The batch cannot be divided, or other processes of its sequences got another.
+        """
+        if self.ranks.sequence is not None:
+            if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
+                check_same_batch(batch, self.ranks.sequence, self.data_rank)
+            self._batches += 1
+        return self._sharder.shard(batch)
+
+
+def _heads(model: nn.Module) -> tuple[int, int]:
+    """Query and key-value heads of a Hugging Face model; 0, which all numbers divide, where they are not known."""
+    transformers = sys.modules.get("transformers")
+    hosts = [] if transformers is None else [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    if not hosts:
+        return 0, 0
+    config = hosts[0].config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    return heads, getattr(config, "num_key_value_heads", heads) or heads

@@ -1,0 +1,242 @@
+"""Ring attention: keys and values travel around a group of processes, queries stay where they are.
+
+Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), with tokens in head-tail
+("zigzag") order, by which all processes have the same causal work. Outputs of blocks are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_memo.kernels.attention import (
+    AttentionBackend,
+    AttentionResult,
+    AttentionSpec,
+    merge,
+    sees_nothing_result,
+    sums_dtype,
+)
+from lightning_memo.kernels.documents import sees_any
+from lightning_memo.parallel.layout import TokenLayout
+
+# Gives the kernel for queries, keys and values, called with the very tensors that the kernel gets.
+Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
+
+
+class RingAttention:
+    """Attention over the tokens of a group, each process holding its part of them in layer order; no autograd.
+
+    The next keys and values are under way while the present ones are computed with. In the backward a block's key and
+    value gradients travel behind it, in fp32, and come home from the last process.
+
+    Args:
+        group: The processes of the ring.
+        select: Gives the kernel of a block; it must compute blocks and give a log-sum-exp.
+    """
+
+    name = "ring"
+    blocks = False
+
+    def __init__(self, group: dist.ProcessGroup, select: Select) -> None:
+        self._group = group
+        self._select = select
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        """Output and log-sum-exp of the local queries, `[batch, heads, tokens / ring, head_dim]`, over all keys.
+
+        Raises:
+            ValueError: Attention dropout, an explicit mask, or a call that only a kernel without log-sum-exp computes.
+        """
+        self._check(q, k, v, spec)
+        merged = sees_nothing_result(q, v, sums_dtype(q))
+        states = []
+        for source, keys, values in self._rotate(k, v):
+            for block in plan(spec, self._layout(q), source):
+                inputs = (block.of_queries(q), block.of_keys(keys), block.of_keys(values))
+                part = self._kernel(block, *inputs).forward(*inputs, block.spec, *block.starts)
+                merge(block.of_queries(merged.out), block.of_queries(merged.lse), part)
+                states.append(part.state)
+        return AttentionResult(merged.out.to(q.dtype), merged.lse, states)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local q, k, v, given the output and log-sum-exp over all keys."""
+        states = iter(result.state)
+        dq = torch.zeros_like(q, dtype=sums_dtype(q))
+        own = _zero_gradients(k, v)
+        travelling: _Transfer | None = None
+        for step, (source, keys, values) in enumerate(self._rotate(k, v)):
+            parts = []
+            for block in plan(spec, self._layout(q), source):
+                gradients = self._block_backward(block, dout, q, keys, values, replace(result, state=next(states)))
+                block.of_queries(dq).add_(gradients[0])
+                parts.append((block, *gradients[1:]))
+            if step == 0:
+                _add_gradients(own, parts, k, v)
+                continue
+            # Processes before this one added their share first; it came while this one computed.
+            sums = _zero_gradients(k, v) if travelling is None else travelling.wait()
+            _add_gradients(sums, parts, k, v)
+            travelling = _Transfer(sums, self._group, tag=1)
+        if travelling is not None:
+            own += travelling.wait()
+        dk, dv = _unpack(own, k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Whose keys and values, and these, own ones first; they move on while the caller computes."""
+        packed = _pack(k, v)
+        for step in range(self._size):
+            is_last = step == self._size - 1
+            transfer = None if is_last else _Transfer(packed, self._group, tag=0)
+            yield (self._rank - step) % self._size, *_unpack(packed, k, v)
+            if transfer is not None:
+                packed = transfer.wait()
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
+        """Refuse before anything is under way."""
+        if spec.dropout:
+            raise ValueError(
+                f"ring attention cannot drop attention weights (attention dropout is {spec.dropout}): set it to 0, "
+                'or use context_parallel_method="ulysses"'
+            )
+        if spec.mask is not None:
+            raise ValueError("ring attention takes no explicit mask: use lengths, packed documents or a window")
+        for block in plan(spec, self._layout(q), self._rank):
+            self._kernel(block, block.of_queries(q), block.of_keys(k), block.of_keys(v))
+
+    def _layout(self, q: Tensor) -> TokenLayout:
+        return TokenLayout(q.shape[2] * self._size, ring=self._size, ring_rank=self._rank)
+
+    def _kernel(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
+        kernel = self._select(q, k, v, block.spec)
+        if not kernel.blocks:
+            raise ValueError(
+                f"ring attention needs a log-sum-exp, and the kernel for {q.dtype} with head_dim {q.shape[3]} on "
+                f'{q.device.type} ("{kernel.name}") gives none: train in half precision, or use '
+                'context_parallel_method="ulysses"'
+            )
+        return kernel
+
+    def _block_backward(
+        self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v = block.of_queries(dout), block.of_queries(q), block.of_keys(k), block.of_keys(v)
+        part = replace(result, out=block.of_queries(result.out), lse=block.of_queries(result.lse))
+        return self._kernel(block, q, k, v).backward(dout, q, k, v, part, block.spec, *block.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One kernel call.
+
+    Attributes:
+        queries: Range of the local queries.
+        keys: Range of the keys at hand.
+        spec: What these queries see of these keys.
+        starts: Positions of the first query and the first key, where the spec asks for them.
+    """
+
+    queries: slice
+    keys: slice
+    spec: AttentionSpec
+    starts: tuple[int, int] = (0, 0)
+
+    def of_queries(self, t: Tensor) -> Tensor:
+        return t[:, :, self.queries]
+
+    def of_keys(self, t: Tensor) -> Tensor:
+        return t[:, :, self.keys]
+
+
+def plan(spec: AttentionSpec, layout: TokenLayout, source: int) -> list[Block]:
+    """The kernel calls of this process's queries with the keys of ring rank `source`."""
+    if spec.window is None and spec.lengths is None and spec.documents is None:
+        return [_rectangle(spec, layout, source)]
+    return list(_chunk_pairs(spec, layout, source))
+
+
+def _rectangle(spec: AttentionSpec, layout: TokenLayout, source: int) -> Block:
+    """One call, as head-tail order allows: all chunks of the own block, else half of the queries or of the keys."""
+    tokens, rank = layout.tokens // layout.ring, layout.ring_rank
+    everything, half = slice(0, tokens), tokens // 2
+    if not spec.causal or source == rank:
+        return Block(everything, everything, spec)
+    unmasked = replace(spec, causal=False)
+    if source < rank:
+        return Block(everything, slice(0, half), unmasked)
+    return Block(slice(half, tokens), everything, unmasked)
+
+
+def _chunk_pairs(spec: AttentionSpec, layout: TokenLayout, source: int) -> Iterator[Block]:
+    """One call for each chunk of queries and chunk of keys that it sees any of, at their absolute positions."""
+    for n, queries in enumerate(layout.chunks(layout.ring_rank)):
+        for m, keys in enumerate(layout.chunks(source)):
+            if sees_any(spec, queries, keys):
+                is_past = spec.window is None and keys.stop <= queries.start
+                yield Block(
+                    slice(n * len(queries), (n + 1) * len(queries)),
+                    slice(m * len(keys), (m + 1) * len(keys)),
+                    replace(spec, causal=False) if is_past else spec,
+                    (queries.start, keys.start),
+                )
+
+
+class _Transfer:
+    """A buffer on its way to the next process of the ring, and one coming from the process before."""
+
+    def __init__(self, buffer: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._sent = buffer  # must live until it is sent
+        self._received = torch.empty_like(buffer)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, buffer, group=group, tag=tag, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self._received, group=group, tag=tag, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values in one flat buffer, token by token: one message, whatever their shapes."""
+    return torch.cat([t.transpose(1, 2).reshape(-1) for t in (k, v)])
+
+
+def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a packed buffer, shaped like `k` and `v`."""
+    key, value = packed.split([k.numel(), v.numel()])
+    return key.view_as(k.transpose(1, 2)).transpose(1, 2), value.view_as(v.transpose(1, 2)).transpose(1, 2)
+
+
+def _zero_gradients(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_zeros(k.numel() + v.numel(), dtype=sums_dtype(k))
+
+
+def _add_gradients(packed: Tensor, parts: list[tuple[Any, ...]], k: Tensor, v: Tensor) -> None:
+    dk, dv = _unpack(packed, k, v)
+    for block, dk_part, dv_part in parts:
+        block.of_keys(dk).add_(dk_part)
+        block.of_keys(dv).add_(dv_part)

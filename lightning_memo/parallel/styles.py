@@ -1,0 +1,285 @@
+"""How a module computes when its weights are split over the ranks of tensor parallelism.
+
+Note: [Parameters are DTensors, computation is local]
+A parameter is a `DTensor`, so that FSDP2, optimizers and checkpoints know which part of which whole it is. A module's
+own forward sees this rank's part as a plain tensor, and plain tensors are all that travels between modules: their code,
+fused kernels and the engine's slices run as on one device, without the cost of dispatching DTensors. Only `move`, at
+the entry of a block and behind its last projection, talks to other ranks.
+
+The stream is what flows between blocks: `Replicate()`, the same on every rank, or with sequence parallelism
+`Shard(1)`, this rank's tokens (Korthikanti et al., "Reducing Activation Recomputation", section 4).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+STREAM_TOKEN_DIM = 1
+Forward = Callable[..., Any]
+
+
+def move(
+    x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
+) -> Tensor:
+    """Bring a plain tensor that lies as `source` over the ranks into the layout `target`; differentiable.
+
+    Args:
+        x: This rank's part.
+        mesh: The ranks, 1-D.
+        source: How the parts make up the whole.
+        target: How they should.
+        gradient: Layout of the result's gradient, if it is not that of `target`.
+    """
+    whole = DTensor.from_local(x, mesh, [source], run_check=False)
+    return whole.redistribute(placements=[target]).to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
+    """This rank's part of a parameter, a plain view of it; `gradient` as in `move`, for a replicated parameter."""
+    assert isinstance(parameter, DTensor)
+    if gradient is None or not parameter.placements[0].is_replicate():
+        return parameter.to_local()
+    return parameter.to_local(grad_placements=[gradient])
+
+
+def as_last_dim_shard(x: Tensor, mesh: DeviceMesh, size: int) -> DTensor:
+    """The `DTensor` whose last dimension, `size` in all, is split over the ranks, perhaps into unequal parts."""
+    shape = torch.Size((*x.shape[:-1], size))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, [Shard(x.dim() - 1)], run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def local_parameters(module: nn.Module, gradient: Placement | None = None) -> Iterator[None]:
+    """Inside, a module finds plain local tensors where it looks for its own parameters.
+
+    An instance's attributes hide what `nn.Module` finds in its tables, so that FSDP2, which replaces parameters there,
+    is not disturbed. What was hidden before comes back: a layer may run inside a call of itself.
+    """
+    attributes = module.__dict__
+    hidden = {name: local(p, gradient) for name, p in module._parameters.items() if p is not None}
+    before = {name: attributes[name] for name in hidden if name in attributes}
+    attributes.update(hidden)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del attributes[name]
+        attributes.update(before)
+
+
+class Styled(nn.Module):
+    """Mixed into the class of a module that has a style; the style runs the module's own forward."""
+
+    tensor_style: TensorStyle
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tensor_style.forward(self, super().forward, *args, **kwargs)
+
+
+@functools.cache
+def _styled_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"TensorParallel{cls.__name__}", (Styled, cls), {})
+
+
+class TensorStyle(ParallelStyle):
+    """Splits the parameters of one module, and computes with this rank's part of them."""
+
+    mesh: DeviceMesh
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.mesh = device_mesh
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = self._distribute(parameter, self.placement(name))
+        self.prepare(module)
+        module.tensor_style = self
+        # A class, unlike a replaced method, survives copies of the module and FSDP2's own subclass.
+        module.__class__ = _styled_class(type(module))
+        return module
+
+    def _distribute(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        part = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def placement(self, name: str) -> Placement:
+        """How a parameter lies over the ranks."""
+        return Replicate()
+
+    def prepare(self, module: nn.Module) -> None:
+        """Adapt what the module knows about its size."""
+
+    @abstractmethod
+    def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes; `original` is its own forward."""
+
+
+class Replicated(TensorStyle):
+    """Parameters are whole on every rank.
+
+    Args:
+        gradient: What a rank's gradient of them is: `Replicate()` if all ranks compute the same, `Partial()` if each
+            sees its own tokens or heads.
+        enters: Layout of an input that comes from the stream, to be gathered; `None` takes it as it is.
+        leaves: Layout of the stream, for an output computed for all tokens; `None` leaves it as it is.
+    """
+
+    def __init__(self, gradient: Placement, enters: Placement | None = None, leaves: Placement | None = None) -> None:
+        super().__init__()
+        self.gradient, self.enters, self.leaves = gradient, enters, leaves
+
+    def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        if self.enters is not None:
+            args = (move(args[0], self.mesh, self.enters, Replicate(), gradient=Partial()), *args[1:])
+        with local_parameters(module, self.gradient):
+            result = original(*args, **kwargs)
+        return result if self.leaves is None else move(result, self.mesh, Replicate(), self.leaves)
+
+
+class Block(TensorStyle):
+    """An attention or MLP module: its input is gathered once for all its projections.
+
+    In backward their gradients are added up on each rank before they meet: one all-reduce, or one reduce-scatter.
+
+    Args:
+        stream: Layout of the stream.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+        self._input: Tensor | None = None
+
+    def prepare(self, module: nn.Module) -> None:
+        self._first_argument = next(iter(inspect.signature(module.forward).parameters))
+
+    def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        before = self._input
+        x = args[0] if args else kwargs[self._first_argument]
+        x = self._input = move(x, self.mesh, self.stream, Replicate(), gradient=Partial())
+        try:
+            if args:
+                return original(x, *args[1:], **kwargs)
+            return original(**kwargs | {self._first_argument: x})
+        finally:
+            self._input = before
+
+    def check(self, x: Tensor, module: nn.Module) -> None:
+        """Refuse a projection of anything but the block's input: its gradient would miss the other ranks' parts."""
+        if x is not self._input:
+            raise ValueError(
+                f"tensor parallelism cannot split {module}: its input is not that of the module that holds it; give "
+                'it the style "replicated", or leave the module out of the plan'
+            )
+
+
+class Colwise(TensorStyle):
+    """A linear layer that computes this rank's features of its output.
+
+    Args:
+        source: Where its input comes from: the block that it belongs to, the stream (its layout), or `None` for a
+            tensor that needs nothing, like the output of an adapter's first factor.
+        output: What becomes of the output: `"local"`, `"gathered"` on every rank, or `"dtensor"`, split in the last
+            dimension (for torch's `loss_parallel`).
+    """
+
+    def __init__(self, source: Block | Placement | None, output: str = "local") -> None:
+        super().__init__()
+        self.source, self.output = source, output
+
+    def placement(self, name: str) -> Placement:
+        return Shard(0)
+
+    def forward(self, module: nn.Module, original: Forward, x: Tensor) -> Any:
+        if isinstance(self.source, Block):
+            self.source.check(x, module)
+        elif self.source is not None:
+            x = move(x, self.mesh, self.source, Replicate(), gradient=Partial())
+        y = self.project(module, x)
+        if self.output == "local":
+            return y
+        whole = as_last_dim_shard(y, self.mesh, module.out_features)
+        return whole if self.output == "dtensor" else whole.redistribute(placements=[Replicate()]).to_local()
+
+    def project(self, module: nn.Module, x: Tensor) -> Tensor:
+        return F.linear(x, local(module.weight), None if module.bias is None else local(module.bias))
+
+
+class Rowwise(TensorStyle):
+    """A linear layer whose input features lie over the ranks; the outputs are added up.
+
+    Args:
+        stream: Layout of the output.
+        split_input: The input is whole, and each rank takes its features.
+    """
+
+    def __init__(self, stream: Placement, split_input: bool = False) -> None:
+        super().__init__()
+        self.stream, self.split_input = stream, split_input
+
+    def placement(self, name: str) -> Placement:
+        return Shard(1) if name == "weight" else Replicate()
+
+    def forward(self, module: nn.Module, original: Forward, x: Tensor) -> Tensor:
+        if self.split_input:
+            x = move(x, self.mesh, Replicate(), Shard(x.dim() - 1))
+        partial = F.linear(x, local(module.weight))
+        y = move(partial, self.mesh, Partial(), self.stream)
+        if module.bias is None:
+            return y
+        return y + local(module.bias, gradient_of_replica(self.stream)).to(y.dtype)
+
+
+class VocabularyParallel(TensorStyle):
+    """An embedding table whose rows lie over the ranks: each looks up the tokens it knows, and the results are added.
+
+    Args:
+        stream: Layout of the output.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def placement(self, name: str) -> Placement:
+        return Shard(0)
+
+    def prepare(self, module: nn.Module) -> None:
+        chunk = -(-module.num_embeddings // self.mesh.size())
+        self._first, self._rows = chunk * self.mesh.get_local_rank(), module.weight.to_local().shape[0]
+        if module.padding_idx is not None:
+            padding = module.padding_idx - self._first
+            module.padding_idx = padding if 0 <= padding < self._rows else None
+
+    def forward(self, module: nn.Module, original: Forward, ids: Tensor) -> Tensor:
+        unknown = (ids < self._first) | (ids >= self._first + self._rows)
+        with local_parameters(module):
+            found = original((ids - self._first).masked_fill(unknown, 0))
+        return move(found.masked_fill(unknown[..., None], 0), self.mesh, Partial(), self.stream)
+
+
+class LocalLoss(TensorStyle):
+    """The whole model under `loss_parallel`: its loss comes out as a plain tensor."""
+
+    def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if isinstance(getattr(result, "loss", None), DTensor):
+            result.loss = result.loss.full_tensor()
+        return result
+
+
+def gradient_of_replica(stream: Placement) -> Placement:
+    """What a rank's gradient is of a whole parameter that works on the stream: each may see tokens of its own."""
+    return Replicate() if stream.is_replicate() else Partial()

@@ -1,0 +1,221 @@
+"""Trains small models in several processes and in one, and compares what comes out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import VOCABULARY
+from lightning.pytorch import Callback, LightningModule, Trainer
+from processes import run_in_processes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+from trainer_harness import LanguageModel, make_trainer
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.parallel.gradients import total_norm
+
+STEPS = 5
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how.
+
+    Attributes:
+        family: Name in `FAMILIES`.
+        tokens: Length of the sequences.
+        batch: Sequences of a batch, all data-parallel processes together.
+        accumulate: Batches of an optimizer step.
+        clip: Largest gradient norm; 0 for none.
+        ignore: Share of the labels that have no part in the loss.
+        packed: Whether rows hold several documents, told by position ids.
+        precision: As Lightning's trainer takes it.
+        steps: Optimizer steps.
+    """
+
+    family: str = "llama"
+    tokens: int = 48
+    batch: int = 2
+    accumulate: int = 1
+    clip: float = 0.0
+    ignore: float = 0.3
+    packed: bool = False
+    precision: str = "32-true"
+    steps: int = STEPS
+
+
+@dataclass
+class Outcome:
+    """What a run leaves: by optimizer step the loss and the norm of the gradient before clipping; at last all weights.
+
+    Attributes:
+        gradients: Whole gradients of the first step, before clipping.
+        notes: What else a test wants to know.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def worst_error(self, reference: Outcome) -> dict[str, float]:
+        """Largest relative errors against a run in one process; of tensors by their norms."""
+        return {
+            "loss": max(abs(a - b) / abs(b) for a, b in zip(self.losses, reference.losses, strict=True)),
+            "norm": max(abs(a - b) / abs(b) for a, b in zip(self.norms, reference.norms, strict=True)),
+            "gradients": _worst(self.gradients, reference.gradients),
+            "weights": _worst(self.weights, reference.weights),
+        }
+
+
+def _worst(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    assert tensors.keys() == reference.keys()
+    return max(
+        float((t.double() - reference[name].double()).norm() / reference[name].double().norm().clamp_min(1e-30))
+        for name, t in tensors.items()
+    )
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens, some without label: more in some sequences than in others."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        return self._run.batch * self._run.accumulate * self._run.steps
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        run, generator = self._run, torch.Generator().manual_seed(index)
+        ids = torch.randint(0, VOCABULARY, (run.tokens,), generator=generator)
+        ignored = torch.rand(run.tokens, generator=generator) < run.ignore * (1 + index % 3)
+        item = {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
+        if run.packed:
+            first = run.tokens // 3 + index % 5
+            item["position_ids"] = torch.cat([torch.arange(first), torch.arange(run.tokens - first)])
+        return item
+
+
+class Keep(Callback):
+    """Keeps whole gradients and norms."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        trained = [p for p in module.parameters() if p.grad is not None]
+        self.outcome.norms.append(float(total_norm(trained, trainer.strategy.root_device)))
+        if not self.outcome.gradients:
+            self.outcome.gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+
+
+def whole(t: Tensor) -> Tensor:
+    """A copy of what all processes hold together."""
+    t = t.detach()
+    return (t.full_tensor() if isinstance(t, DTensor) else t).clone()
+
+
+def train(
+    run: Run,
+    settings: dict[str, Any],
+    after: Callable[[Trainer], dict[str, Any]] | None = None,
+    watch: Callable[[], Callback] | None = None,
+) -> Outcome:
+    """Train in this process, as one of those that the environment names.
+
+    Args:
+        run: What.
+        settings: Arguments of MemoStrategy.
+        after: Makes the outcome's notes from the trainer.
+        watch: Makes one more callback, whose `notes` become the outcome's.
+    """
+    keep, watchers = Keep(), [] if watch is None else [watch()]
+    strategy = MemoStrategy(**({"plan_memory": False} | settings))
+    module = LanguageModel(run.family, lr=LR)
+    trainer = make_trainer(
+        strategy,
+        devices=dist.get_world_size(),
+        callbacks=[keep, *watchers],
+        max_steps=run.steps,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip or None,
+        precision=run.precision,
+        use_distributed_sampler=False,
+        default_root_dir=tempfile.gettempdir(),
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, _loader(run, settings))
+    outcome = keep.outcome
+    outcome.losses = _by_step(module.losses, run.accumulate)
+    outcome.weights = {name: whole(p) for name, p in module.named_parameters()}
+    outcome.notes = {} if after is None else after(trainer)
+    for watcher in watchers:
+        outcome.notes |= watcher.notes
+    return outcome
+
+
+def _loader(run: Run, settings: dict[str, Any]) -> DataLoader[dict[str, Tensor]]:
+    """This process's part of every batch, in the order in which one process reads (Lightning's sampler shuffles)."""
+    others = settings.get("context_parallel_size", 1) * settings.get("tensor_parallel_size", 1)
+    data, rank = dist.get_world_size() // others, dist.get_rank() // others
+    texts = Texts(run)
+    sampler = DistributedSampler(texts, num_replicas=data, rank=rank, shuffle=False)
+    return DataLoader(texts, batch_size=run.batch // data, sampler=sampler)
+
+
+def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:
+    """Train in `size` processes; the losses are the mean over them, notes are lists by rank."""
+    outcomes = run_in_processes(size, train, run, settings, after, watch)
+    first: Outcome = outcomes[0]
+    first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
+    first.notes = {key: [o.notes[key] for o in outcomes] for key in first.notes}
+    return first
+
+
+def train_alone(run: Run) -> Outcome:
+    """The same training in one process, by plain PyTorch."""
+    torch.set_num_threads(1)
+    module = LanguageModel(run.family, lr=LR)
+    if run.precision == "bf16-true":
+        module.to(torch.bfloat16)
+    optimizer = module.configure_optimizers()
+    outcome, losses = Outcome(), []
+    loader = DataLoader(Texts(run), batch_size=run.batch)
+    for number, batch in enumerate(loader):
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.precision == "bf16-mixed"):
+            loss = module.loss(batch)
+        (loss / run.accumulate).backward()
+        losses.append(loss.item())
+        if (number + 1) % run.accumulate == 0:
+            _step(module, optimizer, run, outcome)
+    outcome.losses = _by_step(losses, run.accumulate)
+    outcome.weights = {name: whole(p) for name, p in module.named_parameters()}
+    return outcome
+
+
+def _step(module: nn.Module, optimizer: torch.optim.Optimizer, run: Run, outcome: Outcome) -> None:
+    trained = [p for p in module.parameters() if p.grad is not None]
+    outcome.norms.append(float(torch.stack([p.grad.float().norm() for p in trained]).norm()))
+    if not outcome.gradients:
+        outcome.gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+    if run.clip:
+        nn.utils.clip_grad_norm_(trained, run.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _by_step(losses: Sequence[float], accumulate: int) -> list[float]:
+    """The mean loss of each optimizer step's batches."""
+    return [sum(losses[n : n + accumulate]) / accumulate for n in range(0, len(losses), accumulate)]

@@ -1,0 +1,83 @@
+"""Training in 2 and 4 processes gives what training in one gives.
+
+Every configuration trains 5 steps of AdamW (learning rate 1e-4) in fp32, on sequences that do not divide by the number
+of processes and whose labels are ignored unevenly. Losses, gradient norms, whole gradients (of the first step) and
+the last weights are compared with one process of plain PyTorch. The bound is 1e-5, relative, for each; gradients are 6e-7
+away or less, and Adam, which divides by the size of each gradient, amplifies the rounding of the smallest ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from parallel_training import Outcome, Run, train_alone, train_together
+
+BOUND = 1e-5
+RING = {"context_parallel_method": "ring"}
+ULYSSES = {"context_parallel_method": "ulysses"}
+
+# Name: processes, and settings of the strategy.
+CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_parallel_size": 2, "sequence_parallel": False}),
+    "tp2 whole logits": (2, {"tensor_parallel_size": 2, "sequence_parallel": False, "loss_parallel": False}),
+    "tp2+sp": (2, {"tensor_parallel_size": 2}),
+    "cp2 ring": (2, {"context_parallel_size": 2, **RING}),
+    "cp2 ulysses": (2, {"context_parallel_size": 2, **ULYSSES}),
+    "cp4 ring": (4, {"context_parallel_size": 4, **RING}),
+    "cp4 ulysses": (4, {"context_parallel_size": 4, **ULYSSES}),
+    "cp4 ulysses2 x ring2": (4, {"context_parallel_size": 4, "context_parallel_method": "usp", "ulysses_size": 2}),
+    "dp2 zero0": (2, {"zero_stage": 0}),
+    "dp2 zero1": (2, {"zero_stage": 1}),
+    "dp2 zero2": (2, {"zero_stage": 2}),
+    "dp2 zero3": (2, {"zero_stage": 3}),
+    "dp2 x cp2": (4, {"context_parallel_size": 2, "data_parallel_size": 2}),
+    "dp2 x cp2 zero3 ulysses": (4, {"context_parallel_size": 2, "zero_stage": 3, **ULYSSES}),
+    "cp2 x tp2+sp": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
+    "cp2 x tp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": False}),
+    "dp2 x tp2+sp zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
+    "dp2 zero3 offload": (2, {"zero_stage": 3, "offload_state": True}),
+}
+
+
+@functools.lru_cache(maxsize=8)
+def alone(run: Run) -> Outcome:
+    return train_alone(run)
+
+
+def check(configuration: str, run: Run, bound: float = BOUND, **settings: Any) -> Outcome:
+    size, of_configuration = CONFIGURATIONS[configuration]
+    outcome = train_together(size, run, of_configuration | settings)
+    errors = outcome.worst_error(alone(run))
+    assert all(error <= bound for error in errors.values()), f"{configuration} {settings}: {errors}"
+    return outcome
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_gqa"])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_equals_one_process_at_every_alpha(configuration: str, family: str) -> None:
+    run = Run(family=family, tokens=45, accumulate=2, clip=0.5)
+    for alpha in (0.0, 0.5, 1.0):
+        check(configuration, run, alpha=alpha)
+
+
+@pytest.mark.parametrize("configuration", ["tp2+sp", "cp4 ring", "cp4 ulysses2 x ring2", "dp2 x cp2", "cp2 x tp2+sp"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(packed=True),
+        Run(family="mistral_window"),
+        Run(family="gemma3_mixed_windows", tokens=52),
+        Run(family="qwen3", accumulate=2),
+    ],
+    ids=["packed documents", "window", "mixed windows", "qk norm"],
+)
+def test_other_attention_and_layers(configuration: str, run: Run) -> None:
+    check(configuration, run, alpha=0.5)
+
+
+@pytest.mark.parametrize("slice_tokens", [1, 3])
+@pytest.mark.parametrize("configuration", ["tp2+sp", "cp2 ring", "cp2 x tp2+sp"])
+def test_many_slices(configuration: str, slice_tokens: int) -> None:
+    check(configuration, Run(family="llama_gqa", tokens=29), alpha=0.5, slice_tokens=slice_tokens)
