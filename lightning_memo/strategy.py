@@ -28,7 +28,13 @@ from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.intercept import set_layout
 from lightning_memo.kernels.select import check_available
-from lightning_memo.parallel.checkpoint import load_sharded, save_sharded
+from lightning_memo.parallel.checkpoint import (
+    load_sharded,
+    model_state,
+    optimizer_state,
+    remove_checkpoint,
+    save_sharded,
+)
 from lightning_memo.parallel.data import accumulating
 from lightning_memo.parallel.precision import MeshPrecision
 from lightning_memo.parallel.processes import Processes
@@ -324,7 +330,8 @@ class MemoStrategy(ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return super().lightning_module_state_dict() if self.distributed else Strategy.lightning_module_state_dict(self)
+        assert self.model is not None
+        return model_state(self.model) if self.distributed else Strategy.lightning_module_state_dict(self)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -333,7 +340,10 @@ class MemoStrategy(ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return super().optimizer_state(optimizer) if self.distributed else Strategy.optimizer_state(self, optimizer)
+        if not self.distributed:
+            return Strategy.optimizer_state(self, optimizer)
+        assert self.model is not None
+        return optimizer_state(self.model, getattr(optimizer, "_optimizer", optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -354,7 +364,12 @@ class MemoStrategy(ModelParallelStrategy):
         if not self._loaded_in_place:
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
         assert self.model is not None and self.lightning_module is not None
-        return load_sharded(path, self.model, self.optimizers, self.lightning_module.strict_loading)
+        return load_sharded(path, self.model, self.optimizers, self.lightning_module.strict_loading, weights_only)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove_checkpoint(Path(filepath))
 
 
 def _refuse_gradient_checkpointing(model: nn.Module) -> None:

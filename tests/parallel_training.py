@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 from trainer_harness import LanguageModel, make_trainer
 from typing_extensions import override
@@ -132,6 +132,9 @@ def train(
     settings: dict[str, Any],
     after: Callable[[Trainer], dict[str, Any]] | None = None,
     watch: Callable[[], Callback] | None = None,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
+    skip: int = 0,
 ) -> Outcome:
     """Train in this process, as one of those that the environment names.
 
@@ -140,6 +143,9 @@ def train(
         settings: Arguments of MemoStrategy.
         after: Makes the outcome's notes from the trainer.
         watch: Makes one more callback, whose `notes` become the outcome's.
+        callbacks: More callbacks.
+        ckpt_path: Checkpoint to go on from.
+        skip: Optimizer steps whose data was seen before that.
     """
     keep, watchers = Keep(), [] if watch is None else [watch()]
     strategy = MemoStrategy(**({"plan_memory": False} | settings))
@@ -147,7 +153,8 @@ def train(
     trainer = make_trainer(
         strategy,
         devices=dist.get_world_size(),
-        callbacks=[keep, *watchers],
+        callbacks=[keep, *watchers, *callbacks],
+        enable_checkpointing=bool(callbacks),
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip or None,
@@ -156,7 +163,7 @@ def train(
         default_root_dir=tempfile.gettempdir(),
     )
     torch.manual_seed(1)
-    trainer.fit(module, _loader(run, settings))
+    trainer.fit(module, _loader(run, settings, skip), ckpt_path=ckpt_path, weights_only=False)
     outcome = keep.outcome
     outcome.losses = _by_step(module.losses, run.accumulate)
     outcome.weights = {name: whole(p) for name, p in module.named_parameters()}
@@ -166,11 +173,13 @@ def train(
     return outcome
 
 
-def _loader(run: Run, settings: dict[str, Any]) -> DataLoader[dict[str, Tensor]]:
+def _loader(run: Run, settings: dict[str, Any], skip: int = 0) -> DataLoader[dict[str, Tensor]]:
     """This process's part of every batch, in the order in which one process reads (Lightning's sampler shuffles)."""
     others = settings.get("context_parallel_size", 1) * settings.get("tensor_parallel_size", 1)
     data, rank = dist.get_world_size() // others, dist.get_rank() // others
-    texts = Texts(run)
+    texts, first = Texts(run), skip * run.batch * run.accumulate
+    # Lightning counts the batches before a checkpoint as served, but serves the loader from its start.
+    texts = Subset(texts, [*range(first, len(texts)), *range(first)])
     sampler = DistributedSampler(texts, num_replicas=data, rank=rank, shuffle=False)
     return DataLoader(texts, batch_size=run.batch // data, sampler=sampler)
 

@@ -9,10 +9,16 @@ away or less, and Adam, which divides by the size of each gradient, amplifies th
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 from parallel_training import Outcome, Run, train_alone, train_together
+from typing_extensions import override
+
+from lightning_memo.engine import TestMode
 
 BOUND = 1e-5
 RING = {"context_parallel_method": "ring"}
@@ -81,3 +87,36 @@ def test_other_attention_and_layers(configuration: str, run: Run) -> None:
 @pytest.mark.parametrize("configuration", ["tp2+sp", "cp2 ring", "cp2 x tp2+sp"])
 def test_many_slices(configuration: str, slice_tokens: int) -> None:
     check(configuration, Run(family="llama_gqa", tokens=29), alpha=0.5, slice_tokens=slice_tokens)
+
+
+@pytest.mark.parametrize("configuration", ["cp2 x tp2+sp", "dp2 x tp2+sp zero3", "dp2 x cp2 zero3 ulysses"])
+def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> None:
+    run = Run(family="llama_gqa", tokens=45, steps=14)
+    size, of_configuration = CONFIGURATIONS[configuration]
+    settings = of_configuration | {"alpha": 0.5}
+    careful = {"test_mode": TestMode(seed=3, longest_delay_seconds=0.002), "plan_memory": True}
+    undisturbed = train_together(size, run, settings)
+    disturbed = train_together(size, run, settings | careful, watch=WaitsForPlans)
+    for use in disturbed.notes["use"]:
+        # A buffer that is being sent lives until the other process has it, a little longer or shorter in every step.
+        assert use.hits > 1000 and sum(use.misses.values()) < use.hits / 50, use
+    assert disturbed.losses == undisturbed.losses
+    assert all(torch.equal(t, undisturbed.weights[name]) for name, t in disturbed.weights.items())
+    errors = undisturbed.worst_error(alone(run))
+    assert all(error <= BOUND for error in errors.values()), errors
+
+
+class WaitsForPlans(Callback):
+    """Lets no step begin while memory is planned in the background, so that there are steps with a plan."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        while trainer.strategy.memory.busy:
+            time.sleep(0.01)
+
+    @override
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.notes["use"] = trainer.strategy.memory.use

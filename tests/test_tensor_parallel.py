@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -145,8 +145,10 @@ def errors(got: Gradients, expected: Gradients) -> dict[str, float]:
     return {n: float((got[n] - g).norm() / g.norm()) for n, g in expected.items()}
 
 
-def tensor_mesh(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tensor_parallel",))
+@cache
+def tensor_mesh(tensor: int, data: int = 1) -> DeviceMesh:
+    """The ranks; made once in a process, as every mesh opens connections that stay."""
+    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
 
 def assert_plain_between_modules(model: nn.Module, split_logits: bool) -> None:
@@ -167,7 +169,7 @@ def compare(build: Callable[[], nn.Module], batch: dict[str, Tensor], sp: bool, 
     loss, gradients = step(build(), batch)
     model = build()
     before = {n: (p.detach().clone(), p.requires_grad) for n, p in model.named_parameters()}
-    shard_tensors(model, tensor_mesh(torch.distributed.get_world_size()), sp, lp, plan)
+    shard_tensors(model, tensor_mesh(torch.distributed.get_world_size())["tensor_parallel"], sp, lp, plan)
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     for n, (value, requires_grad) in before.items():
@@ -338,7 +340,7 @@ class Holder(nn.Module):
 
 def train_sharded(family: str, data: int, sp: bool, reshard: bool) -> tuple[float, float]:
     """Errors of gradients, and of the weights after a step of AdamW, with FSDP2 on top."""
-    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = tensor_mesh(2, data)
     batches = [make_batch(seed=seed) for seed in range(data)]
     plain, model = Holder(build(family)), Holder(build(family))
     shard_tensors(model, mesh["tensor_parallel"], sp, True)
@@ -371,7 +373,7 @@ def accumulate(sp: bool) -> float:
     found: list[Gradients] = []
     for model in (build("qwen3"), build("qwen3")):
         if found:
-            shard_tensors(model, tensor_mesh(2), sp, False)
+            shard_tensors(model, tensor_mesh(2)["tensor_parallel"], sp, False)
         for batch in batches:
             _, gradients = step(model, batch)
         found.append(gradients)
@@ -409,7 +411,7 @@ def count_per_layer(family: str, sp: bool) -> tuple[dict[str, int], dict[str, in
         name, settings = FAMILIES[family]
         config = getattr(transformers, f"{name}Config")(**settings | {"num_hidden_layers": layers}, use_cache=False)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-        shard_tensors(model, tensor_mesh(2), sp, False)
+        shard_tensors(model, tensor_mesh(2)["tensor_parallel"], sp, False)
         with Collectives() as forward:
             loss = model(**make_batch()).loss
         with Collectives() as backward:
@@ -451,7 +453,7 @@ def compare_autocast() -> dict[str, float]:
         for split in (False, True):
             model = build(family)
             if split:
-                shard_tensors(model, tensor_mesh(2), True, True)
+                shard_tensors(model, tensor_mesh(2)["tensor_parallel"], True, True)
             with torch.autocast("cpu", torch.bfloat16), loss_parallel() if split else contextlib.nullcontext():
                 gradients.append(step(model, make_batch())[1])
         found[family] = max(errors(gradients[1], gradients[0]).values())
@@ -532,7 +534,7 @@ def test_plans_that_cannot_be_followed(
 def split_something_else() -> None:
     """A projection that is fed something else than its block's input."""
     model = _plain(Layer)
-    shard_tensors(model, tensor_mesh(2), False, False, PLAN)
+    shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, False, PLAN)
     attention = model.blocks[0].attention
     with pytest.raises(ValueError, match=r"cannot split .* its input is not that of the module that holds"):
         attention.q(torch.zeros(1, 4, 32))
@@ -546,7 +548,7 @@ def tie_differently() -> None:
     model = _plain(Layer)
     model.positions.weight = model.embed.weight
     with pytest.raises(ValueError, match=r"positions.weight and embed.weight are one parameter, but the plan splits"):
-        shard_tensors(model, tensor_mesh(2), False, False, PLAN)
+        shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, False, PLAN)
 
 
 def test_ties() -> None:

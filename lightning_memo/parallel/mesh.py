@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_memo.parallel.context import ContextGroups
@@ -13,9 +16,15 @@ DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
 
 def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
     """The mesh; processes that share weights of a layer are neighbours, as their links are the fastest."""
-    return init_device_mesh(
-        device.type, (sizes.data, sizes.context, sizes.tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR)
-    )
+    shape = (sizes.data, sizes.context, sizes.tensor)
+    return _mesh(dist.group.WORLD, device.type, shape, (DATA, CONTEXT, TENSOR))
+
+
+@functools.lru_cache(maxsize=None)
+def _mesh(world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    # Groups hold threads or communicators, and PyTorch never gives up those of a mesh: a process that trains again
+    # with the same sizes takes the same ones.
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
@@ -39,9 +48,8 @@ def context_groups(mesh: DeviceMesh, ulysses: int) -> ContextGroups | None:
     if context == 1:
         return None
     ring = context // ulysses
-    split = init_device_mesh(
-        mesh.device_type, (data, ring, ulysses, tensor), mesh_dim_names=(DATA, "ring", "ulysses", TENSOR)
-    )
+    names = (DATA, "ring", "ulysses", TENSOR)
+    split = _mesh(dist.group.WORLD, mesh.device_type, (data, ring, ulysses, tensor), names)
     return ContextGroups(
         ring=split["ring"].get_group() if ring > 1 else None,
         ulysses=split["ulysses"].get_group() if ulysses > 1 else None,

@@ -1,0 +1,53 @@
+"""A run's checkpoint goes on in another topology where it stopped, Adam state included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from parallel_training import Outcome, Run, train, train_alone
+from processes import run_in_processes
+
+RUN = Run(family="llama_gqa", tokens=45, batch=4, clip=0.5, steps=6)
+SAVED_AFTER = 3
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2 x tp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
+    "dp2 x cp2": (4, {"context_parallel_size": 2}),
+    "dp2 zero3": (2, {"zero_stage": 3}),
+    "dp2 zero0": (2, {"zero_stage": 0}),
+    "one": (1, {}),
+}
+
+
+def _train(topology: str, checkpoint: str, resume: bool) -> Outcome:
+    """Train all steps and save after some of them, or go on from there."""
+    settings = TOPOLOGIES[topology][1] | {"alpha": 0.5}
+    saving = ModelCheckpoint(
+        dirpath=checkpoint, filename="saved-{step}", every_n_train_steps=SAVED_AFTER, save_top_k=-1
+    )
+    if resume:
+        return train(RUN, settings, ckpt_path=f"{checkpoint}/saved-step={SAVED_AFTER}.ckpt", skip=SAVED_AFTER)
+    return train(RUN, settings, callbacks=[saving])
+
+
+def train_as(topology: str, checkpoint: Path, resume: bool = False) -> Outcome:
+    size = TOPOLOGIES[topology][0]
+    outcomes = run_in_processes(size, _train, topology, str(checkpoint), resume)
+    first: Outcome = outcomes[0]
+    first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
+    return first
+
+
+@pytest.mark.parametrize("to", TOPOLOGIES)
+@pytest.mark.parametrize("of", ["cp2 x tp2", "one", "dp2 zero3"])
+def test_goes_on_in_another_topology(of: str, to: str, tmp_path: Path) -> None:
+    uninterrupted = train_as(of, tmp_path)
+    resumed = train_as(to, tmp_path, resume=True)
+    if of == to:
+        assert resumed.losses == uninterrupted.losses[SAVED_AFTER:]
+        assert all(torch.equal(t, uninterrupted.weights[name]) for name, t in resumed.weights.items())
+    for mine, reference in zip(resumed.losses, train_alone(RUN).losses[SAVED_AFTER:], strict=True):
+        assert mine == pytest.approx(reference, rel=1e-6)
