@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_memo.data import TextDataModule
+from lightning_memo.launch import started_processes
 from lightning_memo.models import ModelConfig, load_hf_config
+from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.strategy import MemoStrategy
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 
@@ -30,15 +33,39 @@ def build_trainer(cfg: DictConfig, *callbacks: Callback) -> Trainer:
     """Returns the trainer with the configured strategy, loggers and callbacks, and with ``callbacks``.
 
     Raises:
-        ValueError: The precision is not allowed.
+        ValueError: The precision is not allowed, or there are more or fewer processes than the trainer's.
     """
     _check_precision(cfg.trainer.precision)
-    return instantiate(
+    trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=_build_strategy(cfg.strategy),
         callbacks=[*_build_group(cfg.callbacks), *callbacks],
         logger=_build_group(cfg.logger),
     )
+    _check_started(trainer)
+    return trainer
+
+
+def count_processes(trainer: Trainer) -> int:
+    """Returns how many processes train; those that Lightning has not started yet count."""
+    return trainer.num_devices * trainer.num_nodes
+
+
+def check_data(data: TextDataModule, trainer: Trainer) -> None:
+    """Refuses a training text that does not give each data-parallel process a batch.
+
+    Raises:
+        ValueError: It is too short, or the processes cannot be divided as the strategy says.
+    """
+    processes = count_processes(trainer)
+    strategy = trainer.strategy
+    groups = resolve_sizes(strategy.config, processes).data if isinstance(strategy, MemoStrategy) else processes
+    sequences = len(data.train_dataloader().dataset)  # type: ignore[arg-type]
+    if sequences < data.batch_size * groups:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has {sequences} "
+            f"sequences of data.seq_len={data.seq_len}; lower one of them, or give more text (data.path, data.max_bytes)"
+        )
 
 
 def find_checkpoint(cfg: DictConfig) -> str | None:
@@ -54,7 +81,9 @@ def find_checkpoint(cfg: DictConfig) -> str | None:
             raise ValueError(f"ckpt_path={cfg.ckpt_path}: no such checkpoint; give the path of one, or last")
         return str(cfg.ckpt_path)
     runs = Path(cfg.paths.root) / cfg.name / "runs"
-    found = sorted(runs.glob("*/checkpoints/last*.ckpt"), key=lambda path: path.stat().st_mtime)
+    # Files, folders of several processes, and links to them; a link leads nowhere if its run was killed while saving.
+    saved = [path for path in runs.glob("*/checkpoints/*.ckpt") if path.exists()]
+    found = sorted(saved, key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"ckpt_path=last: no checkpoint in {runs}; give a path, or the name=... of an earlier run")
     return str(found[-1].resolve())
@@ -99,7 +128,15 @@ def _build_group(cfg: DictConfig) -> list[Any]:
 
 
 def _check_precision(precision: Any) -> None:
-    if precision in PRECISIONS or (precision == "16-mixed" and torch.cuda.is_available()):
-        return
-    hint = "; 16-mixed needs CUDA, take bf16-mixed" if precision == "16-mixed" else ""
-    raise ValueError(f"trainer.precision={precision}: give one of {', '.join(PRECISIONS)}{hint}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={precision}: give one of {', '.join(PRECISIONS)}")
+
+
+def _check_started(trainer: Trainer) -> None:
+    wanted, started = count_processes(trainer), started_processes()
+    if started not in (None, wanted):
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices} x trainer.num_nodes={trainer.num_nodes}: that is {wanted} "
+            f"processes, and {started} were started; make trainer.devices those of a node, and trainer.num_nodes the "
+            "nodes"
+        )

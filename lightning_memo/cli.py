@@ -11,6 +11,8 @@ from hydra.errors import HydraException, InstantiationException
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_memo.launch import let_the_first_speak
+
 USER_ERROR_EXIT = 2
 _LONGEST_MESSAGE = 600  # libraries list all that they know
 
@@ -38,11 +40,14 @@ def run_command(command: Callable[[], None]) -> None:
 def exit_for_user(error: BaseException) -> None:
     """Ends the process with one line where ``error`` is a user's mistake; else returns.
 
+    Of several processes with the same mistake, only the first gets to print it.
+
     Raises:
         SystemExit: It is, with status 2.
     """
     message = user_message(error)
     if message is not None:
+        let_the_first_speak()
         print(f"error: {message}", file=sys.stderr)  # noqa: T201
         raise SystemExit(USER_ERROR_EXIT)
 

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from contextlib import ExitStack
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ METERED_STEP = 2
 
 
 class StepStats(Callback):
-    """Times the last optimizer steps of a training run, and measures the memory of one.
+    """Times the last optimizer steps of a :class:`~lightning_memo.models.CausalLM`, and measures the memory of one.
 
     A step is all its micro-batches, without loading data, logging, validation or checkpoints. Time and memory come from
-    different steps, because measuring memory takes time.
+    different steps, because measuring memory takes time. With several processes, both are this process's own; tokens
+    and losses are those of all.
 
     Args:
         last: How many of the last steps count for time and loss.
@@ -30,6 +31,7 @@ class StepStats(Callback):
     def __init__(self, last: int = 20) -> None:
         self.peak_device_bytes: int | None = None  # above what is allocated between steps
         self.tokens_per_step = 0
+        self.train_loss: float | None = None  # mean of the last micro-batches; when training is over
         self._seconds: deque[float] = deque(maxlen=last)
         self._losses: deque[torch.Tensor] = deque(maxlen=last)
         self._steps_done = 0
@@ -49,11 +51,6 @@ class StepStats(Callback):
     def tokens_per_second(self) -> float | None:
         """Tokens of a step over its median time."""
         return self.tokens_per_step / self.step_seconds if self.step_seconds else None
-
-    @property
-    def train_loss(self) -> float | None:
-        """Mean loss of the last micro-batches."""
-        return fmean(loss.item() for loss in self._losses) if self._losses else None
 
     def measurement(self, name: str, peak_device_bytes: int | None, host_bytes: int) -> Measurement | None:
         """Returns a row for the comparison; None where the run was too short to be measured."""
@@ -86,10 +83,17 @@ class StepStats(Callback):
     ) -> None:
         _wait(pl_module.device)
         self._step_seconds += time.perf_counter() - self._batch_start
-        self._step_tokens += batch["input_ids"].numel()
+        self._step_tokens += pl_module.batch_tokens
         self._losses.append(outputs["loss"].detach())
         if trainer.global_step > self._global_step:
             self._end_step(trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._losses:
+            # A process's loss is its share of the whole times the number of processes: their mean is the loss.
+            mean = torch.stack(list(self._losses)).float().mean()
+            self.train_loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

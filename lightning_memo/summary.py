@@ -20,8 +20,11 @@ class RunSummary:
     status: Literal["ok", "failed"]
     message: str = ""
     """Why the run failed, in one line."""
+    processes: int = 1
+    """Of all nodes. Times and bytes are those of the first one; tokens and losses those of all."""
     seq_len: int | None = None
     batch_size: int | None = None
+    """Of one data-parallel process."""
     alpha: float | None = None
     """Fraction of the tokens whose activations were swapped; None where the strategy swaps nothing."""
     step_seconds: float | None = None

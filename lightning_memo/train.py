@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_memo.assemble import build_trainer, check_vocabulary, find_checkpoint, module_settings, trainer_settings
+from lightning_memo.assemble import (
+    build_trainer,
+    check_data,
+    check_vocabulary,
+    count_processes,
+    find_checkpoint,
+    module_settings,
+    trainer_settings,
+)
 from lightning_memo.callbacks import PlanMemory
 from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
 from lightning_memo.compare import measure_baselines
 from lightning_memo.data import TextDataModule
+from lightning_memo.launch import SweepRefused, arguments_of_process, end_children, is_first_process
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
 from lightning_memo.report import Measurement, MemoryUse, comparison_table, memory_table
@@ -35,6 +46,7 @@ class Fitted:
     """What a finished training run leaves behind."""
 
     stats: StepStats
+    processes: int
     val_loss: float | None
     peak_device_bytes: int | None
     alpha: float | None = None
@@ -44,11 +56,12 @@ class Fitted:
     """What became of the requests for memory; None where none were planned."""
 
 
-def train(cfg: DictConfig) -> RunSummary:
+def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
     """Trains as configured, prints the results and returns them.
 
     Args:
         cfg: The composed configuration, see ``conf/train.yaml``.
+        sweep: Whether it is one of several jobs, which get one process each.
 
     Raises:
         ValueError: A setting is not allowed, or data or a checkpoint is missing.
@@ -56,14 +69,17 @@ def train(cfg: DictConfig) -> RunSummary:
     # Batches are views of text in memory: worker processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own use of torch
+    if not is_first_process():
+        warnings.simplefilter("ignore")  # the first one gives them, too
     seed_everything(cfg.seed, verbose=False)
     data: TextDataModule = instantiate(cfg.data)
     data.setup()
-    fitted = fit(cfg, data)
+    fitted = fit(cfg, data, sweep)
     stats = fitted.stats
     summary = RunSummary(
         overrides=[],
         status="ok",
+        processes=fitted.processes,
         seq_len=data.seq_len,
         batch_size=data.batch_size,
         alpha=fitted.alpha,
@@ -77,29 +93,39 @@ def train(cfg: DictConfig) -> RunSummary:
         unigram_entropy=data.unigram_entropy,
     )
     rows = compare(cfg, data, fitted) if cfg.compare else []
-    print_results(summary, rows, fitted.memory)
+    if is_first_process():
+        print_results(summary, rows, fitted.memory)
     return summary
 
 
-def fit(cfg: DictConfig, data: TextDataModule) -> Fitted:
+def fit(cfg: DictConfig, data: TextDataModule, sweep: bool = False) -> Fitted:
     """Trains, and reads what the strategy planned, if it plans.
 
     Raises:
-        ValueError: A setting is not allowed, or a checkpoint is missing.
+        ValueError: A setting is not allowed, a checkpoint is missing, or a sweep would need several processes.
     """
     ckpt_path = find_checkpoint(cfg)
     settings = module_settings(cfg)
     check_vocabulary(settings["model"], data.vocab_size)
     stats = StepStats()
     trainer = build_trainer(cfg, stats)
+    processes = count_processes(trainer)
+    if sweep and processes > 1:
+        raise SweepRefused
+    check_data(data, trainer)
     for logger in trainer.loggers:
         logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
-    trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
+    try:
+        trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
+    except BaseException:
+        end_children(trainer.strategy.launcher)
+        raise
     draw_memory(trainer)
     data.trainer = None  # it holds the model, and what follows needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")
     fitted = Fitted(
         stats,
+        processes,
         None if val_loss is None else val_loss.item(),
         stats.peak_device_bytes,
         memory=getattr(getattr(trainer.strategy, "memory", None), "use", None),
@@ -124,13 +150,17 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
 def draw_memory(trainer: Trainer) -> None:
     """Writes pictures of the memory plan beside the run's logs, if memory was planned."""
     memory: PlanMemory | None = getattr(trainer.strategy, "memory", None)
-    files = [] if memory is None else memory.draw(Path(trainer.log_dir or trainer.default_root_dir))
+    folder = Path(trainer.log_dir or trainer.default_root_dir)  # the first process's: all ask for it together
+    files = memory.draw(folder) if memory is not None and trainer.is_global_zero else []
     if files:
         log.info("memory map: %s", files[-1])
 
 
 def compare(cfg: DictConfig, data: TextDataModule, fitted: Fitted) -> list[Measurement]:
-    """Returns rows for plain training, full recomputation and the run, in this order."""
+    """Returns rows for plain training, full recomputation and the run, in this order; none with several processes."""
+    if fitted.processes > 1:
+        rank_zero_warn(f"compare=true compares runs in one process, and this one had {fitted.processes}: left out.")
+        return []
     gc.collect()
     batch = next(iter(data.train_dataloader()))
     rows = measure_baselines(module_settings(cfg), batch, trainer_settings(cfg), cfg.compare_steps, cfg.seed)
@@ -156,14 +186,18 @@ def print_results(summary: RunSummary, rows: list[Measurement], memory: MemoryUs
 
 
 def run_job(cfg: DictConfig) -> RunSummary:
-    """Trains and writes the summary. Within a sweep a failed job has one too, and the other jobs go on."""
+    """Trains and writes the summary. Within a sweep a failed job has one too, and the other jobs go on.
+
+    Of several processes, the first one writes.
+    """
     job = HydraConfig.get()
     output_dir = Path(job.runtime.output_dir)
     overrides: list[str] = list(job.overrides.task)
+    sweep = job.mode is RunMode.MULTIRUN
     try:
-        summary = replace(train(cfg), overrides=overrides)
+        summary = replace(train(cfg, sweep), overrides=overrides)
     except Exception as error:
-        if job.mode is not RunMode.MULTIRUN:
+        if not sweep or isinstance(error, SweepRefused):
             exit_for_user(error)
             raise
         summary = _failure(cfg, overrides, error)
@@ -171,7 +205,8 @@ def run_job(cfg: DictConfig) -> RunSummary:
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-    summary.save(output_dir)
+    if is_first_process():
+        summary.save(output_dir)
     return summary
 
 
@@ -190,7 +225,11 @@ def main() -> None:
         if summary.status == "failed":
             failed.append(summary)
 
-    run_command(hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task))
+    def command() -> None:
+        sys.argv[1:] = arguments_of_process(sys.argv[1:])
+        hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
+
+    run_command(command)
     if failed:
         raise SystemExit(1)
 

@@ -34,6 +34,8 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp4 ring": (4, {"context_parallel_size": 4, **RING}),
     "cp4 ulysses": (4, {"context_parallel_size": 4, **ULYSSES}),
     "cp4 ulysses2 x ring2": (4, {"context_parallel_size": 4, "context_parallel_method": "usp", "ulysses_size": 2}),
+    "one process zero0": (1, {"zero_stage": 0}),
+    "one process zero3 offload": (1, {"zero_stage": 3, "offload_state": True}),
     "dp2 zero0": (2, {"zero_stage": 0}),
     "dp2 zero1": (2, {"zero_stage": 1}),
     "dp2 zero2": (2, {"zero_stage": 2}),

@@ -25,6 +25,9 @@ class CausalLM(LightningModule):
 
     Raises:
         ValueError: ``model`` gives neither or both of ``config`` and ``path``.
+
+    Attributes:
+        batch_tokens: Tokens of the batch at hand, over all data-parallel processes.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.batch_tokens = 0
         self._config = ModelConfig(**model)
         self.model: nn.Module | None = None
         self._rng_state: Tensor | None = None
@@ -49,10 +53,18 @@ class CausalLM(LightningModule):
             self.model = build_model(self._config)
 
     @override
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        # Batches are still whole here; what the steps get may be this process's part of the tokens.
+        groups = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        self.batch_tokens = batch["input_ids"].numel() * groups
+        return batch
+
+    @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        tokens = (self.trainer.fit_loop.total_batch_idx + 1) * batch["input_ids"].numel() * self.trainer.world_size
-        self.log("train_loss", loss, prog_bar=True)
+        tokens = (self.trainer.fit_loop.total_batch_idx + 1) * self.batch_tokens
+        # With several processes a loss is a share of the whole, times their number.
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("tokens", float(tokens))
         return loss

@@ -29,7 +29,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
             which it failed, and why.
     """
     result, error = _attempt(work)
-    _raise_together(error, _gather(None if error is None else _describe(error)))
+    _raise_together(error, gather(None if error is None else _describe(error)))
     assert error is None
     return result  # type: ignore[return-value]
 
@@ -44,7 +44,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
         Exception: It failed; see :func:`on_every_rank`.
     """
     result, error = _attempt(work) if is_first_rank() else (None, None)
-    answers = _gather((result, None if error is None else _describe(error)))
+    answers = gather((result, None if error is None else _describe(error)))
     _raise_together(error, [description for _, description in answers])
     return answers[0][0]  # type: ignore[no-any-return]
 
@@ -78,9 +78,10 @@ def _raise_together(error: Exception | None, descriptions: list[tuple[type[Excep
             raise kind(f"rank {rank}: {message}")
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank of a group, of all by default; picklable."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

@@ -20,7 +20,7 @@ def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
     return _mesh(dist.group.WORLD, device.type, shape, (DATA, CONTEXT, TENSOR))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _mesh(world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     # Groups hold threads or communicators, and PyTorch never gives up those of a mesh: a process that trains again
     # with the same sizes takes the same ones.

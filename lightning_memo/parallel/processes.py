@@ -23,6 +23,7 @@ from lightning_memo.parallel.loaders import seed_workers, split_iterable
 from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.sizes import resolve_sizes, ulysses_size
+from lightning_memo.parallel.tensor import shard_tensors
 
 # Batches are compared often at first, and then from time to time: a mistake in the data shows at once or never.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
@@ -84,8 +85,6 @@ class Processes:
         self._share_weights(module)
         config = self._config
         if self.sizes.tensor > 1:
-            from lightning_memo.parallel.tensor import shard_tensors
-
             shard_tensors(
                 module,
                 self.mesh[TENSOR],

@@ -6,11 +6,11 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_memo.parallel.agree import gather
 from lightning_memo.plan import Plan
 
 T = TypeVar("T")
@@ -50,9 +50,7 @@ class Ranks:
         group = None if everyone else self.sequence
         if not self.world or (group is None and not everyone):
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return gather(value, group)
 
     def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
         """End all processes with one line if any of them has an error; a process alone raises its own.
@@ -73,9 +71,7 @@ class Ranks:
 
 def processes_on_this_node() -> int:
     """How many processes of the run have this host's name."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return names.count(socket.gethostname())
+    return gather(socket.gethostname()).count(socket.gethostname())
 
 
 def explain_lost_process(error: BaseException, rank: int) -> None:

@@ -1,0 +1,86 @@
+"""One command in several processes: which of them speaks and writes, and how all of them end together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric.plugins.environments import SLURMEnvironment
+
+# Set by torchrun, Lightning's launcher (of a node, and of the nodes), SLURM and LSF, each for the processes it starts.
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+_SILENCE_SECONDS = 10.0
+_CHILDREN_SECONDS = 2.0
+
+
+class SweepRefused(ValueError):
+    """A sweep was asked for, and each of its jobs would need several processes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "-m: the jobs of a sweep run in one process each; with several, start one command (one torchrun) for each "
+            "value, without -m"
+        )
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that prints and writes for all; needs no process group."""
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
+
+
+def started_processes() -> int | None:
+    """How many processes a launcher has started for this command; None if there is none, yet."""
+    size = os.environ.get("WORLD_SIZE")
+    if size is None and SLURMEnvironment.detect():
+        size = os.environ.get("SLURM_STEP_NUM_TASKS")
+    return None if size is None else int(size)
+
+
+def arguments_of_process(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a Hydra command for this process: all but the first make no folder and no file.
+
+    Folders are named by the time, which is another one in each process; Lightning tells all of them the first one's.
+
+    Raises:
+        SweepRefused: It is a sweep, and there are several processes.
+    """
+    if (started_processes() or 1) > 1 and {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):
+        raise SweepRefused
+    if is_first_process():
+        return list(arguments)
+    quiet = {"hydra.run.dir": ".", "hydra.output_subdir": "null", "hydra/job_logging": "stdout"}
+    given = {argument.partition("=")[0] for argument in arguments}
+    return [*arguments, *(f"{name}={value}" for name, value in quiet.items() if name not in given)]
+
+
+def let_the_first_speak() -> None:
+    """Returns at once in the first process, and after a while in others.
+
+    A mistake is the same one everywhere, as a rule. The first process tells it and ends, and the launcher ends the
+    others while they are in here; a mistake that one process alone meets (a file that its node lacks) is told late.
+    """
+    if not is_first_process():
+        time.sleep(_SILENCE_SECONDS)
+
+
+def end_children(launcher: Any) -> None:
+    """Ends the processes that Lightning's launcher started, which may wait for this one for half an hour.
+
+    Args:
+        launcher: Of a strategy; one that started none, or `None`, is left alone.
+    """
+    children: list[subprocess.Popen[bytes]] = list(getattr(launcher, "procs", ()))
+    if not children:
+        return
+    # Lightning's observer reads this list. It would kill this process too, before that can say why it ends.
+    launcher.procs.clear()
+    deadline = time.monotonic() + _CHILDREN_SECONDS
+    for child in children:
+        try:
+            child.wait(max(deadline - time.monotonic(), 0.0))  # it may be printing a traceback
+        except subprocess.TimeoutExpired:
+            child.kill()  # SIGTERM does not reach a process that waits in a collective
+            child.wait()
