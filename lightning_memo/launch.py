@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 # Set by torchrun, Lightning's launcher (of a node, and of the nodes), SLURM and LSF, each for the processes it starts.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-_SILENCE_SECONDS = 10.0
-_CHILDREN_SECONDS = 2.0
+_SILENCE_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 2.0
+_POLL_SECONDS = 0.2
 
 
 class SweepRefused(ValueError):
@@ -66,21 +69,60 @@ def let_the_first_speak() -> None:
         time.sleep(_SILENCE_SECONDS)
 
 
-def end_children(launcher: Any) -> None:
-    """Ends the processes that Lightning's launcher started, which may wait for this one for half an hour.
+@contextlib.contextmanager
+def ending_together(launcher: Any) -> Iterator[None]:
+    """Inside, this process and those that Lightning's launcher starts end together if one of them fails.
 
     Args:
-        launcher: Of a strategy; one that started none, or `None`, is left alone.
+        launcher: Of a strategy; one that starts no processes, or `None`, is left alone.
     """
-    children: list[subprocess.Popen[bytes]] = list(getattr(launcher, "procs", ()))
-    if not children:
+    if not hasattr(launcher, "procs"):
+        yield
         return
-    # Lightning's observer reads this list. It would kill this process too, before that can say why it ends.
-    launcher.procs.clear()
-    deadline = time.monotonic() + _CHILDREN_SECONDS
-    for child in children:
-        try:
-            child.wait(max(deadline - time.monotonic(), 0.0))  # it may be printing a traceback
-        except subprocess.TimeoutExpired:
-            child.kill()  # SIGTERM does not reach a process that waits in a collective
-            child.wait()
+    children = _Children(launcher)
+    children.start()
+    try:
+        yield
+    except BaseException:
+        children.end()
+        raise
+    finally:
+        children.over.set()
+
+
+class _Children(threading.Thread):
+    """Waits for a child to fail, and then ends this process with the child's exit status.
+
+    Lightning's observer would do so by SIGKILL: no exit status, and nothing of what was being said.
+    """
+
+    def __init__(self, launcher: Any) -> None:
+        super().__init__(name="children", daemon=True)
+        self.over = threading.Event()
+        self._launcher = launcher
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> None:
+        while not self.over.wait(_POLL_SECONDS):
+            status = next((child.returncode for child in self._launcher.procs if child.poll()), 0)
+            if status:
+                self._take()
+                if not self.over.wait(_LAST_WORDS_SECONDS):  # this process may notice by itself, and say more
+                    self.end()
+                    os._exit(max(status, 1))  # the main thread may wait in a collective, which no exception reaches
+
+    def end(self) -> None:
+        """Ends the children, which may wait for this process for half an hour."""
+        self._take()
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        for child in self._children:
+            try:
+                child.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                child.kill()  # SIGTERM does not reach a process that waits in a collective
+                child.wait()
+
+    def _take(self) -> None:
+        """Takes the children away from Lightning's observer, which reads this very list."""
+        self._children += self._launcher.procs
+        self._launcher.procs.clear()

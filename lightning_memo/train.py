@@ -31,7 +31,7 @@ from lightning_memo.callbacks import PlanMemory
 from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
 from lightning_memo.compare import measure_baselines
 from lightning_memo.data import TextDataModule
-from lightning_memo.launch import SweepRefused, arguments_of_process, end_children, is_first_process
+from lightning_memo.launch import SweepRefused, arguments_of_process, ending_together, is_first_process
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
 from lightning_memo.report import Measurement, MemoryUse, comparison_table, memory_table
@@ -69,6 +69,7 @@ def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
     # Batches are views of text in memory: worker processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own use of torch
+    warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")  # the module only looks
     if not is_first_process():
         warnings.simplefilter("ignore")  # the first one gives them, too
     seed_everything(cfg.seed, verbose=False)
@@ -115,11 +116,8 @@ def fit(cfg: DictConfig, data: TextDataModule, sweep: bool = False) -> Fitted:
     check_data(data, trainer)
     for logger in trainer.loggers:
         logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
-    try:
+    with ending_together(trainer.strategy.launcher):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
-    except BaseException:
-        end_children(trainer.strategy.launcher)
-        raise
     draw_memory(trainer)
     data.trainer = None  # it holds the model, and what follows needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")

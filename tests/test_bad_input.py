@@ -57,11 +57,17 @@ SETTINGS = {
     "schedule": ({"schedule": "zigzag"}, ("schedule='zigzag'", '"layer"', '"nest"')),
     "attention": ({"attention": "magic"}, ("attention='magic'", '"sdpa"', '"flash_attn"')),
     "context_parallel_method": ({"context_parallel_method": "x"}, ("context_parallel_method='x'", '"ring"')),
-    "data_parallel_size": ({"data_parallel_size": 2}, ("data_parallel_size=2", "one process", 'set 1 or "auto"')),
-    "context_parallel_size": ({"context_parallel_size": 2}, ("context_parallel_size=2", "one process", "set 1")),
-    "tensor_parallel_size": ({"tensor_parallel_size": 4}, ("tensor_parallel_size=4", "one process", "set 1")),
-    "parallel text": ({"tensor_parallel_size": "auto"}, ("tensor_parallel_size='auto'", "set 1")),
-    "zero_stage": ({"zero_stage": 3}, ("zero_stage=3", "set 0")),
+    "data_parallel_size": ({"data_parallel_size": 0}, ("data_parallel_size=0", "at least 1", '"auto"')),
+    "context_parallel_size": ({"context_parallel_size": -2}, ("context_parallel_size=-2", "at least 1")),
+    "tensor_parallel_size": ({"tensor_parallel_size": 1.5}, ("tensor_parallel_size=1.5", "at least 1")),
+    "parallel text": ({"tensor_parallel_size": "auto"}, ("tensor_parallel_size='auto'", "at least 1")),
+    "zero_stage": ({"zero_stage": 4}, ("zero_stage=4", "0, 1, 2 or 3")),
+    "ulysses_size without usp": ({"ulysses_size": 2}, ("ulysses_size=2", '"usp"', '"auto"')),
+    "ulysses_size": (
+        {"context_parallel_size": 4, "context_parallel_method": "usp", "ulysses_size": 3},
+        ("ulysses_size=3", "does not divide", "context_parallel_size=4"),
+    ),
+    "sequence_parallel": ({"sequence_parallel": 1}, ("sequence_parallel=1", "True or False")),
     "plan_memory": ({"plan_memory": "yes"}, ("plan_memory='yes'", "True or False")),
     "device_memory": ({"device_memory": "lots"}, ("device_memory='lots'", "120GiB")),
     "device_memory unit": ({"device_memory": "5 GiBs"}, ("device_memory='5 GiBs'", "120GiB")),
@@ -95,13 +101,23 @@ def test_kernel_that_is_not_installed(monkeypatch, attention, package):
     assert_one_line(caught.value, attention, "pip install", 'attention="auto"')
 
 
-@pytest.mark.parametrize("trainer", [{"devices": 2}, {"num_nodes": 2}], ids=["devices", "nodes"])
-@pytest.mark.parametrize("strategy", [MemoStrategy, lambda: "memo"], ids=["object", "name"])
-def test_several_processes(strategy, trainer):
-    """More than one device or node is refused when the Trainer is made."""
-    with pytest.raises(ValueError, match="one process") as caught:
-        Trainer(strategy=strategy(), accelerator="cpu", logger=False, **{"devices": 1} | trainer)
-    assert_one_line(caught.value, "MemoStrategy", "devices=1", "num_nodes=1")
+SIZES = {
+    "data": ({"data_parallel_size": 2}, ("data_parallel_size=2", "there are 1 processes", '"auto"')),
+    "context": ({"context_parallel_size": 2}, ("context_parallel_size=2", "does not divide the 1 processes", "devices")),
+    "tensor": ({"tensor_parallel_size": 4}, ("tensor_parallel_size=4", "does not divide the 1 processes", "devices")),
+    "all": (
+        {"data_parallel_size": 1, "context_parallel_size": 2, "tensor_parallel_size": 2},
+        ("data_parallel_size=1 x context_parallel_size=2 x tensor_parallel_size=2 = 4", "there are 1 processes"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), SIZES.values(), ids=SIZES)
+def test_sizes_that_do_not_make_up_the_processes(settings, words):
+    """Sizes that do not multiply to the number of processes are refused before anything is built."""
+    with pytest.raises(ValueError, match="parallel_size") as caught:
+        fit(MemoStrategy(**settings))
+    assert_one_line(caught.value, *words)
 
 
 @pytest.mark.parametrize("precision", ["7-bit", "64-true"])
@@ -158,18 +174,6 @@ class OneLayer(LanguageModel):
         super().__init__(lambda: PlainModel([PlainBlock()]))
 
 
-class Packed(LanguageModel):
-    """Two documents in one row, told apart by position_ids only."""
-
-    def __init__(self):
-        super().__init__("llama")
-
-    @override
-    def loss(self, batch):
-        half = torch.arange(batch["input_ids"].shape[1] // 2)
-        return self.model(**batch, position_ids=torch.cat([half, half])[None].expand_as(batch["input_ids"])).loss
-
-
 class ReturnsDict(LanguageModel):
     """Layers whose output is nothing that a layer may return."""
 
@@ -221,7 +225,6 @@ IN_FIT = {
         ("host", "1.0 KiB", "raise host_memory", "shorten the sequence"),
     ),
     "left padding": ({}, lambda: LanguageModel("llama"), left_padded, ("not on the right", "padding_side")),
-    "packed documents": ({}, Packed, None, ("packed documents", "position_ids")),
     "layer returns a dict": ({}, ReturnsDict, None, ("dict", "hidden states")),
 }
 

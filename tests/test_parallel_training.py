@@ -93,7 +93,7 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
 
 @pytest.mark.parametrize("configuration", ["cp2 x tp2+sp", "dp2 x tp2+sp zero3", "dp2 x cp2 zero3 ulysses"])
 def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> None:
-    run = Run(family="llama_gqa", tokens=45, steps=14)
+    run = Run(family="llama_gqa", tokens=45, steps=24)
     size, of_configuration = CONFIGURATIONS[configuration]
     settings = of_configuration | {"alpha": 0.5}
     careful = {"test_mode": TestMode(seed=3, longest_delay_seconds=0.002), "plan_memory": True}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_memo.parallel.agree import gather
@@ -15,16 +16,6 @@ from lightning_memo.plan import Plan
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-# How gloo, NCCL and the store tell that a process is gone.
-_LOST_SIGNS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "imed out",
-    "timeout",
-    "NCCL communicator was aborted",
-    "Broken pipe",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +67,7 @@ def processes_on_this_node() -> int:
 
 def explain_lost_process(error: BaseException, rank: int) -> None:
     """Say in one line what a failed collective means, if `error` is one."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_SIGNS):
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
         log.error(
             "rank %d lost another process of the run, which ended or did not answer in time: look for the first error "
             "in the output of the other ranks; raise MemoStrategy(timeout=...) if one is only slow",

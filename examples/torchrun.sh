@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# One node: torchrun starts the processes, and the settings say how they share the work.
+#
+#   examples/torchrun.sh                                           two processes that share the tokens of each sequence
+#   PROCESSES=8 examples/torchrun.sh strategy.context_parallel_size=4 strategy.zero_stage=3
+#
+# Arguments are settings of python -m lightning_memo.train; the last one of a name counts.
+set -euo pipefail
+
+PROCESSES=${PROCESSES:-2}
+
+# --standalone finds a free port, so that several runs fit on one machine.
+torchrun --standalone --nproc_per_node "$PROCESSES" -m lightning_memo.train \
+    name=torchrun \
+    trainer.devices="$PROCESSES" \
+    strategy.context_parallel_size=2 \
+    "$@"

@@ -1,0 +1,61 @@
+"""Runs commands of several processes, as a user would, with settings that make them small."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from conftest import TINY_RUN
+
+ROOT = Path(__file__).parents[1]
+MODULE = ["-m", "lightning_memo.train"]
+
+
+def run(command: Sequence[str | Path], folder: Path, seconds: float = 150.0, **variables: str) -> tuple[int, str, str]:
+    """Run a command in a folder; returns exit status, stdout and stderr. One that hangs fails.
+
+    Args:
+        command: The words. `python` and `torchrun` are those of this interpreter.
+        folder: Where.
+        seconds: When it counts as hanging.
+        variables: Of the environment, which is otherwise that of a user's shell.
+    """
+    inherited = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")}
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": tools}
+    ended = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**inherited, **own, **variables},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def lightning(*settings: str) -> list[str]:
+    """The command as one process that starts another."""
+    return ["python", *MODULE, *TINY_RUN, "trainer.devices=2", *settings]
+
+
+def torchrun(*settings: str) -> list[str]:
+    """The command in two processes of torchrun."""
+    return ["torchrun", "--standalone", "--nproc_per_node", "2", *MODULE, *TINY_RUN, "trainer.devices=2", *settings]
+
+
+def errors(stderr: str) -> list[str]:
+    """The lines that tell a user's mistake."""
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+def free_port() -> str:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
