@@ -64,7 +64,7 @@ def check_data(data: TextDataModule, trainer: Trainer) -> None:
     if sequences < data.batch_size * groups:
         raise ValueError(
             f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has {sequences} "
-            f"sequences of data.seq_len={data.seq_len}; lower one of them, or give more text (data.path, data.max_bytes)"
+            f"sequences of data.seq_len={data.seq_len}; lower one, or give more text (data.path, data.max_bytes)"
         )
 
 

@@ -13,9 +13,10 @@ from conftest import TINY_RUN
 
 ROOT = Path(__file__).parents[1]
 MODULE = ["-m", "lightning_memo.train"]
+_NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
 
 
-def run(command: Sequence[str | Path], folder: Path, seconds: float = 150.0, **variables: str) -> tuple[int, str, str]:
+def run(command: Sequence[str | Path], folder: Path, seconds: float = 600.0, **variables: str) -> tuple[int, str, str]:
     """Run a command in a folder; returns exit status, stdout and stderr. One that hangs fails.
 
     Args:
@@ -24,7 +25,7 @@ def run(command: Sequence[str | Path], folder: Path, seconds: float = 150.0, **v
         seconds: When it counts as hanging.
         variables: Of the environment, which is otherwise that of a user's shell.
     """
-    inherited = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")}
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": tools}
     ended = subprocess.run(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
-from families import VOCABULARY
+from families import FAMILIES, VOCABULARY
 from lightning.pytorch import Callback, LightningModule, Trainer
 from processes import run_in_processes
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class Run:
     """What is trained, and how.
 
     Attributes:
-        family: Name in `FAMILIES`.
+        family: Name in `FAMILIES`, or in `MODELS`.
         tokens: Length of the sequences.
         batch: Sequences of a batch, all data-parallel processes together.
         accumulate: Batches of an optimizer step.
@@ -51,6 +52,22 @@ class Run:
     packed: bool = False
     precision: str = "32-true"
     steps: int = STEPS
+
+
+def _tied() -> nn.Module:
+    model = FAMILIES["llama_gqa"].build()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+def _lora() -> nn.Module:
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama_tied": _tied, "llama_lora": _lora}
 
 
 @dataclass
@@ -149,7 +166,7 @@ def train(
     """
     keep, watchers = Keep(), [] if watch is None else [watch()]
     strategy = MemoStrategy(**({"plan_memory": False} | settings))
-    module = LanguageModel(run.family, lr=LR)
+    module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
     trainer = make_trainer(
         strategy,
         devices=dist.get_world_size(),
@@ -196,7 +213,7 @@ def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = N
 def train_alone(run: Run) -> Outcome:
     """The same training in one process, by plain PyTorch."""
     torch.set_num_threads(1)
-    module = LanguageModel(run.family, lr=LR)
+    module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
     if run.precision == "bf16-true":
         module.to(torch.bfloat16)
     optimizer = module.configure_optimizers()

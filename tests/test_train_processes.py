@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import MODULE, ROOT, errors, lightning, run, torchrun
+from commands import ROOT, errors, lightning, run, torchrun
 from conftest import TINY_RUN
 
 from lightning_memo.cli import config_dir
@@ -16,7 +16,7 @@ from lightning_memo.launch import SweepRefused, arguments_of_process, is_first_p
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
-PAGE_COMMANDS = re.findall(r"^((?:python|torchrun|examples/)[^\n]*)$", PAGE, re.MULTILINE)
+PAGE_COMMANDS = re.findall(r"^((?:python -m|torchrun) .*)$", PAGE, re.MULTILINE)
 README_COMMANDS = re.findall(r"^(torchrun .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
@@ -32,7 +32,8 @@ def metrics(folder, name):
 
 def files(folder):
     """Names of all files, without what differs from run to run."""
-    return sorted(re.sub(r"events\.out.*", "events", str(p.relative_to(folder))) for p in folder.rglob("*") if p.is_file())
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(re.sub(r"events\.out.*", "events", name) for name in names)
 
 
 def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
@@ -97,12 +98,12 @@ def test_all_parallel_experiments_are_on_the_page():
         assert any(f"experiment={name}" in command for command in PAGE_COMMANDS), name
 
 
-HEADLESS = ["strategy.tensor_parallel_size=2", "model.config.num_attention_heads=1", "model.config.num_key_value_heads=1"]
+ONE_HEAD = ["model.config.num_attention_heads=1", "model.config.num_key_value_heads=1"]
 
 
 @pytest.mark.parametrize(("start", "status"), [(torchrun, 1), (lightning, 2)])
 def test_a_mistake_of_all_is_told_once(tmp_path, start, status):
-    ended, _, err = run(start(*HEADLESS), tmp_path)
+    ended, _, err = run(start("strategy.tensor_parallel_size=2", *ONE_HEAD), tmp_path)
     assert ended == status  # torchrun's own is always 1
     assert "tensor_parallel_size=2 does not divide num_attention_heads=1" in only(errors(err))
 
@@ -113,7 +114,7 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     for name in "abc":
         (tmp_path / "text0" / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
     # The other process waits for this one to join, and would for half an hour.
-    ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}"), tmp_path, seconds=90)
+    ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}"), tmp_path)
     assert ended == status
     assert "data.path=text1: no such folder" in only(errors(err))
 
@@ -123,13 +124,15 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     [
         (["strategy.context_parallel_size=3"], "context_parallel_size=3 x tensor_parallel_size=1 = 3 does not divide"),
         (["strategy.zero_stage=4"], "zero_stage=4"),
-        (["data.batch_size=20"], "data.batch_size=20 on 2 data-parallel processes: the training text has"),
+        (
+            ["data.seq_len=1000", "data.batch_size=10"],
+            "data.batch_size=10 on 2 data-parallel processes: the training",
+        ),
         (["-m", "data.seq_len=16,32"], "start one command (one torchrun) for each value, without -m"),
     ],
 )
 def test_mistakes_are_found_before_other_processes_start(train, overrides, message):
-    more = ["trainer.devices=2", "data.seq_len=1000"] if "data.batch_size=20" in overrides else ["trainer.devices=2"]
-    status, _, err = train(*more, *overrides)
+    status, _, err = train("trainer.devices=2", *overrides)
     assert status == 2
     assert message in only(errors(err))
     assert "Traceback" not in err

@@ -38,6 +38,8 @@ _PLANNING_SECONDS: Final = 20.0
 _RECORDED_STEPS: Final = 3
 _MOST_RECORDED: Final = 8
 _MOST_PLANS: Final = 3
+# A buffer that another process is sent lives until that one has it: few lives that differ are no reason to plan again.
+_MISSED_SHARE: Final = 0.02
 _PHASES: Final = {
     "forward_begin": "layer {} forward",
     "forward_end": "after layer {} forward",
@@ -286,7 +288,8 @@ class PlanMemory(Callback):
         useless = before is None and stats.misses > stats.hits
         # Where the sizes are right, so are the requests, and it is their lives that differ from what was recorded.
         sizes_missed = stats.miss_size + stats.miss_end - (before.miss_size + before.miss_end if before else 0)
-        lives_differ = not sizes_missed and stats.miss_overlap > (before.miss_overlap if before else 0)
+        overlaps = stats.miss_overlap - (before.miss_overlap if before else 0)
+        lives_differ = not sizes_missed and overlaps > _MISSED_SHARE * (stats.hits - (before.hits if before else 0))
         if (useless or lives_differ) and self._plans_made < _MOST_PLANS:
             self._plans_made += 1
             self._pause(self._collect)
