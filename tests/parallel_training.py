@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +66,25 @@ def _lora() -> nn.Module:
     return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama_tied": _tied, "llama_lora": _lora}
+class _Mean(nn.Module):
+    """An MLP that also looks at the mean over the sequence."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + x.mean(1, keepdim=True)
+
+
+def _mixing() -> nn.Module:
+    model = FAMILIES["llama"].build()
+    for layer in model.model.layers:
+        layer.mlp = _Mean(layer.mlp)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama_tied": _tied, "llama_lora": _lora, "llama_mixing": _mixing}
 
 
 @dataclass
@@ -177,7 +194,6 @@ def train(
         gradient_clip_val=run.clip or None,
         precision=run.precision,
         use_distributed_sampler=False,
-        default_root_dir=tempfile.gettempdir(),
     )
     torch.manual_seed(1)
     trainer.fit(module, _loader(run, settings, skip), ckpt_path=ckpt_path, weights_only=False)

@@ -10,6 +10,7 @@ import datetime as dt
 import multiprocessing
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -44,9 +45,12 @@ class Group:
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
+        self._folder = tempfile.TemporaryDirectory(prefix="processes-")
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, port, timeout_seconds), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, size, port, timeout_seconds, self._folder.name), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -135,12 +139,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: float) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: float, folder: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
         WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    os.chdir(folder)  # what trainers write by default
     timeout = dt.timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
     while True:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from families import PlainBlock, PlainModel, make_batch
-from lightning.pytorch import Trainer
 from trainer_harness import (
     LanguageModel,
     batches,
@@ -103,7 +102,10 @@ def test_kernel_that_is_not_installed(monkeypatch, attention, package):
 
 SIZES = {
     "data": ({"data_parallel_size": 2}, ("data_parallel_size=2", "there are 1 processes", '"auto"')),
-    "context": ({"context_parallel_size": 2}, ("context_parallel_size=2", "does not divide the 1 processes", "devices")),
+    "context": (
+        {"context_parallel_size": 2},
+        ("context_parallel_size=2", "does not divide the 1 processes", "devices"),
+    ),
     "tensor": ({"tensor_parallel_size": 4}, ("tensor_parallel_size=4", "does not divide the 1 processes", "devices")),
     "all": (
         {"data_parallel_size": 1, "context_parallel_size": 2, "tensor_parallel_size": 2},

@@ -2,8 +2,8 @@
 
 Every configuration trains 5 steps of AdamW (learning rate 1e-4) in fp32, on sequences that do not divide by the number
 of processes and whose labels are ignored unevenly. Losses, gradient norms, whole gradients (of the first step) and
-the last weights are compared with one process of plain PyTorch. The bound is 1e-5, relative, for each; gradients are 6e-7
-away or less, and Adam, which divides by the size of each gradient, amplifies the rounding of the smallest ones.
+the last weights are compared with one process of plain PyTorch. The bound is 1e-5, relative, for each; gradients are
+6e-7 away or less, and Adam, which divides by the size of each gradient, amplifies the rounding of the smallest ones.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_tied_and_frozen_weights(configuration: str, family: str) -> None:
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "dp2 zero3"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_neox", "gemma"])
 def test_other_families(configuration: str, family: str) -> None:
-    # GPT-NeoX has biases that begin at zero, and those of keys have no gradient but rounding, which Adam makes steps of.
+    # GPT-NeoX has biases that begin at zero, and those of keys have only rounding for a gradient: Adam makes it steps.
     check(configuration, Run(family=family), parts=("loss", "norm", "gradients"), alpha=0.5)
 
 

@@ -62,6 +62,12 @@ def test_a_host_budget_that_is_too_small_ends_all(cut: dict[str, Any]) -> None:
         assert error.startswith("rank 1: alpha=0 swaps") and "raise host_memory" in error and "\n" not in error
 
 
+def test_a_model_that_mixes_tokens_outside_attention_ends_all() -> None:
+    run = Run(family="llama_mixing", steps=1)
+    for error, _ in run_in_processes(2, _train_with, [{"context_parallel_size": 2}] * 2, run):
+        assert "mixes tokens outside attention" in error and "context_parallel_size=1" in error and "\n" not in error
+
+
 def test_different_plans_end_all(tmp_path: Path) -> None:
     plan: Plan = run_in_processes(2, _train_with, [MEMO | {"alpha": 0.5}] * 2)[0][1]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -86,7 +92,8 @@ def test_a_plan_that_one_process_cannot_read_ends_all(tmp_path: Path) -> None:
 class Dies(Callback):
     """Rank 1 is gone in the third step, between forward and backward."""
 
-    notes: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
 
     @override
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:

@@ -157,28 +157,49 @@ class Engine:
 
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not _needs_grad(layer, (args, kwargs)):
-            return self._run_plainly(forward, args, kwargs)
+            return self._run_plainly(layer, forward, args, kwargs)
         if self._backward_was_interrupted():
             self.reset()
-        x, call = _layer_call(layer, forward, args, kwargs, self._shards)
-        x = awaited(x)
+        x, call = self._layer_call(layer, forward, args, kwargs)
         index = max(self._runs.keys(), default=-1) + 1
         if index == 0 and self.profiles(call.batch * call.tokens):
             self._start_profile(call, x)
         if self.profile is None and self.swap is not None and self.swap.mode == "plain":
-            return self._run_plainly(forward, args, kwargs)
+            return self._run_plainly(layer, forward, args, kwargs)
         return self._run_slices(call, x.contiguous(), index)
 
-    def _run_plainly(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_plainly(
+        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The layer as it is, but for attention that has to meet the tokens of other processes."""
         if current_layout() is None:
             return forward(*args, **kwargs)
+        x, call = self._layer_call(layer, forward, args, kwargs)
+        self._traits_of(call, x)
 
         def attend_across(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             return attend(self.backend(q, k, v, spec), q, k, v, spec)
 
         with handling(attend_across):
             return forward(*args, **kwargs)
+
+    def _layer_call(
+        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, LayerCall]:
+        """The layer's input, and the rest of its call without key-value caches, which training does not fill."""
+        kwargs = dict(kwargs)
+        if args:
+            x, *rest = args
+        else:
+            x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
+        rest = [None if _is_cache(value) else value for value in rest]
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        dim = token_dim(layer)
+        return awaited(x), LayerCall(
+            layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, self._shards
+        )
 
     def _backward_was_interrupted(self) -> bool:
         """Whether an exception ended a backward half-way. PyTorch keeps what waited in it until the next backward."""
@@ -285,8 +306,22 @@ class Engine:
         kind = (type(call.layer), call.layer.training, call.tokens < 2, shapes)
         if kind not in self._traits:
             with collecting_nothing():
-                self._traits[kind] = probe_layer(call, x, self.backend)
+                traits = probe_layer(call, x, self.backend)
+            self._refuse_mixing(traits)
+            self._traits[kind] = traits
         return self._traits[kind]
+
+    def _refuse_mixing(self, traits: LayerTraits) -> None:
+        """Layers among whose tokens there are only some of a sequence must not look at others but in attention.
+
+        Raises:
+            ValueError: They may.
+        """
+        if traits.may_mix and current_layout() is not None:
+            raise ValueError(
+                f"{traits.why_whole}, and the tokens of a sequence are divided over processes: train this model with "
+                "context_parallel_size=1 and sequence_parallel=False"
+            )
 
     # ---- what layer runs ask for
 
@@ -355,23 +390,6 @@ def _needs_grad(layer: nn.Module, arguments: Any) -> bool:
     if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(arguments)):
         return True
     return any(p.requires_grad for p in layer.parameters())
-
-
-def _layer_call(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shards: int
-) -> tuple[Tensor, LayerCall]:
-    """The layer's input, and the rest of its call without key-value caches, which training does not fill."""
-    kwargs = dict(kwargs)
-    if args:
-        x, *rest = args
-    else:
-        x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
-    rest = [None if _is_cache(value) else value for value in rest]
-    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    dim = token_dim(layer)
-    return x, LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards)
 
 
 def _is_cache(value: object) -> bool:

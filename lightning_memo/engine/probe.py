@@ -30,11 +30,13 @@ class LayerTraits:
         why_whole: Why it has to run as one slice; empty if it may be cut.
         schedule: "layer", or "nest" where attention needs all tokens at once.
         attention_bytes: Bytes of attention outputs and log-sum-exps of one call.
+        may_mix: Whether tokens may meet outside of attention.
     """
 
     why_whole: str
     schedule: str
     attention_bytes: tuple[int, ...]
+    may_mix: bool = False
 
 
 class _Recorder:
@@ -47,6 +49,7 @@ class _Recorder:
         self.saved_bytes: list[int] = []
         self.outputs: list[tuple[RngState, Tensor, RngState]] = []
         self.drawn_alike = True
+        self.ends: list[RngState] = []  # where the random state is after each part
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         backend = self._backend_of(q, k, v, spec)
@@ -57,6 +60,10 @@ class _Recorder:
         self.saved_bytes += [result.out.nbytes, result.lse.nbytes]
         self.outputs.append((before, result.out, RngState.capture(q.device)))
         return result.out
+
+    def draws_alike(self, after: RngState) -> bool:
+        """Whether every part drew as many random numbers as the whole, which left the state `after`."""
+        return self.drawn_alike and all(end.same(after) for end in self.ends)
 
     def part(self, part: TokenRange, tokens: int) -> Callable[..., Tensor]:
         """Answers with the known output of these tokens, and draws as much as attention did."""
@@ -86,37 +93,48 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf) -> LayerTrait
             whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
         after = RngState.capture(x.device)
         sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
-        why = _why_whole(call, x, recorder, whole, present, after, sliceable)
-        return LayerTraits(why, "layer" if sliceable else "nest", tuple(recorder.saved_bytes))
+        mixes = _why_it_may_mix(call, x, recorder, whole, present, after)
+        why = mixes or _why_whole(call, recorder, after, sliceable)
+        return LayerTraits(why, "layer" if sliceable else "nest", tuple(recorder.saved_bytes), bool(mixes))
     finally:
         present.restore()
 
 
-def _why_whole(
-    call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, start: RngState, after: RngState, sliceable: bool
+def _why_it_may_mix(
+    call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, start: RngState, after: RngState
 ) -> str:
+    """Why tokens may meet outside of attention; empty if two halves of them gave what the whole did.
+
+    Halves that draw other random numbers cannot be compared.
+    """
     name = type(call.layer).__name__
     if call.tokens < 2:
-        return f"{name} got a single token"
+        return ""
     if not recorder.specs:
         return f"{name} calls no attention that is known here, so it may mix any tokens"
-    if not sliceable and len(recorder.specs) > 1:
-        return f"{name} calls attention {len(recorder.specs)} times, not all causal"
     middle = call.tokens // 2
-    parts = [TokenRange(0, middle, Action.KEEP), TokenRange(middle, call.tokens, Action.KEEP)]
-    outputs, drawn_alike = [], True
-    for part in parts:
+    outputs = []
+    for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, call.tokens, Action.KEEP)):
         start.restore()
         try:
             with handling(recorder.part(part, call.tokens)), call.mode(part), contextlib.suppress(StopIteration):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
-        drawn_alike &= RngState.capture(x.device).same(after)
-    if not (drawn_alike and recorder.drawn_alike):
+        recorder.ends.append(RngState.capture(x.device))
+    same = not recorder.draws_alike(after) or _same(torch.cat(outputs, call.token_dim), whole, x)
+    return "" if same else f"{name} mixes tokens outside attention"
+
+
+def _why_whole(call: LayerCall, recorder: _Recorder, after: RngState, sliceable: bool) -> str:
+    """Why a layer whose tokens meet in attention only has to run as one slice; empty if it may be cut."""
+    name = type(call.layer).__name__
+    if call.tokens < 2:
+        return f"{name} got a single token"
+    if not sliceable and len(recorder.specs) > 1:
+        return f"{name} calls attention {len(recorder.specs)} times, not all causal"
+    if not recorder.draws_alike(after):
         return f"{name} draws random numbers other than dropout"
-    if not _same(torch.cat(outputs, call.token_dim), whole, x):
-        return f"{name} mixes tokens outside attention"
     return ""
 
 
