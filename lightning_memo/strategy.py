@@ -25,9 +25,10 @@ from typing_extensions import override
 from lightning_memo.callbacks import PlanAfterFirstStep, PlanMemory
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.find import find_layers
+from lightning_memo.engine.find import find_hugging_face, find_layers
 from lightning_memo.engine.intercept import set_layout
 from lightning_memo.kernels.select import check_available
+from lightning_memo.parallel.agree import on_first_rank
 from lightning_memo.parallel.checkpoint import (
     load_sharded,
     model_state,
@@ -36,6 +37,7 @@ from lightning_memo.parallel.checkpoint import (
     save_sharded,
 )
 from lightning_memo.parallel.data import accumulating
+from lightning_memo.parallel.export import export_huggingface, gather_state
 from lightning_memo.parallel.precision import MeshPrecision
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
@@ -365,6 +367,23 @@ class MemoStrategy(ModelParallelStrategy):
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
         assert self.model is not None and self.lightning_module is not None
         return load_sharded(path, self.model, self.optimizers, self.lightning_module.strict_loading, weights_only)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the Hugging Face model of the run as a folder that `from_pretrained` reads; all processes call it.
+
+        Args:
+            folder: New or empty, on a file system that the first process writes to.
+
+        Raises:
+            ValueError: The run has no Hugging Face model, or the folder is not free.
+        """
+        assert self.lightning_module is not None
+        hosts = find_hugging_face(self.lightning_module)
+        if not hosts:
+            raise ValueError("save_pretrained: the LightningModule holds no Hugging Face model")
+        model = next((m for m in self.lightning_module.modules() if hasattr(m, "peft_config")), hosts[0])
+        state = gather_state(model)
+        on_first_rank(lambda: export_huggingface(model, folder, state))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

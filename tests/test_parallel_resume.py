@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parallel_training import Outcome, Run, train, train_alone
 from processes import run_in_processes
+from transformers import AutoModelForCausalLM
 
 RUN = Run(family="llama_gqa", tokens=45, batch=4, clip=0.5, steps=6)
 SAVED_AFTER = 3
@@ -39,6 +40,23 @@ def train_as(topology: str, checkpoint: Path, resume: bool = False) -> Outcome:
     first: Outcome = outcomes[0]
     first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
     return first
+
+
+def _export(settings: dict[str, Any], folder: str) -> Outcome:
+    def export(trainer: Any) -> dict[str, Any]:
+        trainer.strategy.save_pretrained(folder)
+        return {}
+
+    return train(RUN, settings, export)
+
+
+@pytest.mark.parametrize("topology", ["cp2 x tp2", "dp2 zero3", "one"])
+def test_a_trained_model_is_exported(topology: str, tmp_path: Path) -> None:
+    size, settings = TOPOLOGIES[topology]
+    trained = run_in_processes(size, _export, settings, str(tmp_path / "model"))[0].weights
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert exported.keys() == {name.removeprefix("model.") for name in trained}
+    assert all(torch.equal(exported[name.removeprefix("model.")], t) for name, t in trained.items())
 
 
 @pytest.mark.parametrize("to", TOPOLOGIES)

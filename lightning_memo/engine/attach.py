@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.attention import attend
+from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.intercept import autocast_inputs, current_handler, current_layout
 from lightning_memo.kernels import AttentionSpec, select_backend
 
@@ -47,12 +48,7 @@ def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
     transformers keeps attention functions for the whole process, so what is registered knows no engine and no model:
     the running slice answers, and it is found through `current_handler`.
     """
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    hosts = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-    # Submodels share the attention setting of the outermost one.
-    outermost = [m for m in hosts if not any(m is not o and m in set(o.modules()) for o in hosts)]
+    outermost = find_hugging_face(model)  # submodels share its attention setting
     if not outermost:
         return []
     _register()

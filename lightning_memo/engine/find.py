@@ -1,8 +1,20 @@
-"""Finds the repeated layers of a model."""
+"""Finds the repeated layers of a model, and Hugging Face's models in it."""
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
+
+
+def find_hugging_face(module: nn.Module) -> list[nn.Module]:
+    """The models of transformers in a module that are not within another one; transformers is not imported for it."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    hosts = [m for m in module.modules() if isinstance(m, transformers.PreTrainedModel)]
+    inner = {m for host in hosts for m in host.modules() if m is not host}
+    return [host for host in hosts if host not in inner]
 
 
 def find_layers(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:

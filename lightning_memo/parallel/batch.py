@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memo.engine.attach import right_padded_lengths
+from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.parallel.layout import TokenLayout, multiple
 
 IGNORED = -100
@@ -169,10 +169,7 @@ def takes_loss_arguments(model: nn.Module) -> bool:
 
     Causal language models do, whose forward passes what it does not know to the loss; PEFT's wrappers pass it on.
     """
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return False
-    host = next((m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)), None)
+    host: Any = next(iter(find_hugging_face(model)), None)
     if host is None or host.loss_type is None or host.config.is_encoder_decoder:
         return False
     passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(host.forward).parameters.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
+from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.parallel.batch import BatchSharder, check_same_batch, takes_loss_arguments
 from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.data import shard_state
@@ -167,8 +167,7 @@ class Processes:
 
 def _heads(model: nn.Module) -> tuple[int, int]:
     """Query and key-value heads of a Hugging Face model; 0, which all numbers divide, where they are not known."""
-    transformers = sys.modules.get("transformers")
-    hosts = [] if transformers is None else [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    hosts: list[Any] = find_hugging_face(model)
     if not hosts:
         return 0, 0
     config = hosts[0].config.get_text_config()
