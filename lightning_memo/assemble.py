@@ -60,11 +60,11 @@ def check_data(data: TextDataModule, trainer: Trainer) -> None:
     processes = count_processes(trainer)
     strategy = trainer.strategy
     groups = resolve_sizes(strategy.config, processes).data if isinstance(strategy, MemoStrategy) else processes
-    sequences = len(data.train_dataloader().dataset)  # type: ignore[arg-type]
-    if sequences < data.batch_size * groups:
+    if data.train_sequences < data.batch_size * groups:
         raise ValueError(
-            f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has {sequences} "
-            f"sequences of data.seq_len={data.seq_len}; lower one, or give more text (data.path, data.max_bytes)"
+            f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has "
+            f"{data.train_sequences} sequences of data.seq_len={data.seq_len}; lower one, or give more text (data.path, "
+            "data.max_bytes)"
         )
 
 

@@ -9,7 +9,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conftest import TINY_RUN
+TINY_RUN = (
+    "data.max_bytes=30000",
+    "data.seq_len=32",
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=32",
+    "model.config.num_hidden_layers=4",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+    "trainer.max_steps=5",
+    "trainer.limit_val_batches=1",
+    "trainer.val_check_interval=4",
+    "trainer.accelerator=cpu",
+    "compare_steps=1",
+    "callbacks.progress_bar=null",
+    "+trainer.enable_progress_bar=false",
+    "+trainer.enable_model_summary=false",
+)
 
 ROOT = Path(__file__).parents[1]
 MODULE = ["-m", "lightning_memo.train"]

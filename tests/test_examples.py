@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import ROOT, free_port, run
-from conftest import TINY_RUN
+from commands import ROOT, TINY_RUN, free_port, run
 
 EXAMPLES = ROOT / "examples"
 

@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import ROOT, errors, lightning, run, torchrun
-from conftest import TINY_RUN
+from commands import ROOT, TINY_RUN, errors, lightning, run, torchrun
 
 from lightning_memo.cli import config_dir
 from lightning_memo.launch import SweepRefused, arguments_of_process, is_first_process

@@ -84,6 +84,12 @@ class TextDataModule(LightningDataModule):
         self.unigram_entropy = unigram_entropy(corpus.train)
         self._corpus = corpus
 
+    @property
+    def train_sequences(self) -> int:
+        """Sequences of the training text."""
+        assert self._corpus is not None
+        return len(self._corpus.train) // self.seq_len
+
     @override
     def train_dataloader(self) -> ResumableLoader:
         assert self._corpus is not None

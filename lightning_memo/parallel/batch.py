@@ -204,9 +204,9 @@ def same_on_all(batch: Any, group: dist.ProcessGroup) -> bool:
     # Only CUDA tensors travel by NCCL, and batches may still be on the host.
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
     mine = _fingerprint(batch).to(device)
-    everyones = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    dist.all_gather_into_tensor(everyones, mine, group=group)
-    return bool((everyones.view(-1, mine.numel()) == mine).all())
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    return bool((torch.stack(everyones) == mine).all())
 
 
 def _fingerprint(batch: Any) -> Tensor:

@@ -23,7 +23,7 @@ from lightning_memo.parallel.loaders import seed_workers, split_iterable
 from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.sizes import resolve_sizes, ulysses_size
-from lightning_memo.parallel.tensor import shard_tensors
+from lightning_memo.parallel.tensor import check_divisible, shard_tensors
 
 # Batches are compared often at first, and then from time to time: a mistake in the data shows at once or never.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
@@ -82,8 +82,10 @@ class Processes:
         """
         if any(isinstance(p, DTensor) for p in module.parameters()):
             return
-        self._share_weights(module)
         config = self._config
+        if self.sizes.tensor > 1:  # refused before anything is sent
+            check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
+        self._share_weights(module)
         if self.sizes.tensor > 1:
             shard_tensors(
                 module,

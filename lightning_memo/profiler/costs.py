@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.config import MemoConfig
@@ -157,4 +158,6 @@ def model_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
-    return f"{type(model).__name__}-{digest.hexdigest()[:16]}"
+    # FSDP2 gives a module another class.
+    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return f"{own.__name__}-{digest.hexdigest()[:16]}"
