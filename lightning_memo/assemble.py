@@ -63,8 +63,8 @@ def check_data(data: TextDataModule, trainer: Trainer) -> None:
     if data.train_sequences < data.batch_size * groups:
         raise ValueError(
             f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has "
-            f"{data.train_sequences} sequences of data.seq_len={data.seq_len}; lower one, or give more text (data.path, "
-            "data.max_bytes)"
+            f"{data.train_sequences} sequences of data.seq_len={data.seq_len}; lower one, or give more text "
+            "(data.path, data.max_bytes)"
         )
 
 

@@ -56,8 +56,10 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     assert results[0]["train_loss"] == pytest.approx(results[1]["train_loss"], rel=1e-5)
     for result in results:
         assert result["tokens_per_second"] == pytest.approx(2 * 31 / result["step_seconds"])
-    # One process's checkpoint is a file; nothing else differs.
-    assert [f for f in files(both) if ".ckpt" not in f] == [f for f in files(alone) if ".ckpt" not in f]
+    # One process's checkpoint is a file; whether memory is planned within 5 steps is a matter of time.
+    assert [f for f in files(both) if ".ckpt" not in f and "memory" not in f] == [
+        f for f in files(alone) if ".ckpt" not in f and "memory" not in f
+    ]
 
     checkpoint = only((both / "checkpoints").glob("step-4.ckpt"))
     assert checkpoint.is_dir()
