@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -194,6 +194,7 @@ class MemoStrategy(ModelParallelStrategy):
             # One process reads all the data in the user's own order, as it would without this strategy.
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
+        _refuse_averaging(self.lightning_module.trainer.callbacks)
         self._setup_distributed()
         if self._processes is None:
             self._processes = Processes(self.config, self.root_device)
@@ -218,13 +219,14 @@ class MemoStrategy(ModelParallelStrategy):
         if self._processes is None or not isinstance(dataloader, DataLoader):
             return dataloader
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
-        return self._processes.divide_loader(dataloader, split)
+        return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            batch, layout = self._processes.divide_batch(batch)
+            assert self.lightning_module is not None
+            batch, layout = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
             set_layout(layout)
         return batch
 
@@ -245,6 +247,8 @@ class MemoStrategy(ModelParallelStrategy):
         if not self.config.offload_state:
             self.model_to_device()
         if self._processes is not None:
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False  # weights that FSDP2 gathers in it could not be trained afterwards
             self._divide(self._processes, self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -261,7 +265,7 @@ class MemoStrategy(ModelParallelStrategy):
             mixed=str(self.precision_plugin.precision) == "bf16-mixed",
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )
-        processes.while_training(self._active)
+        processes.attach(model, self._active)
         processes.prepare_batches(model, self._bounds)
 
     def _bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
@@ -366,7 +370,9 @@ class MemoStrategy(ModelParallelStrategy):
         if not self._loaded_in_place:
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
         assert self.model is not None and self.lightning_module is not None
-        return load_sharded(path, self.model, self.optimizers, self.lightning_module.strict_loading, weights_only)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else ()
+        return load_sharded(path, self.model, optimizers, self.lightning_module.strict_loading, weights_only)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the Hugging Face model of the run as a folder that `from_pretrained` reads; all processes call it.
@@ -389,6 +395,15 @@ class MemoStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             remove_checkpoint(Path(filepath))
+
+
+def _refuse_averaging(callbacks: Iterable[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} averages whole weights, and several processes have parts of them: leave "
+                "the callback out, or train in one process"
+            )
 
 
 def _refuse_gradient_checkpointing(model: nn.Module) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from parallel_training import LR, Run, Texts
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from parallel_training import LR, Keep, Run, Texts
 from processes import run_in_processes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_harness import LanguageModel, make_trainer
 from typing_extensions import override
@@ -78,4 +80,145 @@ def test_losses_of_all_stages(configuration: str) -> None:
     assert losses[0]["before"] == pytest.approx(_loss_of(LanguageModel(RUN.family)), rel=rel)
     assert losses[0]["before"] != losses[0]["after"]
     assert losses[0]["after"] == pytest.approx(losses[0]["in the fit"], rel=1e-6)
-    assert losses[0]["after"] == pytest.approx(losses[0]["predicted"], rel=1e-6)
+    assert losses[0]["after"] == pytest.approx(losses[0]["predicted"], rel=rel)
+
+
+class ByName(LanguageModel):
+    """Passes the model entries of the batch by name, as many users do."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+class InParts(LanguageModel):
+    """Calls the backbone and the head by themselves, and computes the loss from logits."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+        hidden = self.model.model(input_ids=batch["input_ids"], **positions).last_hidden_state
+        logits = self.model.lm_head(hidden).flatten(0, 1)
+        if "shift_labels" not in batch:
+            targets = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+            count = batch.get("num_items_in_batch", (targets != -100).sum())
+        else:
+            targets, count = batch["shift_labels"], batch["num_items_in_batch"]
+        return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / count
+
+
+class TwoPasses(LanguageModel):
+    """Two forwards and backwards in one step, by hand."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.keep(loss)
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+def _first_losses(kind: type[LanguageModel], settings: dict[str, Any]) -> list[float]:
+    """Losses of two steps, from the same weights; `settings` of no processes are plain training."""
+    module = kind(RUN.family, lr=LR)
+    strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
+    trainer = make_trainer(strategy, devices=dist.get_world_size(), max_steps=4, limit_train_batches=2, max_epochs=1,
+                           use_distributed_sampler=False)  # fmt: skip
+    trainer.fit(module, DataLoader(Texts(RUN), batch_size=RUN.batch))
+    return module.losses
+
+
+@pytest.mark.parametrize("kind", [ByName, InParts, TwoPasses])
+@pytest.mark.parametrize("configuration", ["cp2 ring", "tp2+sp", "dp2 zero3"])
+def test_steps_that_do_not_pass_the_batch_on(configuration: str, kind: type[LanguageModel]) -> None:
+    size, settings = CONFIGURATIONS[configuration]
+    if kind is InParts and "tensor_parallel_size" in settings:
+        settings = settings | {"loss_parallel": False}
+    alone = run_in_processes(1, _first_losses, kind, {})[0]
+    together = run_in_processes(size, _first_losses, kind, settings)
+    for losses in zip(alone, *together, strict=True):
+        assert sum(losses[1:]) / size == pytest.approx(losses[0], rel=1e-5)
+
+
+def _fit_again_after_half_an_accumulation(settings: dict[str, Any]) -> tuple[float, float]:
+    """The first gradient norm of a fit after one that stopped between two micro-batches, and of a fresh one."""
+    norms = []
+    for interrupted in (True, False):
+        module = LanguageModel(RUN.family, lr=0.0)
+        if interrupted:
+            _fit(
+                module,
+                settings,
+                limit_train_batches=1,
+                accumulate_grad_batches=2,
+                max_steps=-1,
+                callbacks=[StopsEarly()],
+            )
+        keep = Keep()
+        _fit(module, settings, max_steps=1, callbacks=[keep])
+        norms.append(keep.outcome.norms[0])
+    return norms[0], norms[1]
+
+
+class StopsEarly(Callback):
+    """Ends training by an error between two micro-batches."""
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        raise KeyError("stop")
+
+
+def _fit(module: LanguageModel, settings: dict[str, Any], **trainer: Any) -> None:
+    strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
+    with contextlib.suppress(KeyError):
+        make_trainer(strategy, devices=dist.get_world_size(), **({"max_epochs": 1} | trainer)).fit(module, _loader())
+
+
+@pytest.mark.parametrize("configuration", ["dp2 zero0", "dp2 zero1", "dp2 zero1 offload", "dp2 zero3", "cp2 ring"])
+def test_an_interrupted_accumulation_leaves_nothing(configuration: str) -> None:
+    zero = {f"dp2 zero{stage}": (2, {"zero_stage": stage}) for stage in range(4)}
+    offload = {"dp2 zero1 offload": (2, {"zero_stage": 1, "offload_state": True})}
+    size, settings = (CONFIGURATIONS | zero | offload)[configuration]
+    for after, fresh in run_in_processes(size, _fit_again_after_half_an_accumulation, settings):
+        assert after == pytest.approx(fresh, rel=1e-6)
+
+
+def _errors_of_misuse() -> list[str]:
+    """One line for each thing that cannot work with tokens or weights divided."""
+    errors = []
+    module = LanguageModel(RUN.family, lr=LR)
+    _fit(module, {"zero_stage": 1}, max_steps=1)
+    for settings, callbacks in (({"zero_stage": 3}, []), ({"zero_stage": 1}, [WeightAveraging()])):
+        try:
+            _fit(module, settings, max_steps=1, callbacks=callbacks)
+        except ValueError as error:
+            errors.append(str(error))
+    try:
+        _fit(OwnForward(RUN.family, lr=LR), {"context_parallel_size": 2}, max_steps=1)
+    except ValueError as error:
+        errors.append(str(error))
+    return errors
+
+
+class OwnForward(LanguageModel):
+    """Trains on other tokens than the batch's."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(input_ids=torch.arange(32)[None]).logits.mean()
+
+
+def test_misuse_is_told_in_one_line() -> None:
+    for errors in run_in_processes(2, _errors_of_misuse):
+        divided, averaging, own = errors
+        assert "divided this module as dp2-cp1-tp1-zero1" in divided and "dp2-cp1-tp1-zero3" in divided
+        assert "WeightAveraging" in averaging and "one process" in averaging
+        assert "a forward of 32 tokens" in own and "the batches that the steps get" in own
+        assert not any("\n" in error for error in errors)

@@ -24,8 +24,9 @@ UNITS = LAYERS + 1  # and the root: embedding, last norm, head
 
 def _parameters(module: torch.nn.Module) -> list[Any]:
     """FSDP2's record of every parameter."""
-    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    return [p for unit in units for p in unit._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return [p for group in groups for p in group.fsdp_params]
 
 
 def _gathered_bytes(module: torch.nn.Module) -> int:
@@ -85,8 +86,8 @@ class Collectives(Callback):
         self._counting = Counting()
 
     @override
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == RUN.accumulate:  # the second optimizer step: nothing is profiled or made
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == RUN.accumulate - 1:  # the second optimizer step comes: nothing is profiled or made
             self.notes["counts"] = self._counting.__enter__().counts
 
     @override

@@ -172,7 +172,7 @@ class Engine:
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The layer as it is, but for attention that has to meet the tokens of other processes."""
-        if current_layout() is None:
+        if self._context is None and self._shards == 1:
             return forward(*args, **kwargs)
         x, call = self._layer_call(layer, forward, args, kwargs)
         self._traits_of(call, x)
@@ -197,9 +197,26 @@ class Engine:
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         dim = token_dim(layer)
+        self._check_input(x.shape[dim])
         return awaited(x), LayerCall(
             layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, self._shards
         )
+
+    def _check_input(self, tokens: int) -> None:
+        """Layers among whose tokens there are only some of a sequence need to know which.
+
+        Raises:
+            ValueError: Their input is not of the batch that the strategy divided.
+        """
+        layout = current_layout()
+        if self._context is None and self._shards == 1:
+            return
+        if layout is None or tokens * self._shards != layout.local_tokens:
+            expected = "no batch was" if layout is None else f"the last batch was divided into {layout.local_tokens}"
+            raise ValueError(
+                f"a forward of {tokens * self._shards} tokens, but {expected}: with context_parallel_size or "
+                "sequence_parallel models run on the batches that the steps get; generate text in one process"
+            )
 
     def _backward_was_interrupted(self) -> bool:
         """Whether an exception ended a backward half-way. PyTorch keeps what waited in it until the next backward."""
@@ -348,7 +365,9 @@ class Engine:
 
         Layers of transformers call attention through its interface; for one slice of them nothing is to be caught.
         """
-        return not run.whole or not type(run.call.layer).__module__.startswith("transformers.")
+        # FSDP2 and tensor parallelism give a layer a class of their own, made from its own.
+        kinds = type(run.call.layer).__mro__
+        return not run.whole or not any(kind.__module__.startswith("transformers.") for kind in kinds)
 
     def count_overflow(self, size_bytes: int) -> None:
         if self.memory is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def shard_state(
@@ -53,23 +55,56 @@ def shard_state(
         offload: State lives on the host, and the optimizer runs there.
         forwards: Methods of `module` that are called from outside, like forwards.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if mixed_precision else None,
-        reduce_dtype=torch.float32,
-    )
     home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    for unit in [*layers, module]:
+    # Units of their own, so that each forward within a step finds their weights, also after a backward.
+    children = [m for m in module.children() if not _is_container(m) and any(True for _ in m.parameters())]
+    for unit in [*layers, *(m for m in children if m not in layers), module]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if mixed_precision else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=unit is not module,  # the root's input is the batch: counts and targets stay exact
+        )
         if stage == 0:
             replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
         else:
-            # What the root holds (embedding, head) is used at both ends of a step, and is never worth giving back.
-            again = stage == 3 and unit is not module
+            # What is outside of layers (embedding, head) is used at both ends of a step, and never worth giving back.
+            again = stage == 3 and unit in layers
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=home)
     for unit in fsdp_units(module):
         # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
         unit.set_force_sum_reduction_for_comms(True)
     for name in forwards:
         register_fsdp_forward_method(module, name)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward, which FSDP2 needs."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def forget_unfinished(module: nn.Module) -> None:
+    """Drop what an interrupted backward or accumulation left in FSDP2, which `zero_grad` does not reach."""
+    for unit in fsdp_units(module):
+        unit.reshard()
+        state = unit._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        context = state._state_ctx
+        context.post_backward_final_callback_queued, context.iter_forward_root = False, None
+        for group in _parameter_groups(state):
+            group._training_state = TrainingState.IDLE
+            group.comm_ctx.post_forward_order.clear()
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """The groups of a unit: newer versions of PyTorch have several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:

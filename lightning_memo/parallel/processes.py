@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.find import find_hugging_face
+from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batch import BatchSharder, check_same_batch, takes_loss_arguments
 from lightning_memo.parallel.context import ContextGroups
-from lightning_memo.parallel.data import shard_state
+from lightning_memo.parallel.data import forget_unfinished, shard_state
 from lightning_memo.parallel.layout import TokenLayout
 from lightning_memo.parallel.loaders import seed_workers, split_iterable
+from lightning_memo.parallel.loss_arguments import LossArguments
 from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.sizes import resolve_sizes, ulysses_size
@@ -27,6 +31,8 @@ from lightning_memo.parallel.tensor import check_divisible, shard_tensors
 
 # Batches are compared often at first, and then from time to time: a mistake in the data shows at once or never.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
+# Where a module keeps how it is divided.
+_DIVISION = "_lightning_memo_division"
 
 
 class Processes:
@@ -62,6 +68,8 @@ class Processes:
         )
         self.context_groups: ContextGroups | None = None
         self._sharder = BatchSharder()
+        self._loss_arguments = LossArguments()
+        self._outside: list[FSDPModule] = []
         self._batches = 0
 
     # ---- the model
@@ -78,11 +86,21 @@ class Processes:
             forwards: Methods of the module that compute with its weights.
 
         Raises:
-            ValueError: The model cannot be divided so.
+            ValueError: The model cannot be divided so, or is divided otherwise.
         """
-        if any(isinstance(p, DTensor) for p in module.parameters()):
-            return
+        forget_unfinished(module)
+        self._share_random_state()
         config = self._config
+        division = (self.ranks.parallel, "bf16-mixed" if mixed else "", "offload" if config.offload_state else "")
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            before = getattr(module, _DIVISION, division)
+            if before != division:
+                raise ValueError(
+                    f"an earlier strategy divided this module as {' '.join(before).strip()}, and it cannot be divided "
+                    f"as {' '.join(division).strip()}: save a checkpoint, and load it into a new module"
+                )
+            return
+        setattr(module, _DIVISION, division)
         if self.sizes.tensor > 1:  # refused before anything is sent
             check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
         self._share_weights(module)
@@ -98,20 +116,28 @@ class Processes:
             shard_state(module, layers(), self._replicas, config.zero_stage, mixed, config.offload_state, forwards)
 
     def _share_weights(self, module: nn.Module) -> None:
-        """All processes start from the weights of the first, and ranks that compute alike draw alike."""
-        if self.ranks.world:
-            for t in [*module.parameters(), *module.buffers()]:
-                there = t.data.to(self._device).contiguous()
-                dist.broadcast(there, src=0)
-                t.data.copy_(there)
-        if self.sizes.tensor > 1:
-            states = self.ranks.gather(torch.get_rng_state())
-            torch.set_rng_state(states[self.ranks.rank // self.sizes.tensor * self.sizes.tensor])
+        """All processes start from the weights of the first."""
+        if not self.ranks.world:
+            return
+        for t in [*module.parameters(), *module.buffers()]:
+            there = t.data.to(self._device).contiguous()
+            dist.broadcast(there, src=0)
+            t.data.copy_(there)
 
-    def while_training(self, stack: contextlib.ExitStack) -> None:
-        """Enter what has to be active in forwards and backwards."""
+    def _share_random_state(self) -> None:
+        """Tensor-parallel processes drop the same entries of what they all hold."""
+        if self.sizes.tensor > 1:
+            states = self.ranks.gather(RngState.capture(self._device))
+            first = states[self.ranks.rank // self.sizes.tensor * self.sizes.tensor]
+            replace(first, device=self._device).restore()
+
+    def attach(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
+        """Enter what has to be active in forwards and backwards, until `stack` is closed."""
         if self.sizes.tensor > 1 and self._config.loss_parallel:
             stack.enter_context(loss_parallel())
+        for model in find_hugging_face(module):
+            stack.callback(self._loss_arguments.attach(model))
+        self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
     # ---- batches
 
@@ -147,15 +173,38 @@ class Processes:
             bounds_of=bounds_of,
         )
 
-    def divide_loader(self, loader: DataLoader[Any], split: bool) -> Iterable[Any]:
-        """A loader of this process's data; `split`: also of datasets without length, which samplers cannot divide."""
+    def divide_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
+        """A loader of this process's data.
+
+        Args:
+            loader: The user's, divided by Lightning's sampler where it can.
+            split: Divide also datasets without length, which samplers cannot divide.
+            predicting: Lightning's sampler does not repeat samples then.
+
+        Raises:
+            ValueError: Processes would have different numbers of batches, and wait for each other.
+        """
+        if predicting and self._config.zero_stage > 0:
+            self._check_even(loader)
         if split and self.sizes.data > 1:
             loader = split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
         seed_workers(loader, self.data_rank)
         return loader
 
-    def divide_batch(self, batch: Any) -> tuple[Any, TokenLayout | None]:
-        """This process's part of a batch, and where its tokens are.
+    def _check_even(self, loader: DataLoader[Any]) -> None:
+        try:
+            batches = len(loader)
+        except TypeError:
+            return
+        counts = self.ranks.gather(batches)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"predict: processes have {min(counts)} to {max(counts)} batches, and with ZeRO each waits for the "
+                "others: give a number of samples that the data-parallel size divides, or predict in one process"
+            )
+
+    def divide_batch(self, batch: Any, predicting: bool = False) -> tuple[Any, TokenLayout | None]:
+        """This process's part of a batch, and where its tokens are; each data-parallel process predicts by itself.
 
         Raises:
             ValueError: The batch cannot be divided, or other processes of its sequences got another.
@@ -164,7 +213,14 @@ class Processes:
             if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
                 check_same_batch(batch, self.ranks.sequence, self.data_rank)
             self._batches += 1
-        return self._sharder.shard(batch)
+        sharder = self._sharder
+        if predicting:
+            sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
+        batch, layout = sharder.shard(batch)
+        self._loss_arguments.use(batch)
+        for unit in self._outside:  # steps may call parts of a model, not only the whole
+            unit.unshard()
+        return batch, layout
 
 
 def _heads(model: nn.Module) -> tuple[int, int]:

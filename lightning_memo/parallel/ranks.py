@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -89,10 +89,12 @@ def agree_on_plan(solve: Callable[[float | str | None, bool], Plan], ranks: Rank
     plan = _solve_together(solve, None, True, ranks, everyone)
     if len(set(ranks.gather(plan.swap.mode, everyone))) > 1:
         plan = _solve_together(solve, None, False, ranks, everyone)
-    smallest = min(ranks.gather(plan.swap.alpha, everyone))
-    if plan.swap.alpha != smallest:
-        plan = solve(smallest, False)
-    return plan
+    alphas = ranks.gather(plan.swap.alpha, everyone)
+    smallest = min(alphas)
+    if plan.swap.alpha == smallest:
+        return plan
+    least = f"another process runs no more than alpha={smallest:.4g}, and all take the smallest"
+    return replace(solve(smallest, False), reason=f"By itself alpha={plan.swap.alpha:.4g}, but {least}.")
 
 
 def _solve_together(
