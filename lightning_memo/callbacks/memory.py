@@ -39,7 +39,7 @@ _RECORDED_STEPS: Final = 3
 _MOST_RECORDED: Final = 8
 _MOST_PLANS: Final = 3
 # A buffer that another process is sent lives until that one has it: few lives that differ are no reason to plan again.
-_MISSED_SHARE: Final = 0.02
+_MISSED_SHARE: Final = 0.1
 _PHASES: Final = {
     "forward_begin": "layer {} forward",
     "forward_end": "after layer {} forward",
