@@ -259,10 +259,11 @@ class MemoStrategy(ModelParallelStrategy):
 
     def _divide(self, processes: Processes, model: nn.Module) -> None:
         steps = ("training_step", "validation_step", "test_step", "predict_step")
+        assert isinstance(self.precision_plugin, MeshPrecision)
         processes.divide_model(
             model,
             layers=lambda: list(find_layers(model, self.config.layers)[1]),
-            mixed=str(self.precision_plugin.precision) == "bf16-mixed",
+            mixed=self.precision_plugin.mixed,
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )
         processes.attach(model, self._active)

@@ -112,7 +112,7 @@ class PlanAfterFirstStep(Callback):
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 
-        def solve(alpha: float | str | None, may_be_plain: bool) -> Plan:
+        def solve(alpha: float | None, may_be_plain: bool) -> Plan:
             return plan_swap(
                 costs,
                 limits,

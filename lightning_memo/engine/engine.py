@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attach import attach_attention, collecting_nothing
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.intercept import current_layout, handling
+from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
 from lightning_memo.engine.memory import SlotMemory, TestMode
 from lightning_memo.engine.probe import LayerTraits, probe_layer
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_layer_schedule, run_nested
-from lightning_memo.engine.sharded import awaited
 from lightning_memo.engine.slices import (
     Action,
     SavedBytes,
@@ -36,20 +33,6 @@ from lightning_memo.plan import SwapPlan
 
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
 RESIDENT_CALLS = 2
-
-
-class LayerForward:
-    """Stands in for a layer's `forward` while the engine is attached. A copied layer gets its own forward back."""
-
-    def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
-        self._run, self._layer, self._original = run, layer, original
-        self.__signature__ = inspect.signature(original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._layer, self._original, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return types.MethodType(type(self._layer).forward, memo[id(self._layer)])
 
 
 class Engine:
@@ -103,9 +86,7 @@ class Engine:
     def attach(self) -> None:
         """Put the engine around the layers' forward."""
         for layer in self.layers:
-            original, own = layer.forward, "forward" in vars(layer)
-            layer.forward = LayerForward(self._run, layer, original)
-            self._undo.append(functools.partial(_restore_forward, layer, original if own else None))
+            self._undo.append(replace_forward(layer, self._run))
         self._undo += attach_attention(self._model)
 
     def detach(self) -> None:
@@ -156,11 +137,11 @@ class Engine:
     # ---- one layer call
 
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not _needs_grad(layer, (args, kwargs)):
+        if not torch.is_grad_enabled() or not needs_grad(layer, (args, kwargs)):
             return self._run_plainly(layer, forward, args, kwargs)
         if self._backward_was_interrupted():
             self.reset()
-        x, call = self._layer_call(layer, forward, args, kwargs)
+        x, call = self._read_call(layer, forward, args, kwargs)
         index = max(self._runs.keys(), default=-1) + 1
         if index == 0 and self.profiles(call.batch * call.tokens):
             self._start_profile(call, x)
@@ -174,7 +155,7 @@ class Engine:
         """The layer as it is, but for attention that has to meet the tokens of other processes."""
         if self._context is None and self._shards == 1:
             return forward(*args, **kwargs)
-        x, call = self._layer_call(layer, forward, args, kwargs)
+        x, call = self._read_call(layer, forward, args, kwargs)
         self._traits_of(call, x)
 
         def attend_across(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -183,24 +164,12 @@ class Engine:
         with handling(attend_across):
             return forward(*args, **kwargs)
 
-    def _layer_call(
+    def _read_call(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, LayerCall]:
-        """The layer's input, and the rest of its call without key-value caches, which training does not fill."""
-        kwargs = dict(kwargs)
-        if args:
-            x, *rest = args
-        else:
-            x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
-        rest = [None if _is_cache(value) else value for value in rest]
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        if kwargs.get("use_cache"):
-            kwargs["use_cache"] = False
-        dim = token_dim(layer)
-        self._check_input(x.shape[dim])
-        return awaited(x), LayerCall(
-            layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, self._shards
-        )
+        x, call = read_call(layer, forward, args, kwargs, self._shards)
+        self._check_input(call.tokens)
+        return x, call
 
     def _check_input(self, tokens: int) -> None:
         """Layers among whose tokens there are only some of a sequence need to know which.
@@ -395,28 +364,3 @@ class Engine:
         self.mark(run.index, "backward_end")
         if self._runs.get(run.index) is run:
             del self._runs[run.index]
-
-
-def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
-        del layer.forward
-    else:
-        layer.forward = own
-
-
-def _needs_grad(layer: nn.Module, arguments: Any) -> bool:
-    """Whether anything that the layer computes has a gradient."""
-    if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(arguments)):
-        return True
-    return any(p.requires_grad for p in layer.parameters())
-
-
-def _is_cache(value: object) -> bool:
-    """Whether an argument is a key-value cache of transformers."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def token_dim(layer: nn.Module) -> int:
-    """1 for layers that take `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`."""
-    attentions = [m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)]
-    return 0 if any(not m.batch_first for m in attentions) else 1

@@ -1,7 +1,8 @@
 """ZeRO: parameters, gradients and optimizer state shared by the processes that hold the same weights.
 
 Note: [ZeRO by FSDP2]
-Each layer is one unit, and the module the root of what is left. Units differ in what they do around a step:
+Each layer is one unit, each child of the module another, of what is left in it, and the module is the root of the
+rest. Layers differ by stage in what they do around a step; the others are whole all through it:
 
 | stage | parameters after the forward | gradients of a micro-batch that is not the last |
 | --- | --- | --- |

@@ -29,12 +29,13 @@ def total_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
         device: Where collectives run.
     """
     processes = dist.get_world_size() if dist.is_initialized() else 1
+    gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            square = local_part(parameter.grad).float().norm().double().square()
-            # Each shard is there `processes / shards` times.
-            total += square.to(device) * (_shards(parameter.grad) / processes)
+    if gradients:
+        norms = torch.stack([torch.linalg.vector_norm(local_part(g), dtype=torch.float32) for g in gradients])
+        # Each shard is there `processes / shards` times.
+        shares = torch.tensor([_shards(g) / processes for g in gradients], dtype=torch.float64, device=device)
+        total = norms.to(device).double().square() @ shares
     if processes > 1:
         dist.all_reduce(total)
     return total.sqrt().float()
@@ -43,7 +44,6 @@ def total_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
 def clip_by_norm(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> Tensor:
     """Scale all gradients so that their norm is at most `largest`; returns the norm before."""
     parameters = [p for p in parameters if p.grad is not None]
-    resolve_partial(parameters)
     norm = total_norm(parameters, device)
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
@@ -55,7 +55,6 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], largest: float, device: tor
 def clip_by_value(parameters: Iterable[nn.Parameter], largest: float) -> None:
     """Clamp all gradients to `[-largest, largest]`."""
     parameters = [p for p in parameters if p.grad is not None]
-    resolve_partial(parameters)
     for parameter in parameters:
         local_part(parameter.grad).clamp_(-largest, largest)
 

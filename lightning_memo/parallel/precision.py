@@ -34,7 +34,7 @@ class MeshPrecision(Precision):
     @property
     def mixed(self) -> bool:
         """Whether weights are fp32, and computing is bf16."""
-        return self.precision == "bf16-mixed"
+        return str(self.precision) == "bf16-mixed"
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -61,7 +61,6 @@ class Processes:
         self.data_rank: int = self.mesh[DATA].get_local_rank()
         self.ranks = Ranks(
             parallel=self.sizes.describe(config.zero_stage),
-            rank=dist.get_rank(),
             on_this_node=processes_on_this_node(),
             sequence=self._sequence.get_group() if self._sequence.size() > 1 else None,
             world=dist.get_world_size() > 1,
@@ -90,17 +89,9 @@ class Processes:
         """
         forget_unfinished(module)
         self._share_random_state()
-        config = self._config
-        division = (self.ranks.parallel, "bf16-mixed" if mixed else "", "offload" if config.offload_state else "")
-        if any(isinstance(p, DTensor) for p in module.parameters()):
-            before = getattr(module, _DIVISION, division)
-            if before != division:
-                raise ValueError(
-                    f"an earlier strategy divided this module as {' '.join(before).strip()}, and it cannot be divided "
-                    f"as {' '.join(division).strip()}: save a checkpoint, and load it into a new module"
-                )
+        if self._is_divided(module, mixed):
             return
-        setattr(module, _DIVISION, division)
+        config = self._config
         if self.sizes.tensor > 1:  # refused before anything is sent
             check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
         self._share_weights(module)
@@ -115,6 +106,25 @@ class Processes:
         if self.sizes.replicas > 1 or mixed or config.zero_stage > 0 or config.offload_state:
             shard_state(module, layers(), self._replicas, config.zero_stage, mixed, config.offload_state, forwards)
 
+    def _is_divided(self, module: nn.Module, mixed: bool) -> bool:
+        """Whether an earlier fit divided a module; how it is divided is kept with it.
+
+        Raises:
+            ValueError: It did so in another way.
+        """
+        offload = "offload" if self._config.offload_state else ""
+        division = " ".join(filter(None, (self.ranks.parallel, "bf16-mixed" if mixed else "", offload)))
+        if not any(isinstance(p, DTensor) for p in module.parameters()):
+            setattr(module, _DIVISION, division)
+            return False
+        before = getattr(module, _DIVISION, division)
+        if before != division:
+            raise ValueError(
+                f"an earlier strategy divided this module as {before}, and it cannot be divided as {division}: save a "
+                "checkpoint, and load it into a new module"
+            )
+        return True
+
     def _share_weights(self, module: nn.Module) -> None:
         """All processes start from the weights of the first."""
         if not self.ranks.world:
@@ -128,7 +138,7 @@ class Processes:
         """Tensor-parallel processes drop the same entries of what they all hold."""
         if self.sizes.tensor > 1:
             states = self.ranks.gather(RngState.capture(self._device))
-            first = states[self.ranks.rank // self.sizes.tensor * self.sizes.tensor]
+            first = states[dist.get_rank() // self.sizes.tensor * self.sizes.tensor]
             replace(first, device=self._device).restore()
 
     def attach(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
@@ -137,6 +147,7 @@ class Processes:
             stack.enter_context(loss_parallel())
         for model in find_hugging_face(module):
             stack.callback(self._loss_arguments.attach(model))
+        stack.callback(self._loss_arguments.use, None)
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
     # ---- batches

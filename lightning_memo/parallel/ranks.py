@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_memo.parallel.agree import gather
+from lightning_memo.parallel.sizes import ParallelSizes
 from lightning_memo.plan import Plan
 
 T = TypeVar("T")
@@ -24,14 +25,12 @@ class Ranks:
 
     Attributes:
         parallel: Sizes of the run's parallelism, as plans are labelled with them.
-        rank: Which process this is.
         on_this_node: Processes that share this one's host memory.
         sequence: The group that works on the same sequences; `None` if it is this process alone.
         world: Whether there are others at all.
     """
 
-    parallel: str = "dp1-cp1-tp1-zero0"
-    rank: int = 0
+    parallel: str = ParallelSizes().describe(zero_stage=0)
     on_this_node: int = 1
     sequence: ProcessGroup | None = None
     world: bool = False
@@ -75,7 +74,7 @@ def explain_lost_process(error: BaseException, rank: int) -> None:
         )
 
 
-def agree_on_plan(solve: Callable[[float | str | None, bool], Plan], ranks: Ranks, everyone: bool) -> Plan:
+def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, everyone: bool) -> Plan:
     """A plan for each process with the same alpha: the smallest that any of them can run.
 
     Args:
@@ -86,11 +85,10 @@ def agree_on_plan(solve: Callable[[float | str | None, bool], Plan], ranks: Rank
     Raises:
         ValueError: Some process finds no plan.
     """
-    plan = _solve_together(solve, None, True, ranks, everyone)
+    plan = _solve_together(solve, True, ranks, everyone)
     if len(set(ranks.gather(plan.swap.mode, everyone))) > 1:
-        plan = _solve_together(solve, None, False, ranks, everyone)
-    alphas = ranks.gather(plan.swap.alpha, everyone)
-    smallest = min(alphas)
+        plan = _solve_together(solve, False, ranks, everyone)
+    smallest = min(ranks.gather(plan.swap.alpha, everyone))
     if plan.swap.alpha == smallest:
         return plan
     least = f"another process runs no more than alpha={smallest:.4g}, and all take the smallest"
@@ -98,15 +96,11 @@ def agree_on_plan(solve: Callable[[float | str | None, bool], Plan], ranks: Rank
 
 
 def _solve_together(
-    solve: Callable[[float | str | None, bool], Plan],
-    alpha: float | None,
-    may_be_plain: bool,
-    ranks: Ranks,
-    everyone: bool,
+    solve: Callable[[float | None, bool], Plan], may_be_plain: bool, ranks: Ranks, everyone: bool
 ) -> Plan:
     plan, error = None, None
     try:
-        plan = solve(alpha, may_be_plain)
+        plan = solve(None, may_be_plain)
     except ValueError as refused:
         error = refused
     ranks.raise_together(error, everyone)

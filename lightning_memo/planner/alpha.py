@@ -146,11 +146,7 @@ def plan_swap(
     if alpha != "auto":
         chosen, reason = _given_alpha(steady, budget, float(alpha), slot_bytes, allowed)
     elif may_be_plain and plain_bytes <= budget.device_bytes:
-        mode, chosen = "plain", 0.0
-        reason = (
-            f"Device memory is ample: plain training needs {format_bytes(plain_bytes)} of "
-            f"{format_bytes(budget.device_bytes)}, so nothing is swapped or recomputed."
-        )
+        mode, chosen, reason = "plain", 0.0, _plain_reason(plain_bytes, budget)
     else:
         chosen, reason = _best_alpha(steady, budget, slot_bytes, allowed)
     swap = SwapPlan(
@@ -168,6 +164,13 @@ def plan_swap(
         swap=swap,
         step_seconds=_step_seconds(steady, swap),
         reason=reason,
+    )
+
+
+def _plain_reason(plain_bytes: int, budget: Budget) -> str:
+    return (
+        f"Device memory is ample: plain training needs {format_bytes(plain_bytes)} of "
+        f"{format_bytes(budget.device_bytes)}, so nothing is swapped or recomputed."
     )
 
 
