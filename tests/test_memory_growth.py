@@ -92,8 +92,8 @@ def test_after_the_forward_only_the_last_two_layers_are_on_the_device(alpha: flo
         under_test.load(alpha)
         loss = model(**batch).loss
         runs: list[LayerRun] = [run for _, run in sorted(under_test.engine._runs.items())]
-        on_device = [run.slot is not None and run.slot.buffer is not None for run in runs]
-        on_host = [run.slot is not None and run.slot.host is not None for run in runs]
+        on_device = [run.unit.slot is not None and run.unit.slot.buffer is not None for run in runs]
+        on_host = [run.unit.slot is not None and run.unit.slot.host is not None for run in runs]
         assert on_device == [False] * 6 + [True] * 2
         assert on_host == [True] * 6 + [False] * 2
         del runs

@@ -89,7 +89,7 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: 
     loss = model(**batch).loss
     runs = [run for _, run in sorted(engine._runs.items())]
     assert all(len(run.slices) >= 5 for run in runs)
-    assert tuple(run.slot.used_bytes for run in runs if run.slot is not None) == predicted
+    assert tuple(run.unit.slot.used_bytes for run in runs if run.unit.slot is not None) == predicted
     del runs
     loss.backward()
     under_test.assert_as_planned()
@@ -105,7 +105,7 @@ def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Batch, S
     predicted = under_test.load(alpha)
     loss = under_test.model(**batch).loss
     runs = [run for _, run in sorted(under_test.engine._runs.items())]
-    assert tuple(run.slot.used_bytes for run in runs if run.slot is not None) == predicted
+    assert tuple(run.unit.slot.used_bytes for run in runs if run.unit.slot is not None) == predicted
     del runs, loss
     under_test.assert_as_planned()
     under_test.assert_empty()
@@ -704,5 +704,5 @@ def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, schedul
             predicted = under_test.load(1.0, slice_tokens)
             loss = model(**batch).loss
             runs = [run for _, run in sorted(under_test.engine._runs.items())]
-            assert [run.slot.used_bytes for run in runs if run.slot is not None] == [predicted[0]] * len(runs)
+            assert [run.unit.slot.used_bytes for run in runs if run.unit.slot is not None] == [predicted[0]] * len(runs)
             del runs, loss

@@ -27,6 +27,7 @@ from lightning_memo.engine.slices import (
     slice_tokens_by_alpha,
     slot_bytes,
 )
+from lightning_memo.engine.unit import Unit
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
 from lightning_memo.parallel.context import ContextAttention, ContextGroups
 from lightning_memo.plan import SwapPlan
@@ -77,6 +78,7 @@ class Engine:
         self._agreed = LayerTraits("", "layer", ())
         self._traits: dict[object, LayerTraits] = {}
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
+        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._planned_tokens = 0
         self._outgrown = False
         self._undo: list[Callable[[], None]] = []
@@ -120,6 +122,7 @@ class Engine:
         for run in list(self._runs.values()):
             run.release()
         self._runs.clear()
+        self._units.clear()
 
     def _allocate(self, slot_size: int, host_slots: int, pinned: bool = True) -> None:
         self.memory = SlotMemory(slot_size, host_slots, self.device, pinned, self.test_mode)
@@ -349,18 +352,24 @@ class Engine:
         if self.on_mark is not None:
             self.on_mark(index, name)
 
-    def begin_backward(self, run: LayerRun) -> None:
-        """Bring a layer's slot to the device; start bringing the one that comes next."""
-        self.mark(run.index, "backward_begin")
-        if self.memory is None or run.slot is None:
-            return
-        self.memory.fetch(run.slot, run.index)
-        run.slot.in_backward = True
-        following = self._runs.get(run.index - 1)
+    def open_unit(self, memory: SlotMemory | None, swap: bool) -> Unit:
+        """A unit of memory, behind those that are alive."""
+        unit = Unit(self, max(self._units.keys(), default=-1) + 1, memory, swap)
+        self._units[unit.number] = unit
+        return unit
+
+    def fetch(self, unit: Unit, memory: SlotMemory) -> None:
+        """Bring a unit to the device; start bringing the one that comes next."""
+        assert unit.slot is not None
+        memory.fetch(unit.slot, unit.number)
+        unit.slot.in_backward = True
+        following = self._units.get(unit.number - 1)
         if following is not None and following.slot is not None:
-            self.memory.fetch(following.slot, following.index, ahead=True)
+            memory.fetch(following.slot, following.number, ahead=True)
 
     def end_backward(self, run: LayerRun) -> None:
         self.mark(run.index, "backward_end")
         if self._runs.get(run.index) is run:
             del self._runs[run.index]
+        if self._units.get(run.unit.number) is run.unit:
+            del self._units[run.unit.number]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,18 +12,15 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
-from lightning_memo.engine.memory import Slot, SlotMemory, Stored
-from lightning_memo.engine.regions import Registry
-from lightning_memo.engine.sharded import ShardedHandle, local_part
+from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.engine.sharded import local_part
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slices import TokenRange, cut
+from lightning_memo.engine.unit import Handle
 from lightning_memo.kernels import AttentionSpec, RngState
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
-
-# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot, or its number in a replay.
-Handle = Tensor | Stored | ShardedHandle | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +79,8 @@ class LayerRun:
         self.engine = engine
         self.call = call
         self.index = index
-        self.memory = memory
-        self.slot = None if memory is None else memory.lease(index, swap)
+        self.unit = engine.open_unit(memory, swap)
         self.shared = SharedTensors(call.layer, (call.args, call.kwargs), x)
-        self.registry: Registry[Stored] = Registry()
         self.autocast = _autocast_of(x.device)
         self.device = x.device
         self.x = self.store("input", local_part(x.detach()))  # x itself must not live until the backward
@@ -99,9 +93,6 @@ class LayerRun:
         self.dy: Tensor | None = None
         self.dx: Tensor | None = None
         self._started = self._ended = False
-        # A graph that is dropped without a backward gives its slot back too.
-        self._release = weakref.finalize(self, _release_slot, memory, self.slot)
-        self._release.atexit = False
 
     @property
     def attention_slices(self) -> tuple[TokenRange, ...]:
@@ -116,39 +107,21 @@ class LayerRun:
     @property
     def in_backward(self) -> bool:
         """Whether the backward has begun, and not ended."""
-        return self._started and not self._ended and self._release.alive
+        return self._started and not self._ended and self.unit.alive
 
     # ---- storing and loading
 
     def store(self, kind: str, t: Tensor, keep: bool = False) -> Handle:
-        """Put a tensor into the slot; it stays on the device if it is kept or finds no room there."""
+        """Put a tensor into the unit, unless it is kept on the device."""
         if self.engine.profile is not None:
             self.engine.profile.saved(self.index, kind, t.nbytes)
-        if keep or self.slot is None or t.numel() == 0:
-            return t
-        stored = self.slot.put(t)
-        if stored is None:
-            self.engine.count_overflow(t.nbytes)
-            return t
-        self.registry.add(t, stored)
-        return stored
+        return t if keep else self.unit.put(t)
 
     def load(self, handle: Handle) -> Tensor:
-        """A stored tensor on the device."""
-        if isinstance(handle, Tensor):
-            return handle
-        if isinstance(handle, ShardedHandle):
-            return handle.wrap(self.load(handle.local))
-        assert isinstance(handle, Stored) and self.slot is not None
-        self.begin_backward()
-        return self.slot.load(handle)
-
-    def peek(self, handle: Handle) -> Tensor:
-        """A stored tensor, while the forward still runs."""
-        if isinstance(handle, Tensor):
-            return handle
-        assert isinstance(handle, Stored) and self.slot is not None
-        return self.slot.load(handle)
+        """A stored tensor on the device, in the backward."""
+        if not isinstance(handle, Tensor):
+            self.begin_backward()
+        return self.unit.load(handle)
 
     def x_of(self, part: TokenRange) -> Tensor:
         """The input of some tokens, from storage."""
@@ -164,19 +137,13 @@ class LayerRun:
 
     def end_forward(self) -> None:
         """Nothing of the forward is needed on the device any more."""
-        self.offload()
-        self.registry.clear()
+        self.unit.end_forward()
         self.engine.mark(self.index, "forward_end")
-
-    def offload(self) -> None:
-        """Start copying what was stored so far to the host."""
-        if self.memory is not None and self.slot is not None:
-            self.memory.offload(self.slot)
 
     # ---- backward
 
     def begin_backward(self) -> None:
-        """Bring the slot back, and start bringing back the one that is needed next."""
+        """Bring the unit back, and start bringing back the one that is needed next."""
         if self._ended:
             raise RuntimeError(
                 "a second backward through the same graph (retain_graph) is not supported; run the forward again"
@@ -184,7 +151,8 @@ class LayerRun:
         if self._started:
             return
         self._started = True
-        self.engine.begin_backward(self)
+        self.engine.mark(self.index, "backward_begin")
+        self.unit.begin_backward()
 
     def end_backward(self) -> Tensor | None:
         """The layer's last act: give everything back, return the gradient of its input."""
@@ -198,12 +166,7 @@ class LayerRun:
 
     def release(self) -> None:
         """Give the slot back; later use of it raises."""
-        self._release()
-
-
-def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:
-    if memory is not None and slot is not None:
-        memory.release(slot)
+        self.unit.release()
 
 
 def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

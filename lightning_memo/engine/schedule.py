@@ -31,7 +31,7 @@ def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
             run.rng_start.restore()
         token, extra = _run_slice(part, x, token)
         extras.append(extra)
-        run.offload()
+        run.unit.offload()
     y = _Gather.apply(run, token)
     return _with_extras(y, extras, run)
 

@@ -13,9 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.intercept import handling
-from lightning_memo.engine.run import Handle, LayerRun
+from lightning_memo.engine.run import LayerRun
 from lightning_memo.engine.sharded import ShardedHandle, local_part
 from lightning_memo.engine.slices import Action, TokenRange
+from lightning_memo.engine.unit import Handle
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 
 
@@ -69,7 +70,7 @@ class SliceRun:
 
     def pack(self, t: Tensor) -> Handle:
         run, local = self.run, local_part(t)
-        known = run.registry.find(local) if local.numel() else None
+        known = run.unit.find(local) if local.numel() else None
         if known is None and t in run.shared:
             return t
         if self.action is Action.RECOMPUTE:
@@ -77,10 +78,7 @@ class SliceRun:
                 run.engine.profile.recomputed(run.index, local, run.call.layer)
             self._saved += 1
             return self._saved - 1
-        if known is not None:
-            handle: Handle = known[0].view_like(local, known[1])
-        else:
-            handle = run.store("other", local.detach(), keep=self.action is Action.KEEP)
+        handle = known if known is not None else run.store("other", local.detach(), keep=self.action is Action.KEEP)
         return ShardedHandle.of(t, handle) if isinstance(t, DTensor) else handle
 
     def unpack(self, handle: Handle) -> Tensor:
@@ -100,7 +98,7 @@ class SliceRun:
     def attention_forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         run, number = self.run, len(self.attentions)
         core = run.core(number, q, k, v, spec)
-        result = core.forward(self.index, q, k, v, spec, run.peek)
+        result = core.forward(self.index, q, k, v, spec, run.unit.peek)
         saved = self.save_attention(q, k, v, result, spec)
         if saved.key is not None and saved.value is not None:
             core.hold(self.index, saved.key, saved.value)
@@ -135,10 +133,8 @@ class SliceRun:
 
     def _store_once(self, kind: str, t: Tensor) -> Handle:
         """Store a tensor unless its bytes are in the slot already."""
-        known = self.run.registry.find(t)
-        if known is not None:
-            return known[0].view_like(t, known[1])
-        return self.run.store(kind, t.detach(), self.action is Action.KEEP)
+        known = self.run.unit.find(t)
+        return known if known is not None else self.run.store(kind, t.detach(), self.action is Action.KEEP)
 
     def attention_backward(self, number: int, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         run, saved = self.run, self.attentions[number]

@@ -1,0 +1,102 @@
+"""What leaves for the host and comes back as one piece: what the slices of a layer call save, or one of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_memo.engine.memory import Slot, SlotMemory, Stored
+from lightning_memo.engine.regions import Registry
+from lightning_memo.engine.sharded import ShardedHandle
+
+if TYPE_CHECKING:
+    from lightning_memo.engine.engine import Engine
+
+# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot, or its number in a replay.
+Handle = Tensor | Stored | ShardedHandle | int
+
+
+class Unit:
+    """A slot, and what was put into it.
+
+    Args:
+        engine: Brings units back in the order of the backward.
+        number: Position among the units that are alive, in the order of the forward.
+        memory: Where the slot is leased; `None` when all stays on the device.
+        swap: Whether the slot leaves for the host.
+    """
+
+    def __init__(self, engine: Engine, number: int, memory: SlotMemory | None, swap: bool) -> None:
+        self.number = number
+        self.slot = None if memory is None else memory.lease(number, swap)
+        self._engine = engine
+        self._memory = memory
+        self._registry: Registry[Stored] = Registry()
+        self._started = False
+        # A graph that is dropped without a backward gives its slot back too.
+        self._release = weakref.finalize(self, _release_slot, memory, self.slot)
+        self._release.atexit = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the unit holds what was put into it."""
+        return self._release.alive
+
+    def put(self, t: Tensor) -> Handle:
+        """Copy a tensor into the slot; it stays on the device where there is no slot, or no room in it."""
+        if self.slot is None or t.numel() == 0:
+            return t
+        stored = self.slot.put(t)
+        if stored is None:
+            self._engine.count_overflow(t.nbytes)
+            return t
+        self._registry.add(t, stored)
+        return stored
+
+    def find(self, t: Tensor) -> Handle | None:
+        """The handle of a tensor whose bytes are in the slot already."""
+        known = self._registry.find(t)
+        return None if known is None else known[0].view_like(t, known[1])
+
+    def load(self, handle: Handle) -> Tensor:
+        """A tensor that was put, on the device; in the backward the whole unit comes back."""
+        if isinstance(handle, Tensor):
+            return handle
+        if isinstance(handle, ShardedHandle):
+            return handle.wrap(self.load(handle.local))
+        self.begin_backward()
+        return self.peek(handle)
+
+    def peek(self, handle: Handle) -> Tensor:
+        """A tensor that was put, while the forward still runs."""
+        if isinstance(handle, Tensor):
+            return handle
+        assert isinstance(handle, Stored) and self.slot is not None
+        return self.slot.load(handle)
+
+    def offload(self) -> None:
+        """Start copying what was put so far to the host."""
+        if self._memory is not None and self.slot is not None:
+            self._memory.offload(self.slot)
+
+    def end_forward(self) -> None:
+        """Nothing more is put, and nothing is needed on the device until the backward."""
+        self.offload()
+        self._registry.clear()
+
+    def begin_backward(self) -> None:
+        """Bring the slot back, and start bringing back the one that is needed next."""
+        if not self._started and self._memory is not None and self.slot is not None:
+            self._started = True
+            self._engine.fetch(self, self._memory)
+
+    def release(self) -> None:
+        """Give the slot back; later use of it raises."""
+        self._release()
+
+
+def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:
+    if memory is not None and slot is not None:
+        memory.release(slot)
