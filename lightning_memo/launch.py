@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 # Set by torchrun, Lightning's launcher (of a node, and of the nodes), SLURM and LSF, each for the processes it starts.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-_SILENCE_SECONDS = 5.0
+_SILENCE_SECONDS = 15.0  # a busy machine takes some seconds to end a process
 _LAST_WORDS_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 
