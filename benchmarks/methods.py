@@ -168,7 +168,7 @@ class Workload:
             assert memory is not None
             _touch(memory)
             yield lambda: Usage(
-                self._engine.host_bytes, memory.stats.offloaded_bytes, swap.rounding_bytes, memory.stats.overflow_bytes
+                self._engine.host_bytes, memory.stats.offloaded_bytes, swap.buffer_bytes, memory.stats.overflow_bytes
             )
         finally:
             self._engine.detach()
@@ -198,8 +198,9 @@ class Workload:
 
 def _touch(memory: SlotMemory) -> None:
     """Write to all of a plan's memory once, so that no step pays for getting its pages."""
-    for host in [memory.arena.acquire() for _ in range(memory.host_slots)]:
-        memory.arena.release(host.zero_())
+    host = memory.arena.acquire(memory.host_bytes)
+    assert host is not None
+    memory.arena.release(host.zero_())
     for call in range(2):
         slot = memory.lease(call, swap=False)
         slot.buffer.zero_()

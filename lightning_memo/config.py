@@ -20,7 +20,8 @@ _SIZE: Final = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*"
 
 METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
-SCHEDULES: Final = ("auto", "layer", "nest")
+SCHEDULES: Final = ("auto", "layer", "nest", "slice")
+HOST_BACKED: Final = ("auto", "none", "attention", "all")
 
 
 def parse_bytes(size: str | int) -> int:
@@ -117,6 +118,13 @@ class MemoConfig:
     slice_tokens: int | str = "auto"
     """Most tokens that run through a layer at once."""
 
+    host_backed: str = "auto"
+    """What lives on the host beside swapped activations: "none", "attention" (keys and values: attention gets those of
+    earlier slices in blocks), or "all" (their gradients too); "auto": "attention" with `slice_tokens`, else "none"."""
+
+    loss_chunk_tokens: int | str | None = "auto"
+    """Tokens whose logits exist at once; "auto": as many as fit a fixed number of bytes; None: all of them."""
+
     layers: str | None = None
     """Dotted name of the model's `nn.ModuleList` of layers; None: found."""
 
@@ -124,7 +132,7 @@ class MemoConfig:
     """Attention kernels: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine"."""
 
     schedule: str = "auto"
-    """Order in which slices run: "auto", "layer" or "nest"."""
+    """Order in which slices run: "auto", "layer", "nest", or "slice": the whole model on one slice after the other."""
 
     plan: str | None = None
     """Path of a saved plan to use again; None: the first step is profiled."""
@@ -133,8 +141,13 @@ class MemoConfig:
         self._check_parallelism()
         _check_choice("attention", self.attention, ATTENTIONS)
         _check_choice("schedule", self.schedule, SCHEDULES)
+        self._check_host_backed()
+        if self.schedule == "slice":
+            self._check_slice_schedule()
         _check_alpha(self.alpha)
-        _check_slice_tokens(self.slice_tokens)
+        _check_tokens("slice_tokens", self.slice_tokens)
+        if self.loss_chunk_tokens is not None:
+            _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
         for name in ("plan_memory", "sequence_parallel", "loss_parallel", "offload_state"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a switch: give True or False")
@@ -163,6 +176,23 @@ class MemoConfig:
                     f"ulysses_size={self.ulysses_size} does not divide "
                     f"context_parallel_size={self.context_parallel_size}: give a divisor of it"
                 )
+
+    def _check_host_backed(self) -> None:
+        _check_choice("host_backed", self.host_backed, HOST_BACKED)
+        if self.host_backed in ("attention", "all") and self.slice_tokens == "auto":
+            raise ValueError(
+                f'host_backed="{self.host_backed}" needs slices: give slice_tokens, the most tokens that a layer may '
+                "touch at once, like slice_tokens=8192"
+            )
+
+    def _check_slice_schedule(self) -> None:
+        if self.slice_tokens == "auto":
+            raise ValueError('schedule="slice" needs slices: give slice_tokens, like slice_tokens=8192')
+        if self.host_backed not in ("auto", "all"):
+            raise ValueError(
+                f'schedule="slice" contradicts host_backed="{self.host_backed}": all but a slice is on the host; leave '
+                'it "auto"'
+            )
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -196,10 +226,10 @@ def _check_alpha(alpha: Any) -> None:
     raise ValueError(f'alpha={alpha!r} is not a fraction of the tokens: give a number from 0.0 to 1.0, or "auto"')
 
 
-def _check_slice_tokens(tokens: Any) -> None:
+def _check_tokens(name: str, tokens: Any, or_else: str = "") -> None:
     if tokens == "auto" or (type(tokens) is int and tokens >= 1):
         return
-    raise ValueError(f'slice_tokens={tokens!r} is not a number of tokens: give an integer of at least 1, or "auto"')
+    raise ValueError(f'{name}={tokens!r} is not a number of tokens: give an integer of at least 1, or "auto"{or_else}')
 
 
 def _check_size(name: str, size: Any) -> None:

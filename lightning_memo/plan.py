@@ -20,6 +20,8 @@ from lightning_memo.files import replacing
 VERSION: Final = 1
 _LONGEST_TEXT: Final = 2000
 _Document = TypeVar("_Document")
+HostBacked = Literal["none", "attention", "all"]
+Schedule = Literal["layer", "nest", "slice"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +138,7 @@ class SwapPlan:
     alpha: float
     """Fraction of the tokens whose skeletal activations are swapped; 0.0 in "plain"."""
 
-    schedule: Literal["layer", "nest"]
+    schedule: Schedule
     slice_tokens: int | None
     """Most tokens that run through a layer at once; None: no limit."""
 
@@ -144,7 +146,20 @@ class SwapPlan:
     """Layer calls alive at once: n, or 2n when two forwards precede one backward."""
 
     slot_bytes: int
-    """Host bytes, and bytes of a rounding buffer, of one layer call."""
+    """Bytes of a rounding buffer: what one layer call swaps, or one slice where slices swap for themselves."""
+
+    host_backed: HostBacked = "none"
+    """What lives on the host beside what is swapped: "attention": slices swap for themselves, and earlier keys and
+    values come back for each of them; "all": their gradients too."""
+
+    streamed_host_bytes: int = 0
+    """Host bytes of all layer calls where slices swap for themselves."""
+
+    gradient_host_bytes: int = 0
+    """Those of them that are for gradients of keys and values."""
+
+    staging_bytes: int = 0
+    """Device bytes of the buffers through which keys and values pass."""
 
     def __post_init__(self) -> None:
         _check_range(self, {"calls": 1, "slice_tokens": 1})
@@ -152,19 +167,43 @@ class SwapPlan:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
 
     @property
+    def streamed(self) -> bool:
+        """Whether slices swap for themselves, and earlier keys and values come from the host."""
+        return self.host_backed != "none"
+
+    @property
     def swapped_calls(self) -> int:
-        """Layer calls whose activations leave the device: all but the last two (MEMO, section 4.2)."""
-        return 0 if self.mode == "plain" else max(self.calls - 2, 0)
+        """Layer calls whose activations leave the device: all but the last two (MEMO, section 4.2), if not streamed."""
+        if self.mode == "plain":
+            return 0
+        return self.calls if self.streamed else max(self.calls - 2, 0)
 
     @property
     def host_bytes(self) -> int:
         """Host bytes that hold the swapped activations of all layer calls."""
-        return self.swapped_calls * self.slot_bytes
+        return self.streamed_host_bytes if self.streamed else self.swapped_calls * self.slot_bytes
 
     @property
-    def rounding_bytes(self) -> int:
-        """Device bytes of the two rounding buffers."""
-        return 2 * self.slot_bytes
+    def buffer_bytes(self) -> int:
+        """Device bytes of the two rounding buffers, and of those through which keys and values pass."""
+        return 2 * self.slot_bytes + self.staging_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedBytes:
+    """Memory of a plan by which slices swap for themselves, and keys and values pass the device in blocks."""
+
+    slot: int
+    """Of a rounding buffer: the largest slice."""
+
+    host: int
+    """Of all layer calls."""
+
+    gradients: int
+    """Those of them that are for gradients of keys and values."""
+
+    staging: int
+    """Of the device buffers through which keys and values pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,7 +317,7 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
-        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.rounding_bytes
+        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes
         return self.costs.fixed_device_bytes + self.costs.transient_device_bytes + kept
 
     def save(self, path: str | os.PathLike[str]) -> None:

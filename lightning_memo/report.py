@@ -67,7 +67,8 @@ def _cells(sizes: Iterable[int]) -> list[str]:
 def _summary(plan: Plan) -> list[str]:
     swap, budget = plan.swap, plan.budget
     slices = "" if swap.slice_tokens is None else f", slices of at most {swap.slice_tokens:,} tokens"
-    how = f"alpha={swap.alpha:.4g}, {swap.schedule} schedule{slices}"
+    backing = {"none": "", "attention": ", keys and values on the host", "all": ", all but a slice on the host"}
+    how = f"alpha={swap.alpha:.4g}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,7 @@ from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_hugging_face, find_layers
 from lightning_memo.engine.intercept import set_layout
 from lightning_memo.kernels.select import check_available
+from lightning_memo.loss.attach import attach_chunked_loss
 from lightning_memo.parallel.agree import on_first_rank
 from lightning_memo.parallel.checkpoint import (
     load_sharded,
@@ -42,7 +43,7 @@ from lightning_memo.parallel.precision import MeshPrecision
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
-from lightning_memo.plan import Plan
+from lightning_memo.plan import HostBacked, Plan
 
 
 class MemoStrategy(ModelParallelStrategy):
@@ -76,9 +77,17 @@ class MemoStrategy(ModelParallelStrategy):
         host_memory: Host memory of a node for swapped activations, shared by its processes; `None` takes 90 % of what
             is free, cgroup limits respected.
         slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
+        host_backed: What lives on the host beside swapped activations: "attention": slices swap for themselves, and
+            attention gets the keys and values of earlier ones from there, block by block, so that a layer touches
+            no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too; "none"; "auto" is
+            "attention" where `slice_tokens` are given and attention is causal.
+        loss_chunk_tokens: Tokens whose logits exist at once: the loss of a Hugging Face model is computed in chunks of
+            them, and so is one of `F.cross_entropy(logits, ...)` in a step. "auto" is what makes 512 MiB of fp32 logits
+            (1024 tokens with 128K words; shorter batches are as without chunks); `None` is all tokens.
         layers: Dotted name of the `nn.ModuleList` of repeated layers; `None` finds it.
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine".
-        schedule: "auto"; "layer" or "nest" to force the order of slices.
+        schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" runs the whole model on one slice
+            after the other, so that nothing of the sequence's length stays on the device (one process).
         plan: A saved plan to use instead of profiling.
         test_mode: Random delays and poisoned buffers, to bring out copy races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
@@ -107,6 +116,8 @@ class MemoStrategy(ModelParallelStrategy):
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         slice_tokens: int | str = "auto",
+        host_backed: str = "auto",
+        loss_chunk_tokens: int | str | None = "auto",
         layers: str | None = None,
         attention: str = "auto",
         schedule: str = "auto",
@@ -131,6 +142,8 @@ class MemoStrategy(ModelParallelStrategy):
             device_memory=device_memory,
             host_memory=host_memory,
             slice_tokens=slice_tokens,
+            host_backed=host_backed,
+            loss_chunk_tokens=loss_chunk_tokens,
             layers=layers,
             attention=attention,
             schedule=schedule,
@@ -195,6 +208,11 @@ class MemoStrategy(ModelParallelStrategy):
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
         _refuse_averaging(self.lightning_module.trainer.callbacks)
+        if self.config.schedule == "slice":
+            raise ValueError(
+                'schedule="slice" runs in one process without ZeRO: use schedule="layer", which takes slice_tokens and '
+                "host_backed too"
+            )
         self._setup_distributed()
         if self._processes is None:
             self._processes = Processes(self.config, self.root_device)
@@ -267,7 +285,8 @@ class MemoStrategy(ModelParallelStrategy):
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )
         processes.attach(model, self._active)
-        processes.prepare_batches(model, self._bounds)
+        outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
+        processes.prepare_batches(model, self._bounds, slices_outside=outside)
 
     def _bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
         """Where the slices of a batch's layers are going to end; nothing outside of training, where none are cut."""
@@ -288,14 +307,29 @@ class MemoStrategy(ModelParallelStrategy):
             self._test_mode,
             context=None if processes is None else processes.context_groups,
             shards=1 if processes is None else processes.sizes.shards,
+            slice_tokens=None if self.config.slice_tokens == "auto" else int(self.config.slice_tokens),
+            host_backed=cast(HostBacked, "all" if self.config.schedule == "slice" else self.config.host_backed),
         )
         engine.attach()
         if not fitting:
             return
+        self._chunk_loss(model)
         self._planning = PlanAfterFirstStep(engine, self.config, None if processes is None else processes.ranks)
         self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
         # First of all callbacks, so that what the others do after a step lies outside of it.
         trainer.callbacks[:0] = self._callbacks
+
+    def _chunk_loss(self, model: nn.Module) -> None:
+        if self.config.loss_chunk_tokens is None:
+            return
+        sizes = None if self._processes is None else self._processes.sizes
+        for undo in attach_chunked_loss(
+            model,
+            self.config.loss_chunk_tokens,
+            shards=1 if sizes is None else sizes.shards,
+            vocabulary_parts=sizes.tensor if sizes is not None and self.config.loss_parallel else 1,
+        ):
+            self._active.callback(undo)
 
     @property
     def _callbacks(self) -> list[Callback]:

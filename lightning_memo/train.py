@@ -139,7 +139,7 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
     peak = fitted.peak_device_bytes
     return replace(
         fitted,
-        peak_device_bytes=None if peak is None else peak + swap.rounding_bytes,
+        peak_device_bytes=None if peak is None else peak + swap.buffer_bytes,
         alpha=swap.alpha,
         host_bytes=swap.host_bytes,
     )

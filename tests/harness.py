@@ -15,8 +15,8 @@ from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.slices import TokenRange, slice_tokens_by_alpha, slot_bytes
-from lightning_memo.plan import SwapPlan
+from lightning_memo.engine.slices import TokenRange, slice_tokens_by_alpha, slot_bytes, unit_bytes
+from lightning_memo.plan import HostBacked, SwapPlan
 
 CPU = torch.device("cpu")
 DELAYS = TestMode(seed=1, longest_delay_seconds=0.0005)
@@ -102,11 +102,24 @@ class EngineUnderTest:
         model: The model.
         schedule: As `Engine` takes it.
         test_mode: Delays and poison.
+        slice_tokens: Longest slice of the profiled step too.
+        host_backed: What lives on the host, in all steps.
     """
 
-    def __init__(self, model: nn.Module, schedule: str = "auto", test_mode: TestMode | None = DELAYS) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: str = "auto",
+        test_mode: TestMode | None = DELAYS,
+        slice_tokens: int | None = None,
+        host_backed: HostBacked = "none",
+    ) -> None:
         self.model = model
-        self.engine = ScriptedEngine(model, find_layers(model)[1], CPU, schedule=schedule, test_mode=test_mode)
+        self.slice_tokens, self.host_backed = slice_tokens, host_backed
+        self.engine = ScriptedEngine(
+            model, find_layers(model)[1], CPU, schedule=schedule, test_mode=test_mode,
+            slice_tokens=slice_tokens, host_backed=host_backed,
+        )  # fmt: skip
         self.profile: StepProfile | None = None
         self.profiled: Step | None = None
 
@@ -144,8 +157,10 @@ class EngineUnderTest:
         assert profile is not None
         engine.script = script
         if script is None:
-            longest = None if engine.why_whole else slice_tokens
+            longest = None if engine.why_whole else slice_tokens or self.slice_tokens
             script = slice_tokens_by_alpha(profile.tokens, alpha, longest)
+        if self.host_backed != "none":
+            return self._load_streamed(profile, alpha, script)
         predicted = tuple(slot_bytes(c.saved, profile.tokens, script, engine.schedule) for c in profile.in_order())
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=slice_tokens,
@@ -153,6 +168,18 @@ class EngineUnderTest:
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
         return predicted
+
+    def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
+        """As `load`; returns the bytes of all slices of each layer call."""
+        engine = self.engine
+        sizes = engine.streamed_bytes(profile.saved_by_calls, slices, self.host_backed)
+        plan = SwapPlan(
+            mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=self.slice_tokens,
+            calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
+            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients, staging_bytes=sizes.staging,
+        )  # fmt: skip
+        self.engine.load(plan, profile.batch * profile.tokens)
+        return tuple(sum(unit_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
 
     def assert_as_planned(self) -> None:
         """Everything found its place in the slots that were planned."""

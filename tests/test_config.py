@@ -58,6 +58,7 @@ def test_a_written_size_reads_back_within_its_rounding(size_bytes):
 def test_defaults_are_the_documented_ones():
     config = MemoConfig()
     assert (config.data_parallel_size, config.alpha, config.slice_tokens) == ("auto", "auto", "auto")
+    assert config.loss_chunk_tokens == "auto" and MemoConfig(loss_chunk_tokens=None).loss_chunk_tokens is None
     assert (config.attention, config.schedule, config.context_parallel_method) == ("auto", "auto", "ring")
     assert config.plan_memory is True
     assert config.device_memory_bytes is None
@@ -107,6 +108,8 @@ REFUSED = [
     ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),
     ({"slice_tokens": 1.0}, "slice_tokens=1.0 is not a number of tokens"),
     ({"slice_tokens": True}, "slice_tokens=True is not a number of tokens"),
+    ({"loss_chunk_tokens": 0}, 'at least 1, or "auto", or None for all of them'),
+    ({"loss_chunk_tokens": "all"}, "loss_chunk_tokens='all' is not a number of tokens"),
     ({"device_memory": "lots"}, "device_memory='lots' is not a size"),
     ({"host_memory": 0}, "host_memory=0 is not a size"),
     ({"layers": ""}, "layers='' is not usable: give the dotted name"),

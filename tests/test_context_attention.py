@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.kernels.replay import Replay
 from lightning_memo.parallel.context import ContextAttention, ContextGroups
-from lightning_memo.parallel.layout import TokenLayout
+from lightning_memo.parallel.layout import TokenLayout, zigzag
 from lightning_memo.parallel.ring import plan
 from lightning_memo.parallel.sizes import choose_ulysses
 
@@ -157,7 +157,7 @@ def lse_errors(ring: int, ulysses: int, spec: AttentionSpec) -> float:
     found, _, layout = parallel(ring, ulysses, inputs, spec)
     q, k, v = (t.double() for t in inputs[:3])
     _, expected = attention(q, k, v, visible(spec, 2, range(128), range(128)), spec.scale)
-    positions = [position for chunk in layout.chunks(layout.ring_rank) for position in chunk]
+    positions = [position for chunk in zigzag(range(128), ring, layout.ring_rank) for position in chunk]
     expected = expected.chunk(ulysses, 1)[layout.ulysses_rank][:, :, positions]
     assert found.dtype == torch.float32
     assert torch.equal(found == -torch.inf, expected == -torch.inf)
@@ -278,15 +278,15 @@ def test_two_messages_each_way_with_as_few_copies_of_keys_as_serve(heads, key_he
 
 def calls(spec: AttentionSpec, ring: int = 4, tokens: int = 64) -> list[list[int]]:
     """Kernel calls by rank and source."""
-    layouts = [TokenLayout(tokens, ring, rank) for rank in range(ring)]
-    return [[len(plan(spec, layout, source)) for source in range(ring)] for layout in layouts]
+    chunks = [list(zigzag(range(tokens), ring, rank)) for rank in range(ring)]
+    return [[len(plan(spec, queries, keys)) for keys in chunks] for queries in chunks]
 
 
 def test_a_plain_step_is_one_kernel_call_of_even_work():
     assert calls(AttentionSpec()) == calls(AttentionSpec(causal=False)) == [[1] * 4] * 4
-    for rank in range(4):
-        layout = TokenLayout(64, 4, rank)
-        others = [plan(AttentionSpec(), layout, source)[0] for source in range(4) if source != rank]
+    chunks = [list(zigzag(range(64), 4, rank)) for rank in range(4)]
+    for queries in chunks:
+        others = [plan(AttentionSpec(), queries, keys)[0] for keys in chunks if keys is not queries]
         work = {(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in others}
         assert work == {16 * 8}
         assert not any(b.spec.causal for b in others)

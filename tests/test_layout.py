@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memo.parallel.layout import TokenLayout, multiple
+from lightning_memo.parallel.layout import TokenLayout, multiple, slice_multiple, zigzag
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_chunks_are_what_a_ring_rank_holds_in_layer_order(setting):
     layouts = everyone(setting)
     ulysses = setting["ulysses"]
     for ring_rank in range(setting["ring"]):
-        chunks = layouts[0].chunks(ring_rank)
+        chunks = zigzag(range(setting["tokens"]), setting["ring"], ring_rank)
         assert len(chunks) == (2 if setting["ring"] > 1 else 1)
         held = torch.cat([layout.layer_order() for layout in layouts[ring_rank * ulysses : (ring_rank + 1) * ulysses]])
         assert held.tolist() == [position for chunk in chunks for position in chunk]
@@ -84,6 +84,23 @@ def test_both_at_once():
     layouts = [TokenLayout(16, ring=2, ring_rank=r, ulysses=2, ulysses_rank=u) for r in (0, 1) for u in (0, 1)]
     orders = [layout.layer_order().tolist() for layout in layouts]
     assert orders == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@given(settings(), st.data())
+def test_slices_outside_are_ranges_that_all_processes_share(setting, data):
+    needed = slice_multiple(setting["ring"], setting["ulysses"], setting["shards"])
+    parts = setting["ring"] * setting["ulysses"] * setting["shards"]
+    inner = data.draw(st.sets(st.integers(1, setting["tokens"] // parts // needed), max_size=4))
+    bounds = tuple(sorted({n * needed for n in inner} | {setting["tokens"] // parts}))
+    layouts = everyone(setting | {"bounds": bounds, "outside": True})
+    for a, b in pairwise((0, *bounds)):
+        a, b = a * setting["shards"], b * setting["shards"]
+        held = torch.cat([layout.layer_order()[a:b] for layout in layouts])
+        context = setting["ring"] * setting["ulysses"]
+        assert held.sort().values.tolist() == list(range(a * context, b * context))
+        alone = everyone(setting | {"tokens": (b - a) * context, "bounds": ()})
+        for layout, slice_alone in zip(layouts, alone, strict=True):
+            assert layout.layer_order()[a:b].equal(slice_alone.layer_order() + a * context)
 
 
 def test_shards_hold_their_part_of_every_slice():

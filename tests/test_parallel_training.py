@@ -105,6 +105,24 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
     check(configuration, Run(family="llama_gqa", tokens=29), alpha=0.5, slice_tokens=slice_tokens)
 
 
+@pytest.mark.parametrize(
+    ("configuration", "family", "host_backed", "slice_tokens"),
+    [
+        ("tp2+sp", "llama_gqa", "all", 3),
+        ("cp2 ring", "llama", "all", 4),
+        ("cp2 ring", "mistral_window", "attention", 2),
+        ("cp2 ulysses", "llama_gqa", "all", 3),
+        ("cp2 ulysses", "mistral_window", "attention", 5),
+        ("cp4 ulysses2 x ring2", "llama", "attention", 3),
+        ("cp2 x tp2+sp", "llama_gqa", "all", 3),
+        ("dp2 x cp2 zero3 ulysses", "llama", "all", 2),
+    ],
+)
+def test_keys_and_values_on_the_host(configuration: str, family: str, host_backed: str, slice_tokens: int) -> None:
+    settings = {"host_backed": host_backed, "slice_tokens": slice_tokens, "test_mode": TestMode(5, 0.0005)}
+    check(configuration, Run(family=family, tokens=45), alpha=0.5, **settings)
+
+
 @pytest.mark.parametrize("configuration", ["cp2 x tp2+sp", "dp2 x tp2+sp zero3", "dp2 x cp2 zero3 ulysses"])
 def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> None:
     run = Run(family="llama_gqa", tokens=45, steps=24)

@@ -358,26 +358,26 @@ def test_registry_never_matches_a_dead_storage() -> None:
 
 
 def make_memory(slots: int = 4, size: int = 64, test_mode: TestMode | None = None) -> SlotMemory:
-    return SlotMemory(size, slots, CPU, test_mode=test_mode)
+    return SlotMemory(size, slots * size, CPU, test_mode=test_mode)
 
 
 def fill(slot: Slot, value: float) -> None:
     assert slot.put(torch.full((16,), value)) is not None
 
 
-def test_arena_is_one_allocation_of_distinct_slots() -> None:
-    arena = HostArena(3, 64, pinned=False)
-    slots = [arena.acquire() for _ in range(3)]
-    assert arena.acquire() is None
-    assert arena.slots_in_use == 3
-    assert arena.size_bytes == arena._memory.nbytes == 192
-    addresses = sorted(slot.data_ptr() for slot in slots if slot is not None)
+def test_arena_is_one_allocation_of_distinct_regions() -> None:
+    arena = HostArena(192, pinned=False)
+    regions = [arena.acquire(64) for _ in range(3)]
+    assert arena.acquire(1) is None
+    assert (arena.regions_in_use, arena.bytes_in_use) == (3, 192)
+    addresses = [region.data_ptr() for region in regions if region is not None]
     assert addresses == [arena._memory.data_ptr() + n * 64 for n in range(3)]
-    assert slots[1] is not None
-    arena.release(slots[1])
-    assert arena.slots_in_use == 2
-    again = arena.acquire()
-    assert again is not None and again.data_ptr() == slots[1].data_ptr()
+    assert regions[1] is not None
+    arena.release(regions[1])
+    assert arena.acquire(65) is None
+    again = [arena.acquire(40), arena.acquire(24)]
+    assert [region.data_ptr() - addresses[1] for region in again if region is not None] == [0, 40]
+    assert arena.bytes_in_use == 192
 
 
 def test_calls_two_apart_share_a_rounding_buffer() -> None:
@@ -487,7 +487,7 @@ class Gate:
 def test_copies_run_in_order_and_after_what_they_wait_for() -> None:
     stream, gate = ThreadCopyStream("test"), Gate()
     a, b, c = torch.ones(1000), torch.zeros(1000), torch.zeros(1000)
-    stream.copy(b, a, after=gate)
+    stream.copy(b, a, gate)
     last = stream.copy(c, b)
     assert float(b.sum()) == float(c.sum()) == 0  # the first waits at the gate, the second behind it
     gate.open()
@@ -503,8 +503,8 @@ def test_failed_copy_is_reported_to_whoever_waits() -> None:
 
     stream = ThreadCopyStream("test")
     a, b = torch.ones(4), torch.zeros(4)
-    failed = stream.copy(b, a, after=Broken())
-    follower = stream.copy(a, b, after=failed)
+    failed = stream.copy(b, a, Broken())
+    follower = stream.copy(a, b, failed)
     with pytest.raises(RuntimeError, match="copy between device and host failed: broken cable"):
         failed.wait()
     with pytest.raises(RuntimeError, match="failed"):

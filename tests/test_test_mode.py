@@ -120,8 +120,6 @@ def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens
         two_steps(under_test.model)
         slots = under_test.engine.memory
         assert slots is not None
-        host = [slots.arena.acquire() for _ in range(slots.host_slots)]
-        for buffer in [*slots._buffers, *host]:
-            assert buffer is not None
+        for buffer in [*slots._buffers, slots.arena._memory]:
             assert buffer.view(torch.float32).isnan().all()
             assert buffer.view(torch.bfloat16).isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
-from lightning_memo.plan import Plan
+from lightning_memo.plan import HostBacked, Plan, StreamedBytes
 from lightning_memo.planner import plan_swap
 from lightning_memo.profiler.costs import (
     budget,
@@ -112,6 +113,9 @@ class PlanAfterFirstStep(Callback):
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 
+        assert engine.swap is not None
+        backing = engine.swap.host_backed
+
         def solve(alpha: float | None, may_be_plain: bool) -> Plan:
             return plan_swap(
                 costs,
@@ -122,7 +126,10 @@ class PlanAfterFirstStep(Callback):
                 slice_tokens=self._slice_tokens,
                 slot_bytes=self._slot_bytes(profile),
                 allowed=(0.0, 1.0) if engine.why_whole else None,
-                may_be_plain=may_be_plain,
+                # What a step takes whose layers are not cut was not seen.
+                may_be_plain=may_be_plain and backing == "none",
+                host_backed=backing,
+                streamed_bytes=None if backing == "none" else self._streamed_bytes(profile, backing),
             )
 
         plan = agree_on_plan(solve, ranks, everyone=first)
@@ -154,6 +161,16 @@ class PlanAfterFirstStep(Callback):
             return max(
                 slot_bytes(call.saved, profile.tokens, slices, self._engine.schedule) for call in profile.in_order()
             )
+
+        return of_alpha
+
+    def _streamed_bytes(self, profile: StepProfile, backing: HostBacked) -> Callable[[float], StreamedBytes]:
+        """Memory as a function of alpha, where slices swap for themselves."""
+
+        def of_alpha(alpha: float) -> StreamedBytes:
+            engine = self._engine
+            slices = engine.cut(profile.tokens, alpha, self._slice_tokens)
+            return engine.streamed_bytes(profile.saved_by_calls, slices, backing)
 
         return of_alpha
 
@@ -239,7 +256,9 @@ class PlanAfterFirstStep(Callback):
         Raises:
             ValueError: They have.
         """
-        swaps = self._ranks.gather(None if plan is None else replace(plan.swap, slot_bytes=0))
+        swaps = self._ranks.gather(
+            None if plan is None else replace(plan.swap, slot_bytes=0, streamed_host_bytes=0, staging_bytes=0)
+        )
         for rank, swap in enumerate(swaps):
             if swap != swaps[0]:
                 told = [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.key_value_gradients import DeviceGradients
 from lightning_memo.engine.slices import TokenRange
+from lightning_memo.engine.unit import KeysValues
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
-
-# Turns what a slice stored (a handle that only its run understands) into a tensor on the device.
-Load = Callable[[Any], Tensor]
 
 
 class AttentionCore:
@@ -30,18 +29,25 @@ class AttentionCore:
     def __init__(self, backend: AttentionBackend, slices: Sequence[TokenRange]) -> None:
         self._backend = backend
         self._slices = slices
-        self._keys_values: dict[int, tuple[Any, Any]] = {}
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self._keys_values: dict[int, KeysValues] = {}
+        self._gradients = DeviceGradients()
 
-    def forward(self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, load: Load) -> AttentionResult:
-        """Attention of slice `index`: q, k, v are its own, `[batch, heads, tokens, head_dim]`."""
+    def forward(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[AttentionResult, Tensor, Tensor]:
+        """Attention of slice `index`, whose q, k, v `[batch, heads, tokens, head_dim]` are given.
+
+        Returns:
+            The result, and the keys and values that `hold` is to find.
+        """
         seen = self._seen_by(index, spec)
-        keys, values = self._join(seen, k, v, load)
-        return self._backend.forward(q, keys, values, spec, self._slices[index].start, self._start(seen, index))
+        keys, values = _join([self._keys_values[n].peek() for n in seen], k, v)
+        start = self._start(seen, index)
+        return self._backend.forward(q, keys, values, spec, self._slices[index].start, start), k, v
 
-    def hold(self, index: int, key: Any, value: Any) -> None:
-        """Handles by which later slices, and the backward, find the keys and values of a slice."""
-        self._keys_values[index] = (key, value)
+    def hold(self, index: int, keys_values: KeysValues) -> None:
+        """Where later slices, and their backward, find the keys and values of a slice."""
+        self._keys_values[index] = keys_values
 
     def backward(
         self,
@@ -52,22 +58,17 @@ class AttentionCore:
         v: Tensor,
         result: AttentionResult,
         spec: AttentionSpec,
-        load: Load,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the slice's q, k, v, later slices' share included: those must have run before."""
         seen = self._seen_by(index, spec)
-        keys, values = self._join(seen, k, v, load)
+        keys, values = _join([self._keys_values[n].load() for n in seen], k, v)
         start = self._start(seen, index)
         dq, *dkv = self._backend.backward(dout, q, keys, values, result, spec, self._slices[index].start, start)
         lengths = [self._slices[n].tokens for n in (*seen, index)]
         parts = list(zip(*(grad.split(lengths, 2) for grad in dkv), strict=True))
         for earlier, (dk, dv) in zip(seen, parts, strict=False):
-            self._accumulate(earlier, dk, dv)
-        dk, dv = parts[-1]
-        if index in self._gradients:
-            later_dk, later_dv = self._gradients.pop(index)
-            dk, dv = (later_dk + dk).to(k.dtype), (later_dv + dv).to(v.dtype)
-        return dq, dk, dv
+            self._gradients.add(earlier, dk, dv)
+        return dq, *self._gradients.take(index, *parts[-1])
 
     def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
         """Earlier slices of which the slice sees any key: those right before it."""
@@ -77,22 +78,16 @@ class AttentionCore:
     def _start(self, seen: list[int], index: int) -> int:
         return self._slices[seen[0] if seen else index].start
 
-    def _join(self, seen: list[int], k: Tensor, v: Tensor, load: Load) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slices seen and of the slice itself, `[batch, heads, keys, head_dim]`."""
-        if not seen:
-            return k, v
-        held = [self._keys_values[n] for n in seen]
-        return torch.cat([*(load(key) for key, _ in held), k], 2), torch.cat(
-            [*(load(value) for _, value in held), v], 2
-        )
+    def release(self) -> None:
+        """The layer's backward is over."""
 
-    def _accumulate(self, index: int, dk: Tensor, dv: Tensor) -> None:
-        if index not in self._gradients:
-            self._gradients[index] = (_fp32_copy(dk), _fp32_copy(dv))
-            return
-        sum_dk, sum_dv = self._gradients[index]
-        sum_dk += dk
-        sum_dv += dv
+
+def _join(earlier: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of earlier slices and of the slice itself, `[batch, heads, keys, head_dim]`."""
+    if not earlier:
+        return k, v
+    keys, values = zip(*earlier, (k, v), strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 class _WholeAttention(torch.autograd.Function):
@@ -116,9 +111,3 @@ def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: Att
     """Attention of a module that is not among the engine's layers, or of a layer that runs plainly."""
     out: Tensor = _WholeAttention.apply(backend, spec, q, k, v)
     return out
-
-
-def _fp32_copy(t: Tensor) -> Tensor:
-    """A copy of its own, in fp32 if `t` is half precision."""
-    dtype = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
-    return t.to(dtype, copy=True)

@@ -38,7 +38,7 @@ class CopyEvent(Protocol):
 class CopyStream(Protocol):
     """Copies that run one after the other, beside the computation."""
 
-    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
+    def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
         """Copy bytes once what was computed so far, and `after`, are done."""
         ...
 
@@ -82,14 +82,14 @@ class ThreadCopyStream:
 
     def __init__(self, name: str, delays: Delays | None = None) -> None:
         self._delays = delays
-        self._jobs: queue.SimpleQueue[tuple[Tensor, Tensor, CopyEvent | None, ThreadCopyEvent] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[Tensor, Tensor, tuple[CopyEvent | None, ...], ThreadCopyEvent] | None] = (
             queue.SimpleQueue()
         )
         self._last: ThreadCopyEvent | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
+    def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
         self._last = event = ThreadCopyEvent()
         self._jobs.put((destination, source, after, event))
         return event
@@ -106,8 +106,9 @@ class ThreadCopyStream:
         while (job := self._jobs.get()) is not None:
             destination, source, after, event = job
             try:
-                if after is not None:
-                    after.wait()
+                for before in after:
+                    if before is not None:
+                        before.wait()
                 if self._delays is not None:
                     time.sleep(self._delays.seconds())
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
@@ -138,10 +139,11 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)
         self._delays = delays
 
-    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
+    def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
-        if isinstance(after, CudaCopyEvent):
-            self._stream.wait_event(after.event)
+        for before in after:
+            if isinstance(before, CudaCopyEvent):
+                self._stream.wait_event(before.event)
         with torch.cuda.stream(self._stream):
             if self._delays is not None:
                 torch.cuda._sleep(int(self._delays.seconds() * _CYCLES_PER_SECOND))

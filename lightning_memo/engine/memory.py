@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.block_reader import BlockReader
 from lightning_memo.engine.copies import CopyEvent, CopyStream, Delays, make_copy_stream
-from lightning_memo.engine.regions import aligned, flat, gapless_strides, is_dense
-
-_POISON = 0xFF  # a NaN in every floating-point format
+from lightning_memo.engine.regions import POISON, aligned, flat, gapless_strides, is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class MemoryStats:
 
 
 class HostArena:
-    """One allocation of exactly the planned size, cut into slots; page-locked in one piece when `pinned`.
+    """One allocation of exactly the planned size, cut into regions; page-locked in one piece when `pinned`.
 
     PyTorch's own pinned pool rounds every request up to a power of two; registering plain memory does not.
 
@@ -49,8 +48,8 @@ class HostArena:
         MemoryError: The host refuses the allocation or the page lock.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, pinned: bool) -> None:
-        self.size_bytes = slots * slot_bytes
+    def __init__(self, size_bytes: int, pinned: bool) -> None:
+        self.size_bytes = size_bytes
         self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device="cpu")
         self._unpin = weakref.finalize(self, _unpin, self._memory) if pinned and self.size_bytes else None
         if self._unpin is not None:
@@ -61,19 +60,41 @@ class HostArena:
                     f"page-locking {self.size_bytes} bytes of host memory failed ({error}): lower host_memory, "
                     "or raise the limit of locked memory (ulimit -l)"
                 )
-        self._free = [self._memory[n * slot_bytes : (n + 1) * slot_bytes] for n in reversed(range(slots))]
-        self._slots = slots
+        self.bytes_in_use = 0
+        self._taken: list[range] = []  # in the order of their places
 
     @property
-    def slots_in_use(self) -> int:
-        return self._slots - len(self._free)
+    def regions_in_use(self) -> int:
+        return len(self._taken)
 
-    def acquire(self) -> Tensor | None:
-        """A free slot, uint8 `[slot_bytes]`, or `None`."""
-        return self._free.pop() if self._free else None
+    def acquire(self, size_bytes: int) -> Tensor | None:
+        """A free region, uint8 `[size_bytes]`, or `None`."""
+        stops = [0, *(taken.stop for taken in self._taken[-1:])]
+        # What is taken first is given back last, so there is room at the end, or seldom between two regions.
+        if self.size_bytes - stops[-1] >= size_bytes:
+            place, start = len(self._taken), stops[-1]
+        else:
+            stops = [0, *(taken.stop for taken in self._taken)]
+            gaps = (n for n, taken in enumerate(self._taken) if taken.start - stops[n] >= size_bytes)
+            place = next(gaps, -1)
+            if place < 0:
+                return None
+            start = stops[place]
+        self._taken.insert(place, range(start, start + size_bytes))
+        self.bytes_in_use += size_bytes
+        return self._memory[start : start + size_bytes]
 
-    def release(self, slot: Tensor) -> None:
-        self._free.append(slot)
+    def owns(self, region: Tensor) -> bool:
+        """Whether a tensor lies in the arena."""
+        return region.untyped_storage()._cdata == self._memory.untyped_storage()._cdata
+
+    def release(self, region: Tensor) -> None:
+        taken = range(region.storage_offset(), region.storage_offset() + region.nbytes)
+        self.bytes_in_use -= region.nbytes
+        if self._taken[-1] == taken:
+            self._taken.pop()
+        else:
+            self._taken.remove(taken)
 
     def close(self) -> None:
         """Unlock the pages. No copy may be under way."""
@@ -110,6 +131,7 @@ class Slot:
 
     capacity_bytes: int
     buffer: Tensor | None  # uint8 [capacity_bytes] on the device
+    swap: bool = False  # it is going to leave for the host
     rounding: int | None = None  # which rounding buffer it holds, if any
     host: Tensor | None = None
     used_bytes: int = 0
@@ -161,17 +183,23 @@ class SlotMemory:
 
     Attributes:
         slot_bytes: Size of a slot.
-        host_slots: Slots of the host arena.
+        host_bytes: Host memory, gradients of keys and values included.
         device: Where layers run.
+        whole_slots: Whether a slot's region on the host is as large as the slot, and taken at once; else as large as
+            what was put into it, and taken when it leaves, all of it together.
+        gradient_bytes: Host memory for gradients of keys and values.
     """
 
     slot_bytes: int
-    host_slots: int
+    host_bytes: int
     device: torch.device
     pinned: bool = True
     test_mode: TestMode | None = None
+    whole_slots: bool = True
+    gradient_bytes: int = 0
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
+    gradient_arena: HostArena = field(init=False)
     _buffers: list[Tensor] = field(init=False)
     _owners: list[Slot | None] = field(init=False)
     _offload: CopyStream = field(init=False)
@@ -182,7 +210,10 @@ class SlotMemory:
         if self.test_mode is not None:
             seed, longest = self.test_mode.seed, self.test_mode.longest_delay_seconds
             delays = [Delays(seed, longest), Delays(seed + 1, longest)]
-        self.arena = HostArena(self.host_slots, self.slot_bytes, self.pinned and self.device.type == "cuda")
+        pinned = self.pinned and self.device.type == "cuda"
+        self.arena = HostArena(self.host_bytes - self.gradient_bytes, pinned)
+        # Gradients are born while slots are given back: in an arena of their own they find no gaps that are too small.
+        self.gradient_arena = HostArena(self.gradient_bytes, pinned)
         self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._owners = [None, None]
         self._offload = make_copy_stream(self.device, "offload", delays[0])
@@ -191,20 +222,22 @@ class SlotMemory:
     @property
     def slots_in_use(self) -> int:
         """Host slots and rounding buffers that some layer call holds."""
-        return self.arena.slots_in_use + sum(owner is not None for owner in self._owners)
+        regions = self.arena.regions_in_use + self.gradient_arena.regions_in_use
+        return regions + sum(owner is not None for owner in self._owners)
 
     def lease(self, call: int, swap: bool) -> Slot:
         """A slot to write into, for layer call `call`; `swap`: it is going to leave for the host."""
-        slot = Slot(self.slot_bytes, None)
+        slot = Slot(self.slot_bytes, None, swap)
         self._take_buffer(slot, call)
-        if swap:
-            slot.host = self.arena.acquire()
-            self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, self.arena.slots_in_use * self.slot_bytes)
+        if swap and self.whole_slots:
+            self._take_host(slot, self.slot_bytes)
         return slot
 
     def offload(self, slot: Slot) -> None:
         """Start copying what was written since the last call to the host."""
         start, stop = slot.copied_bytes, slot.used_bytes
+        if slot.swap and not self.whole_slots and slot.host is None:
+            self._take_host(slot, stop)
         if slot.host is None or start == stop:
             return
         assert slot.buffer is not None
@@ -219,7 +252,7 @@ class SlotMemory:
         self._take_buffer(slot, call)
         assert slot.host is not None and slot.buffer is not None
         stop = slot.copied_bytes
-        slot.fetch = slot.last_fetch = self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], after=slot.offload)
+        slot.fetch = slot.last_fetch = self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], slot.offload)
         self.stats.fetched_bytes += stop
 
     def release(self, slot: Slot) -> None:
@@ -236,15 +269,55 @@ class SlotMemory:
                 for event in (slot.offload, slot.last_fetch):
                     if event is not None:
                         event.synchronize()  # the poison is written by the CPU at once
-                slot.host.fill_(_POISON)
+                slot.host.fill_(POISON)
             self.arena.release(slot.host)
             slot.host = None
+
+    def acquire_host(self, size_bytes: int, gradients: bool = False) -> Tensor:
+        """Memory for what is not in slots, uint8 `[size_bytes]`: on the host, or on the device if there is no room."""
+        region = (self.gradient_arena if gradients else self.arena).acquire(size_bytes)
+        if region is None:
+            self.stats.overflow_bytes += size_bytes
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        self._note_peak()
+        return region
+
+    def release_host(self, region: Tensor, gradients: bool = False) -> None:
+        """Give back what `acquire_host` gave. No copy may be under way."""
+        if self.test_mode is not None:
+            region.fill_(POISON)
+        arena = self.gradient_arena if gradients else self.arena
+        if arena.owns(region):
+            arena.release(region)
+
+    def write_host(self, region: Tensor, source: Tensor) -> CopyEvent:
+        """Start copying bytes of the device to a region of the host."""
+        self.stats.offloaded_bytes += source.nbytes
+        return self._offload.copy(region, source)
+
+    def read_host(self, destination: Tensor, region: Tensor) -> CopyEvent:
+        """Start copying bytes of a region of the host to the device."""
+        self.stats.fetched_bytes += region.nbytes
+        return self._prefetch.copy(destination, region)
+
+    def reader(self, buffers: int) -> BlockReader:
+        """Device buffers through which blocks of the host pass."""
+        return BlockReader(self.device, self._prefetch, buffers, poison=self.test_mode is not None)
 
     def close(self) -> None:
         """Stop the copy streams and give the memory back."""
         self._offload.close()
         self._prefetch.close()
         self.arena.close()
+        self.gradient_arena.close()
+
+    def _take_host(self, slot: Slot, size_bytes: int) -> None:
+        slot.host = self.arena.acquire(size_bytes)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        in_use = self.arena.bytes_in_use + self.gradient_arena.bytes_in_use
+        self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
     def _take_buffer(self, slot: Slot, call: int) -> None:
         number = call % 2
@@ -267,7 +340,7 @@ class SlotMemory:
 
     def _leave_buffer(self, slot: Slot) -> None:
         if self.test_mode is not None and slot.buffer is not None:
-            slot.buffer.fill_(_POISON)
+            slot.buffer.fill_(POISON)
         if slot.rounding is not None:
             self._owners[slot.rounding] = None
         slot.buffer = slot.rounding = None

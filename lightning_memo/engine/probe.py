@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.run import LayerCall
-from lightning_memo.engine.slices import Action, TokenRange, take_tokens
+from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, take_tokens
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
+from lightning_memo.kernels.attention import sums_dtype
 
 BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
 
@@ -29,13 +30,17 @@ class LayerTraits:
     Attributes:
         why_whole: Why it has to run as one slice; empty if it may be cut.
         schedule: "layer", or "nest" where attention needs all tokens at once.
-        attention_bytes: Bytes of attention outputs and log-sum-exps of one call.
+        saved: Attention outputs, log-sum-exps, keys and values of one call.
+        tokens: Tokens that were looked at.
+        key_value_gradient_bytes: Of their gradients, in the dtype in which those are added up.
         may_mix: Whether tokens may meet outside of attention.
     """
 
     why_whole: str
     schedule: str
-    attention_bytes: tuple[int, ...]
+    saved: tuple[SavedBytes, ...] = ()
+    tokens: int = 1
+    key_value_gradient_bytes: int = 0
     may_mix: bool = False
 
 
@@ -46,7 +51,8 @@ class _Recorder:
         self._backend_of = backend_of
         self.specs: list[AttentionSpec] = []
         self.blocks = True
-        self.saved_bytes: list[int] = []
+        self.saved: list[SavedBytes] = []
+        self.gradient_bytes = 0
         self.outputs: list[tuple[RngState, Tensor, RngState]] = []
         self.drawn_alike = True
         self.ends: list[RngState] = []  # where the random state is after each part
@@ -57,7 +63,9 @@ class _Recorder:
         result = backend.forward(q, k, v, spec)
         self.specs.append(spec)
         self.blocks &= backend.blocks
-        self.saved_bytes += [result.out.nbytes, result.lse.nbytes]
+        for kind, t in (("out", result.out), ("lse", result.lse), ("key", k), ("value", v)):
+            self.saved.append(SavedBytes(kind, t.nbytes))
+        self.gradient_bytes += (k.numel() + v.numel()) * sums_dtype(k).itemsize
         self.outputs.append((before, result.out, RngState.capture(q.device)))
         return result.out
 
@@ -79,8 +87,8 @@ class _Recorder:
 
 
 @torch.no_grad()
-def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf) -> LayerTraits:
-    """Run a layer whole and in two slices, without gradients, and compare.
+def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
+    """Run a layer whole and in two slices, without gradients, and compare; `longest`: on so many tokens at most.
 
     Attention is answered from the whole run, so that what is compared is everything else: a layer that mixes tokens
     outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices.
@@ -88,14 +96,17 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf) -> LayerTrait
     recorder = _Recorder(backend_of)
     present = RngState.capture(x.device)
     try:
-        whole_range = TokenRange(0, call.tokens, Action.KEEP)
+        tokens = min(call.tokens, longest or call.tokens)
+        x = x.narrow(call.token_dim, 0, tokens)
+        whole_range = TokenRange(0, tokens, Action.KEEP)
         with handling(recorder.whole), call.mode(whole_range):
             whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
         after = RngState.capture(x.device)
         sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
         mixes = _why_it_may_mix(call, x, recorder, whole, present, after)
         why = mixes or _why_whole(call, recorder, after, sliceable)
-        return LayerTraits(why, "layer" if sliceable else "nest", tuple(recorder.saved_bytes), bool(mixes))
+        schedule = "layer" if sliceable else "nest"
+        return LayerTraits(why, schedule, tuple(recorder.saved), tokens, recorder.gradient_bytes, bool(mixes))
     finally:
         present.restore()
 
@@ -107,17 +118,17 @@ def _why_it_may_mix(
 
     Halves that draw other random numbers cannot be compared.
     """
-    name = type(call.layer).__name__
-    if call.tokens < 2:
+    name, tokens = type(call.layer).__name__, x.shape[call.token_dim]
+    if tokens < 2:
         return ""
     if not recorder.specs:
         return f"{name} calls no attention that is known here, so it may mix any tokens"
-    middle = call.tokens // 2
+    middle = tokens // 2
     outputs = []
-    for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, call.tokens, Action.KEEP)):
+    for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, tokens, Action.KEEP)):
         start.restore()
         try:
-            with handling(recorder.part(part, call.tokens)), call.mode(part), contextlib.suppress(StopIteration):
+            with handling(recorder.part(part, tokens)), call.mode(part), contextlib.suppress(StopIteration):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"

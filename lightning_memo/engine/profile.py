@@ -36,16 +36,16 @@ class Clock:
 
 @dataclass(slots=True)
 class CallProfile:
-    """One layer call: the tensors it saves for all its tokens, and marks in time."""
+    """One layer call: the tensors that its first slice saves, and marks in time."""
 
     saved: list[SavedBytes] = field(default_factory=list)
-    marks: dict[str, torch.cuda.Event | float] = field(default_factory=dict)
+    marks: dict[str, list[torch.cuda.Event | float]] = field(default_factory=dict)
     seen: Registry[None] = field(default_factory=Registry)
 
     def seconds(self, name: str) -> float:
-        """Seconds from `{name}_begin` to `{name}_end`; 0 if that did not happen."""
-        start, stop = self.marks.get(f"{name}_begin"), self.marks.get(f"{name}_end")
-        return 0.0 if start is None or stop is None else Clock.seconds(start, stop)
+        """Seconds from `{name}_begin` to `{name}_end`, all times together; 0 if that did not happen."""
+        times = zip(self.marks.get(f"{name}_begin", ()), self.marks.get(f"{name}_end", ()), strict=False)
+        return sum(Clock.seconds(start, stop) for start, stop in times)
 
 
 class StepProfile:
@@ -55,14 +55,14 @@ class StepProfile:
         device: Where layers run.
         batch: Sequences of a layer's input.
         tokens: Tokens of each.
-        input_bytes: Size of that input.
+        slice_tokens: Tokens of the first slice, whose tensors are recorded.
 
     Attributes:
         setup_seconds: Time within the step that went into looking at layers and allocating memory.
     """
 
-    def __init__(self, device: torch.device, batch: int, tokens: int, input_bytes: int) -> None:
-        self.batch, self.tokens, self.input_bytes = batch, tokens, input_bytes
+    def __init__(self, device: torch.device, batch: int, tokens: int, slice_tokens: int) -> None:
+        self.batch, self.tokens, self.slice_tokens = batch, tokens, slice_tokens
         self.setup_seconds = 0.0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
@@ -72,10 +72,11 @@ class StepProfile:
         """Whether forward and backward of every layer call were seen."""
         return bool(self.calls) and all("backward_end" in call.marks for call in self.calls.values())
 
-    def mark(self, index: int, name: str) -> None:
-        if name == "forward_begin":
+    def mark(self, index: int, name: str, again: bool = False) -> None:
+        """A layer call begins or ends something, or does so `again` for another slice."""
+        if name == "forward_begin" and not again:
             self.calls[index] = CallProfile()  # a forward that was given up before leaves nothing
-        self._call(index).marks[name] = self._clock.now()
+        self._call(index).marks.setdefault(name, []).append(self._clock.now())
 
     def saved(self, index: int, kind: str, size_bytes: int) -> None:
         """A tensor that was stored."""
@@ -91,17 +92,26 @@ class StepProfile:
 
     def _is_per_token(self, t: Tensor, layer: nn.Module) -> bool:
         """A tensor is per token unless all its sizes are those of weights (experts get any number of tokens)."""
-        if any(size in (self.tokens, self.batch * self.tokens) for size in t.shape):
+        if any(size in (self.slice_tokens, self.batch * self.slice_tokens) for size in t.shape):
             return True
         sizes = {1, *(size for p in layer.parameters() for size in local_part(p).shape)}
         return any(size not in sizes for size in t.shape)
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:
-        """Bytes of these kinds for every call, in order of execution."""
+        """Bytes of these kinds for every call and all its tokens, in order of execution."""
+        return tuple(size * self.tokens // self.slice_tokens for size in self.slice_bytes_of(*kinds))
+
+    def slice_bytes_of(self, *kinds: str) -> tuple[int, ...]:
+        """Bytes of these kinds for the first slice of every call, in order of execution."""
         return tuple(sum(s.size_bytes for s in call.saved if s.kind in kinds) for call in self.in_order())
 
     def seconds_of(self, name: str) -> tuple[float, ...]:
         return tuple(call.seconds(name) for call in self.in_order())
+
+    @property
+    def saved_by_calls(self) -> list[tuple[list[SavedBytes], int]]:
+        """What each call saves, in order of execution, and for how many tokens."""
+        return [(call.saved, self.slice_tokens) for call in self.in_order()]
 
     def in_order(self) -> list[CallProfile]:
         """The calls in order of execution."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 ALIGNMENT_BYTES = 64  # a cache line; also enough for every vectorised kernel
+POISON = 0xFF  # a NaN in every floating-point format
 
 Value = TypeVar("Value")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
 from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.sharded import local_part
 from lightning_memo.engine.shared import SharedTensors
+from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.slices import TokenRange, cut
-from lightning_memo.engine.unit import Handle
+from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
+from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import AttentionSpec, RngState
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
+    from lightning_memo.engine.sequence import SequenceRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,9 @@ class LayerCall:
         return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
 
 
+Core = AttentionCore | StreamedAttention | UlyssesCore
+
+
 class LayerRun:
     """State of one layer call from its forward to the end of its backward.
 
@@ -60,10 +67,14 @@ class LayerRun:
         engine: Owner of memory, kernels and profile.
         call: The layer and its arguments.
         x: Its input.
-        index: Position among the layer calls that are alive, counted from the model's input.
+        index: Position among the layer calls, counted from the model's input.
         slices: Token ranges that cover the input.
-        memory: Where the call's slot is leased; `None` when every slice keeps its activations.
-        swap: Whether the slot leaves for the host.
+        memory: Where slots are leased; `None` when every slice keeps its activations.
+        swap: Whether they leave for the host.
+        streamed: Whether every slice has a slot of its own, and attention gets earlier keys and values from the host;
+            else the call has one slot.
+        sequence: The forward of the model that this is a part of, where the whole model runs slice after slice.
+        key: Position among the layer calls that are alive, of all slices of a sequence; `None`: `index`.
     """
 
     def __init__(
@@ -75,29 +86,44 @@ class LayerRun:
         slices: Sequence[TokenRange],
         memory: SlotMemory | None,
         swap: bool,
+        streamed: bool = False,
+        sequence: SequenceRun | None = None,
+        key: int | None = None,
     ) -> None:
         self.engine = engine
         self.call = call
         self.index = index
-        self.unit = engine.open_unit(memory, swap)
+        self.key = index if key is None else key
+        self.first_slice = 0 if sequence is None else sequence.index
+        self.memory, self.swap, self.streamed = memory, swap, streamed
+        self.recorded = self.first_slice > 0  # whether the first slice, whose tensors are recorded, is over
         self.shared = SharedTensors(call.layer, (call.args, call.kwargs), x)
         self.autocast = _autocast_of(x.device)
         self.device = x.device
-        self.x = self.store("input", local_part(x.detach()))  # x itself must not live until the backward
+        self.unit = None if streamed else engine.open_unit(memory, swap)
+        # x itself must not live until the backward.
+        self.x = None if self.unit is None else self.store(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
         self.x_shape = x.shape
-        self.rng_start = RngState.capture(x.device)
+        self.rng_start = engine.rng_state = RngState.capture(x.device, engine.rng_state)
         self.slices = tuple(slices)
-        self.cores: list[AttentionCore] = []
+        self._all_slices = self.slices if sequence is None else sequence.slices
+        self.cores: list[Core] = [] if sequence is None else sequence.cores(call.layer)
+        self._arguments = None if sequence is None else sequence.arguments
         self.y: Tensor | None = None
         self.dy: Tensor | None = None
         self.dx: Tensor | None = None
         self._started = self._ended = False
 
     @property
+    def profile(self) -> StepProfile | None:
+        """Where what is saved now is recorded."""
+        return None if self.recorded else self.engine.profile
+
+    @property
     def attention_slices(self) -> tuple[TokenRange, ...]:
-        """The slices as attention sees them."""
-        return tuple(part.gathered(self.call.shards) for part in self.slices)
+        """The slices as attention sees them: of the layer call, or of the whole sequence."""
+        return tuple(part.gathered(self.call.shards) for part in self._all_slices)
 
     @property
     def whole(self) -> bool:
@@ -107,43 +133,84 @@ class LayerRun:
     @property
     def in_backward(self) -> bool:
         """Whether the backward has begun, and not ended."""
-        return self._started and not self._ended and self.unit.alive
+        return self._started and not self._ended
+
+    def mark(self, name: str) -> None:
+        """The call begins or ends something."""
+        self.engine.mark(self.key, name, self.index, self.first_slice)
+
+    # ---- arguments
+
+    def shared_handle(self, t: Tensor) -> Handle:
+        """The handle of a saved tensor that all layers share."""
+        view = None if self._arguments is None else self._arguments.view_of(t)
+        return t if view is None else view
+
+    def load_shared(self, view: ParkedView) -> Tensor:
+        """What `shared_handle` stood for."""
+        assert self._arguments is not None
+        t: Tensor = self._arguments.restore(view)
+        return t
+
+    def restored_call(self) -> LayerCall:
+        """The call with its arguments, for a recomputation."""
+        if self._arguments is None:
+            return self.call
+        args, kwargs = self._arguments.restore((self.call.args, self.call.kwargs))
+        self.shared = SharedTensors(self.call.layer, (args, kwargs), None)
+        return replace(self.call, args=args, kwargs=kwargs)
 
     # ---- storing and loading
 
-    def store(self, kind: str, t: Tensor, keep: bool = False) -> Handle:
-        """Put a tensor into the unit, unless it is kept on the device."""
-        if self.engine.profile is not None:
-            self.engine.profile.saved(self.index, kind, t.nbytes)
-        return t if keep else self.unit.put(t)
+    def store(self, unit: Unit, kind: str, t: Tensor, keep: bool = False) -> Handle:
+        """Put a tensor into a unit, unless it is kept on the device."""
+        if self.profile is not None:
+            self.profile.saved(self.index, kind, t.nbytes)
+        return t if keep else unit.put(t)
 
-    def load(self, handle: Handle) -> Tensor:
-        """A stored tensor on the device, in the backward."""
-        if not isinstance(handle, Tensor):
-            self.begin_backward()
-        return self.unit.load(handle)
+    def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
+        """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the layer's."""
+        if self.unit is not None and self.x is not None:
+            return self.unit, self.x
+        unit = self.engine.open_unit(self.memory, self.swap)
+        return unit, self.store(unit, "input", self.narrow(local_part(x.detach()), part))
 
-    def x_of(self, part: TokenRange) -> Tensor:
-        """The input of some tokens, from storage."""
-        return self.load(self.x).narrow(self.call.token_dim, part.start, part.tokens)
+    def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
+        """The tokens of a slice, of a tensor that holds them or all."""
+        dim = self.call.token_dim
+        return t if t.shape[dim] == part.tokens else t.narrow(dim, part.start, part.tokens)
 
     # ---- forward
 
-    def core(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionCore:
+    def core(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Core:
         """The core of the layer's attention call `number`; slices make their calls in the same order."""
         if number == len(self.cores):
-            self.cores.append(AttentionCore(self.engine.backend(q, k, v, spec), self.attention_slices))
+            if self.streamed:
+                self.cores.append(self.engine.streamed_attention(self.attention_slices))
+            else:
+                self.cores.append(AttentionCore(self.engine.backend(q, k, v, spec), self.attention_slices))
         return self.cores[number]
+
+    def take_output(self) -> Tensor:
+        """The layer's output; nothing else of the forward is needed on the device any more."""
+        y, self.y = self.y, None
+        assert y is not None
+        self.end_forward()
+        return y
 
     def end_forward(self) -> None:
         """Nothing of the forward is needed on the device any more."""
-        self.unit.end_forward()
-        self.engine.mark(self.index, "forward_end")
+        if self.unit is not None:
+            self.unit.end_forward()
+        if self._arguments is not None:
+            args, kwargs = self._arguments.park((self.call.args, self.call.kwargs))
+            self.call = replace(self.call, args=args, kwargs=kwargs)
+        self.mark("forward_end")
 
     # ---- backward
 
     def begin_backward(self) -> None:
-        """Bring the unit back, and start bringing back the one that is needed next."""
+        """The layer's first act in the backward, or a slice's that is recomputed before it."""
         if self._ended:
             raise RuntimeError(
                 "a second backward through the same graph (retain_graph) is not supported; run the forward again"
@@ -151,22 +218,21 @@ class LayerRun:
         if self._started:
             return
         self._started = True
-        self.engine.mark(self.index, "backward_begin")
-        self.unit.begin_backward()
+        self.mark("backward_begin")
+        if self.unit is not None:
+            self.unit.begin_backward()
 
     def end_backward(self) -> Tensor | None:
         """The layer's last act: give everything back, return the gradient of its input."""
         dx = self.dx
         self.dy = self.dx = None
         self._ended = True
-        self.cores.clear()
+        while self.cores and self.first_slice == 0:
+            self.cores.pop().release()
         self.engine.end_backward(self)
-        self.release()
+        if self.unit is not None:
+            self.unit.release()
         return dx
-
-    def release(self) -> None:
-        """Give the slot back; later use of it raises."""
-        self.unit.release()
 
 
 def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -5,6 +5,8 @@ Note: [Schedules]
 scalar token runs through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that in the backward
 the last slice goes first and each is wholly done before the one before it.
 
+"slice": as "layer", but each layer call gets one slice of the sequence; see `sequence.py`.
+
 "nest": slice 2's forward runs inside slice 1's attention call, and so on; attention runs once over all tokens, and the
 stack unwinds. For attention that is not causal or that draws dropout.
 """
@@ -17,23 +19,35 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.run import LayerRun
+from lightning_memo.engine.sequence import SliceOutput
 from lightning_memo.engine.slice_run import SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
 
 
 def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
     """Run a layer slice after slice; returns what the layer returns."""
+    token, extras = _run_forward(run, x)
+    return _with_extras(_Gather.apply(run, token), extras, run)
+
+
+def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
+    """As `run_layer_schedule`, with an output that has no history; its backward begins at the token beside it."""
+    token, extras = _run_forward(run, x)
+    y = run.take_output().requires_grad_()
+    return _with_extras(y, extras, run), SliceOutput(run, token, y)
+
+
+def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, extras = _Scatter.apply(run, anchor), []
     for number, tokens in enumerate(run.slices):
-        part = SliceRun(run, number, tokens)
+        part = SliceRun(run, number, tokens, x)
         if not run.whole:
             run.rng_start.restore()
         token, extra = _run_slice(part, x, token)
         extras.append(extra)
-        run.unit.offload()
-    y = _Gather.apply(run, token)
-    return _with_extras(y, extras, run)
+        part.end_forward()
+    return token, extras
 
 
 def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
@@ -45,7 +59,7 @@ def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
 
 def run_nested(run: LayerRun, x: Tensor) -> Any:
     """Run a layer with its slices nested in one attention call; returns what the layer returns."""
-    slices = [SliceRun(run, number, tokens) for number, tokens in enumerate(run.slices)]
+    slices = [SliceRun(run, number, tokens, x) for number, tokens in enumerate(run.slices)]
     x = _Enter.apply(slices, x if x.requires_grad else x.detach().requires_grad_())
     nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
     nest.run(0)
@@ -101,7 +115,7 @@ class _NestedAttention(torch.autograd.Function):
         backend = run.engine.backend(q, k, v, spec)
         result = backend.forward(q, k, v, spec)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
-        ctx.lse = run.store("lse", result.lse)
+        ctx.lse = slices[0].store("lse", result.lse)
         # Each slice's output on its own, so that its output projection reads it without another copy.
         outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention_slices], 2))
         for n, (part, out) in enumerate(zip(slices, outs, strict=True)):
@@ -114,8 +128,8 @@ class _NestedAttention(torch.autograd.Function):
         run = slices[0].run
         qkv = [part.qkv(0) for part in slices]
         q, k, v = (torch.cat(parts, 2) for parts in zip(*qkv, strict=True))
-        out = torch.cat([run.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(1, 2)
-        result = AttentionResult(out, run.load(ctx.lse), ctx.state)
+        out = torch.cat([part.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(1, 2)
+        result = AttentionResult(out, slices[0].load(ctx.lse), ctx.state)
         grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
         lengths = [part.tokens for part in run.attention_slices]
         return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
@@ -208,10 +222,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: LayerRun, token: Tensor) -> Tensor:
         ctx.run = run
-        y, run.y = run.y, None
-        assert y is not None
-        run.end_forward()
-        return y
+        return run.take_output()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:

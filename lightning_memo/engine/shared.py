@@ -27,11 +27,12 @@ class SharedTensors:
         x: The layer's input, an activation even if the arguments hold it too.
     """
 
-    def __init__(self, layer: nn.Module, arguments: Any, x: Tensor) -> None:
+    def __init__(self, layer: nn.Module, arguments: Any, x: Tensor | None) -> None:
         tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
         weights = list(layer.parameters())
         self._storages = {_storage(t) for t in [*tensors, *weights, *layer.buffers()]}
-        self._storages.discard(_storage(x))
+        if x is not None:
+            self._storages.discard(_storage(x))
         self._frozen_shapes = {tuple(w.shape) for w in weights if not w.requires_grad}
 
     def __contains__(self, t: Tensor) -> bool:

@@ -46,7 +46,8 @@ class TokenRange:
 class SavedBytes:
     """One tensor that a layer call saves, for all tokens: its kind and size.
 
-    Kinds: "input", "out", "lse" (always swapped), "query", "key", "value" (of attention), "other".
+    Kinds: "input", "out", "lse" (always swapped), "query", "key", "value" (of attention), "other", and "shared" (what
+    layers get beside their input).
     `per_token` is false for what is as large for one token as for all (a function of weights, say).
     """
 
@@ -61,12 +62,17 @@ def swapped_tokens(tokens: int, alpha: float) -> int:
     return tokens if alpha >= 1.0 else int(alpha * tokens / tile + 1e-9) * tile
 
 
-def slice_tokens_by_alpha(tokens: int, alpha: float, longest: int | None = None) -> tuple[TokenRange, ...]:
-    """MEMO's slices: `[0, alpha * tokens)` swapped, the rest recomputed, each cut into slices of at most `longest`."""
-    bound = swapped_tokens(tokens, alpha)
+def slice_tokens_by_alpha(
+    tokens: int, alpha: float, longest: int | None = None, unit: int = 1
+) -> tuple[TokenRange, ...]:
+    """MEMO's slices: `[0, alpha * tokens)` swapped, the rest recomputed, each cut into slices of at most `longest`.
+
+    All are multiples of `unit`, as `tokens` is.
+    """
+    bound = swapped_tokens(tokens, alpha) // unit * unit
     ranges = []
     for start, stop, action in ((0, bound, Action.SWAP), (bound, tokens, Action.RECOMPUTE)):
-        step = longest or max(stop - start, 1)
+        step = max(longest // unit, 1) * unit if longest else max(stop - start, 1)
         ranges += [TokenRange(a, min(a + step, stop), action) for a in range(start, stop, step)]
     return tuple(ranges)
 
@@ -92,6 +98,25 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
             if _is_stored(item.kind, part.action, whole, last=n == len(slices) - 1)
         )
     return total
+
+
+def unit_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange]) -> list[int]:
+    """Bytes that each slice of a layer call fills where every slice has a slot of its own, alignment included.
+
+    Args:
+        saved: What the call saves for `tokens` tokens.
+        tokens: See there.
+        slices: The slices to be run.
+    """
+    always = ("input", "out", "lse", "key", "value", "shared")
+    return [
+        sum(
+            aligned(_share(item, part.tokens, tokens))
+            for item in saved
+            if item.kind in always or part.action is Action.SWAP
+        )
+        for part in slices
+    ]
 
 
 def _share(item: SavedBytes, part_tokens: int, tokens: int) -> int:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from lightning_memo.engine.block_reader import Region
 from lightning_memo.engine.memory import Slot, SlotMemory, Stored
-from lightning_memo.engine.regions import Registry
+from lightning_memo.engine.regions import Registry, flat
 from lightning_memo.engine.sharded import ShardedHandle
+from lightning_memo.engine.slice_arguments import ParkedView
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
 
-# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot, or its number in a replay.
-Handle = Tensor | Stored | ShardedHandle | int
+# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share, or
+# its number in a replay.
+Handle = Tensor | Stored | ShardedHandle | ParkedView | int
 
 
 class Unit:
@@ -76,6 +81,16 @@ class Unit:
         assert isinstance(handle, Stored) and self.slot is not None
         return self.slot.load(handle)
 
+    def region(self, handle: Handle) -> Region:
+        """Where the bytes of a tensor that was put are, once it has left the device."""
+        if isinstance(handle, Tensor):
+            return Region(handle.nbytes, flat(handle).view(torch.uint8))
+        assert isinstance(handle, Stored) and self.slot is not None
+        memory = self.slot.buffer if self.slot.host is None else self.slot.host
+        assert memory is not None
+        stop = handle.offset_bytes + handle.size_bytes
+        return Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.offload)
+
     def offload(self) -> None:
         """Start copying what was put so far to the host."""
         if self._memory is not None and self.slot is not None:
@@ -94,7 +109,29 @@ class Unit:
 
     def release(self) -> None:
         """Give the slot back; later use of it raises."""
+        self._engine.close_unit(self)
         self._release()
+
+
+@dataclass(frozen=True, slots=True)
+class KeysValues:
+    """Where a slice's keys and values are."""
+
+    unit: Unit
+    key: Handle
+    value: Handle
+
+    def peek(self) -> tuple[Tensor, Tensor]:
+        """On the device, while the forward still runs."""
+        return self.unit.peek(self.key), self.unit.peek(self.value)
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """On the device, in the backward."""
+        return self.unit.load(self.key), self.unit.load(self.value)
+
+    def regions(self) -> tuple[Region, Region]:
+        """On the host."""
+        return self.unit.region(self.key), self.unit.region(self.value)
 
 
 def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:

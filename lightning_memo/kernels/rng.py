@@ -19,9 +19,11 @@ class RngState:
     accelerator: Tensor | None
 
     @classmethod
-    def capture(cls, device: torch.device) -> RngState:
+    def capture(cls, device: torch.device, before: RngState | None = None) -> RngState:
+        """The present states; the same object as `before` if nothing was drawn since."""
         accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(device, torch.get_rng_state(), accelerator)
+        present = cls(device, torch.get_rng_state(), accelerator)
+        return before if before is not None and present.same(before) else present
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)

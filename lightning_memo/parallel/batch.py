@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attach import right_padded_lengths
 from lightning_memo.engine.find import find_hugging_face
+from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout, multiple
 
 IGNORED = -100
@@ -45,6 +46,7 @@ class BatchSharder:
         data_group: Data-parallel processes of the same context and tensor rank; `None` when there is one.
         takes_loss_arguments: What :func:`takes_loss_arguments` says of the model.
         bounds_of: Where the engine's slices end on one shard, from the batch rows and the tokens of a shard.
+        slices_outside: As `outside` of the layout.
     """
 
     ring: int = 1
@@ -56,6 +58,7 @@ class BatchSharder:
     data_group: dist.ProcessGroup | None = None
     takes_loss_arguments: bool = False
     bounds_of: Callable[[int, int], tuple[int, ...]] = one_slice
+    slices_outside: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -119,7 +122,8 @@ class BatchSharder:
             ulysses_rank=self.ulysses_rank,
             shards=self.shards,
             bounds=self.bounds_of(rows, padded // (self.ring * self.ulysses * self.shards)),
-            documents=_documents(batch, rows),
+            outside=self.slices_outside,
+            documents=packed_documents(batch, rows),
             lengths=lengths,
         )
 
@@ -282,15 +286,3 @@ def _continued(positions: Tensor, tokens: int) -> Tensor:
     """Positions `[batch or 1, tokens]` padded on the right, counting on: a jump would begin a document."""
     missing = torch.arange(1, tokens - positions.shape[1] + 1, device=positions.device, dtype=positions.dtype)
     return torch.cat([positions, positions[:, -1:] + missing], 1)
-
-
-def _documents(batch: Batch, rows: int) -> tuple[tuple[int, ...], ...] | None:
-    """Where packed documents start in each row; as in transformers, where positions jump and there is no mask."""
-    positions = batch.get("position_ids")
-    if positions is None or batch.get("attention_mask") is not None:
-        return None
-    jumps = (positions.diff() != 1).cpu()
-    if not jumps.any():
-        return None
-    starts = tuple((0, *(row.nonzero()[:, 0] + 1).tolist()) for row in jumps)
-    return starts * (rows // len(starts))

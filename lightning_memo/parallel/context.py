@@ -19,6 +19,23 @@ class ContextGroups:
     ring: dist.ProcessGroup | None = None
     ulysses: dist.ProcessGroup | None = None
 
+    @property
+    def ring_size(self) -> int:
+        return 1 if self.ring is None else dist.get_world_size(self.ring)
+
+    @property
+    def ulysses_size(self) -> int:
+        return 1 if self.ulysses is None else dist.get_world_size(self.ulysses)
+
+    def ring_kernel(self, select: Select, bounds: tuple[int, ...] = ()) -> AttentionBackend:
+        """Attention over the processes of the ring, if any, after heads were exchanged for tokens.
+
+        Args:
+            select: As of :class:`ContextAttention`.
+            bounds: Where slices end among the tokens of a ring process; empty: all of them are one slice.
+        """
+        return EachCallsKernel(select) if self.ring is None else RingAttention(self.ring, select, bounds)
+
 
 class ContextAttention:
     """Attention over the local tokens, in the order of :meth:`TokenLayout.layer_order`, that sees those of all.
@@ -26,17 +43,19 @@ class ContextAttention:
     Args:
         groups: A ring, an all-to-all group, or both (all-to-all inside, ring outside).
         select: Gives the kernel for tensors, called with those that the kernel gets.
+        sliced: Whether slices run one after the other, each with all earlier keys; by other means than this class.
 
     Raises:
         ValueError: Neither group is given.
     """
 
-    blocks = False
-
-    def __init__(self, groups: ContextGroups, select: Select) -> None:
+    def __init__(self, groups: ContextGroups, select: Select, sliced: bool = False) -> None:
+        self.blocks = sliced
         if groups.ring is None and groups.ulysses is None:
             raise ValueError("context-parallel attention needs a ring group, an all-to-all group, or both; got none")
-        attention: AttentionBackend = _Local(select) if groups.ring is None else RingAttention(groups.ring, select)
+        attention: AttentionBackend = (
+            EachCallsKernel(select) if groups.ring is None else RingAttention(groups.ring, select)
+        )
         names = [] if groups.ring is None else ["ring"]
         if groups.ulysses is not None:
             attention = UlyssesAttention(groups.ulysses, attention)
@@ -68,11 +87,11 @@ class ContextAttention:
         return self._attention.backward(dout, q, k, v, result, spec)
 
 
-class _Local:
-    """The kernel of the process itself, chosen for each call."""
+class EachCallsKernel:
+    """The kernels of the process itself, chosen for each call."""
 
     name = "local"
-    blocks = False
+    blocks = True
 
     def __init__(self, select: Select) -> None:
         self._select = select
@@ -80,7 +99,7 @@ class _Local:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
-        return self._select(q, k, v, spec).forward(q, k, v, spec)
+        return self._select(q, k, v, spec).forward(q, k, v, spec, query_start, key_start)
 
     def backward(
         self,
@@ -93,4 +112,4 @@ class _Local:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._select(q, k, v, spec).backward(dout, q, k, v, result, spec)
+        return self._select(q, k, v, spec).backward(dout, q, k, v, result, spec, query_start, key_start)

@@ -3,7 +3,9 @@
 Two orders meet on every process of a context-parallel group. In *layer order* attention sees its tokens: zigzag over
 ring processes, so that causal work is even, then contiguous over all-to-all processes. In *fed order* the model gets
 them: under sequence parallelism each shard must hold its part of every slice, so that gathering a slice from all shards
-gives a contiguous range of the layer order. All permuting happens once, on the batch.
+gives a contiguous range of the layer order. Where attention runs slice after slice, each slice is a range of the whole
+sequence and divided by itself, so that the earlier slices are the past of all processes. All permuting happens once, on
+the batch.
 """
 
 from __future__ import annotations
@@ -21,6 +23,20 @@ def multiple(ring: int, ulysses: int, shards: int) -> int:
     return ring * math.lcm(2 if ring > 1 else 1, ulysses * shards)
 
 
+def slice_multiple(ring: int, ulysses: int, shards: int) -> int:
+    """What the tokens of a shard in one slice must divide by, where every slice is divided over all processes."""
+    return multiple(ring, ulysses, shards) // (ring * ulysses * shards)
+
+
+def zigzag(section: range, ring: int, ring_rank: int) -> tuple[range, ...]:
+    """Positions of a section that a ring rank holds, all its all-to-all processes together: head and tail, or all."""
+    if ring == 1:
+        return (section,)
+    size = len(section) // (2 * ring)
+    head, tail = section.start + ring_rank * size, section.start + (2 * ring - 1 - ring_rank) * size
+    return range(head, head + size), range(tail, tail + size)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
     """The tokens of one process; context rank is `ring_rank * ulysses + ulysses_rank`.
@@ -31,6 +47,8 @@ class TokenLayout:
         ulysses: Processes that exchange heads and tokens all-to-all (the inner ones), and which of them this is.
         shards: Sequence-parallel shards: the tensor-parallel size under sequence parallelism, else 1.
         bounds: Where slices end on one shard, the last at `tokens / ring / ulysses / shards`; empty is one slice.
+        outside: Whether a slice is a range of the whole sequence, divided over the context-parallel processes; else
+            each of them cuts its own tokens.
         documents: Of each batch row the positions at which documents start, the first at 0; `None`: one document a row.
         lengths: Valid tokens of each batch row (right padding); `None` when all are.
 
@@ -45,6 +63,7 @@ class TokenLayout:
     ulysses_rank: int = 0
     shards: int = 1
     bounds: tuple[int, ...] = ()
+    outside: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
     lengths: tuple[int, ...] | None = None
 
@@ -58,18 +77,21 @@ class TokenLayout:
         """Tokens of this context rank, all its shards together."""
         return self.tokens // (self.ring * self.ulysses)
 
-    def chunks(self, ring_rank: int) -> tuple[range, ...]:
-        """Positions that a ring rank holds, all its all-to-all processes together: head and tail, or all of them."""
-        if self.ring == 1:
+    @property
+    def sections(self) -> tuple[range, ...]:
+        """Positions that are divided over the context-parallel processes one section after the other."""
+        if not (self.outside and self.bounds):
             return (range(self.tokens),)
-        size = self.tokens // (2 * self.ring)
-        head, tail = ring_rank, 2 * self.ring - 1 - ring_rank
-        return range(head * size, (head + 1) * size), range(tail * size, (tail + 1) * size)
+        parts = self.ring * self.ulysses * self.shards
+        return tuple(range(a * parts, b * parts) for a, b in pairwise((0, *self.bounds)))
 
     def layer_order(self) -> Tensor:
         """Positions of this context rank's tokens as attention sees them, int64 `[local_tokens]`."""
-        of_ring_rank = torch.cat([torch.arange(c.start, c.stop) for c in self.chunks(self.ring_rank)])
-        return of_ring_rank.chunk(self.ulysses)[self.ulysses_rank]
+        return torch.cat([self._own_part(section) for section in self.sections])
+
+    def _own_part(self, section: range) -> Tensor:
+        chunks = zigzag(section, self.ring, self.ring_rank)
+        return torch.cat([torch.arange(c.start, c.stop) for c in chunks]).chunk(self.ulysses)[self.ulysses_rank]
 
     def fed_order(self) -> Tensor:
         """Positions of this context rank's tokens as the model gets them, int64 `[local_tokens]`.
@@ -103,6 +125,9 @@ class TokenLayout:
         last = self.local_tokens // self.shards
         if self.bounds[-1] != last or not all(a < b for a, b in pairwise((0, *self.bounds))):
             raise ValueError(f"slice bounds {self.bounds} must increase from above 0 to {last}, the tokens of a shard")
+        needed = slice_multiple(self.ring, self.ulysses, self.shards)
+        if self.outside and any(bound % needed for bound in self.bounds):
+            raise ValueError(f"slice bounds {self.bounds} of a ring must be multiples of {needed}")
 
     def _check_rows(self) -> None:
         for starts in self.documents or ():

@@ -157,12 +157,15 @@ class Processes:
         """Whether a process sees only some of the tokens of its sequences."""
         return self.sizes.context * self.sizes.shards > 1
 
-    def prepare_batches(self, model: nn.Module, bounds_of: Callable[[int, int], tuple[int, ...]]) -> None:
+    def prepare_batches(
+        self, model: nn.Module, bounds_of: Callable[[int, int], tuple[int, ...]], slices_outside: bool
+    ) -> None:
         """Get ready to divide batches.
 
         Args:
             model: What is trained.
             bounds_of: Where slices of a training batch end, from its rows and the tokens between blocks.
+            slices_outside: As `outside` of :class:`~lightning_memo.parallel.layout.TokenLayout`.
 
         Raises:
             ValueError: The model's heads cannot be spread over the processes as wished.
@@ -182,6 +185,7 @@ class Processes:
             data_group=self.mesh[DATA].get_group() if self.sizes.data > 1 else None,
             takes_loss_arguments=takes_loss_arguments(model),
             bounds_of=bounds_of,
+            slices_outside=slices_outside,
         )
 
     def divide_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:

@@ -6,8 +6,10 @@ Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Contex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from lightning_memo.kernels.attention import (
     sums_dtype,
 )
 from lightning_memo.kernels.documents import sees_any
-from lightning_memo.parallel.layout import TokenLayout
+from lightning_memo.parallel.layout import zigzag
 
 # Gives the kernel for queries, keys and values, called with the very tensors that the kernel gets.
 Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
@@ -35,17 +37,22 @@ class RingAttention:
     The next keys and values are under way while the present ones are computed with. In the backward a block's key and
     value gradients travel behind it, in fp32, and come home from the last process.
 
+    Queries may also meet keys of earlier slices only: ranges of the sequence, each of which is divided over the ring by
+    itself, and of which every process brings its part.
+
     Args:
         group: The processes of the ring.
         select: Gives the kernel of a block; it must compute blocks and give a log-sum-exp.
+        bounds: Where slices end among the local tokens; empty: all of them are one slice.
     """
 
     name = "ring"
-    blocks = False
 
-    def __init__(self, group: dist.ProcessGroup, select: Select) -> None:
+    def __init__(self, group: dist.ProcessGroup, select: Select, bounds: tuple[int, ...] = ()) -> None:
+        self.blocks = bool(bounds)
         self._group = group
         self._select = select
+        self._bounds = bounds
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
     def forward(
@@ -53,14 +60,23 @@ class RingAttention:
     ) -> AttentionResult:
         """Output and log-sum-exp of the local queries, `[batch, heads, tokens / ring, head_dim]`, over all keys.
 
+        Args:
+            q: Local queries: of all tokens, or of one slice.
+            k: Local keys: the queries' own, or those of earlier slices.
+            v: Their values.
+            spec: Its rules are about positions in the whole sequence.
+            query_start: Where the queries begin among the local tokens.
+            key_start: Where the keys begin among them.
+
         Raises:
             ValueError: Attention dropout, an explicit mask, or a call that only a kernel without log-sum-exp computes.
         """
-        self._check(q, k, v, spec)
+        blocks = functools.partial(self._blocks, q, k, spec, query_start, key_start)
+        self._check(q, k, v, spec, blocks(self._rank))
         merged = sees_nothing_result(q, v, sums_dtype(q))
         states = []
         for source, keys, values in self._rotate(k, v):
-            for block in plan(spec, self._layout(q), source):
+            for block in blocks(source):
                 inputs = (block.of_queries(q), block.of_keys(keys), block.of_keys(values))
                 part = self._kernel(block, *inputs).forward(*inputs, block.spec, *block.starts)
                 merge(block.of_queries(merged.out), block.of_queries(merged.lse), part)
@@ -85,7 +101,7 @@ class RingAttention:
         travelling: _Transfer | None = None
         for step, (source, keys, values) in enumerate(self._rotate(k, v)):
             parts = []
-            for block in plan(spec, self._layout(q), source):
+            for block in self._blocks(q, k, spec, query_start, key_start, source):
                 gradients = self._block_backward(block, dout, q, keys, values, replace(result, state=next(states)))
                 block.of_queries(dq).add_(gradients[0])
                 parts.append((block, *gradients[1:]))
@@ -111,7 +127,7 @@ class RingAttention:
             if transfer is not None:
                 packed = transfer.wait()
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, own: list[Block]) -> None:
         """Refuse before anything is under way."""
         if spec.dropout:
             raise ValueError(
@@ -120,11 +136,21 @@ class RingAttention:
             )
         if spec.mask is not None:
             raise ValueError("ring attention takes no explicit mask: use lengths, packed documents or a window")
-        for block in plan(spec, self._layout(q), self._rank):
+        for block in own:
             self._kernel(block, block.of_queries(q), block.of_keys(k), block.of_keys(v))
 
-    def _layout(self, q: Tensor) -> TokenLayout:
-        return TokenLayout(q.shape[2] * self._size, ring=self._size, ring_rank=self._rank)
+    def _blocks(
+        self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int, source: int
+    ) -> list[Block]:
+        """The kernel calls of the local queries with the keys of ring rank `source`."""
+        queries = self._chunks(query_start, q.shape[2], self._rank)
+        return plan(spec, queries, self._chunks(key_start, k.shape[2], source))
+
+    def _chunks(self, start: int, tokens: int, ring_rank: int) -> list[range]:
+        """Positions of a rank's tokens `[start, start + tokens)`, which are whole slices."""
+        edges = (0, *(self._bounds or (start + tokens,)))
+        slices = [(a, b) for a, b in pairwise(edges) if start <= a and b <= start + tokens]
+        return [c for a, b in slices for c in zigzag(range(a * self._size, b * self._size), self._size, ring_rank)]
 
     def _kernel(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
         kernel = self._select(q, k, v, block.spec)
@@ -167,37 +193,47 @@ class Block:
         return t[:, :, self.keys]
 
 
-def plan(spec: AttentionSpec, layout: TokenLayout, source: int) -> list[Block]:
-    """The kernel calls of this process's queries with the keys of ring rank `source`."""
+def plan(spec: AttentionSpec, queries: list[range], keys: list[range]) -> list[Block]:
+    """The kernel calls of a process's queries with the keys of one process.
+
+    Args:
+        spec: What queries see.
+        queries: Positions of the queries, chunk by chunk.
+        keys: Those of the keys.
+    """
     if spec.window is None and spec.lengths is None and spec.documents is None:
-        return [_rectangle(spec, layout, source)]
-    return list(_chunk_pairs(spec, layout, source))
+        return [_rectangle(spec, queries, keys)]
+    return list(_chunk_pairs(spec, queries, keys))
 
 
-def _rectangle(spec: AttentionSpec, layout: TokenLayout, source: int) -> Block:
+def _rectangle(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Block:
     """One call, as head-tail order allows: all chunks of the own block, else half of the queries or of the keys."""
-    tokens, rank = layout.tokens // layout.ring, layout.ring_rank
-    everything, half = slice(0, tokens), tokens // 2
-    if not spec.causal or source == rank:
-        return Block(everything, everything, spec)
+    count, keys_count = sum(map(len, queries)), sum(map(len, keys))
+    everything, all_keys = slice(0, count), slice(0, keys_count)
+    if not spec.causal or queries == keys:
+        return Block(everything, all_keys, spec)
     unmasked = replace(spec, causal=False)
-    if source < rank:
-        return Block(everything, slice(0, half), unmasked)
-    return Block(slice(half, tokens), everything, unmasked)
+    if keys[0].start < queries[0].start:  # the head of the keys is before all queries, their tail after
+        return Block(everything, slice(0, keys_count // 2), unmasked)
+    return Block(slice(count // 2, count), all_keys, unmasked)
 
 
-def _chunk_pairs(spec: AttentionSpec, layout: TokenLayout, source: int) -> Iterator[Block]:
+def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Iterator[Block]:
     """One call for each chunk of queries and chunk of keys that it sees any of, at their absolute positions."""
-    for n, queries in enumerate(layout.chunks(layout.ring_rank)):
-        for m, keys in enumerate(layout.chunks(source)):
-            if sees_any(spec, queries, keys):
-                is_past = spec.window is None and keys.stop <= queries.start
+    first_query = 0
+    for query_chunk in queries:
+        first_key = 0
+        for key_chunk in keys:
+            if sees_any(spec, query_chunk, key_chunk):
+                is_past = spec.window is None and key_chunk.stop <= query_chunk.start
                 yield Block(
-                    slice(n * len(queries), (n + 1) * len(queries)),
-                    slice(m * len(keys), (m + 1) * len(keys)),
+                    slice(first_query, first_query + len(query_chunk)),
+                    slice(first_key, first_key + len(key_chunk)),
                     replace(spec, causal=False) if is_past else spec,
-                    (queries.start, keys.start),
+                    (query_chunk.start, key_chunk.start),
                 )
+            first_key += len(key_chunk)
+        first_query += len(query_chunk)
 
 
 class _Transfer:

@@ -12,14 +12,14 @@ from typing import Any, Final, Literal
 import highspy
 
 from lightning_memo.config import format_bytes
-from lightning_memo.plan import Budget, Fingerprint, LayerCosts, Plan, SwapPlan
+from lightning_memo.plan import Budget, Fingerprint, HostBacked, LayerCosts, Plan, Schedule, StreamedBytes, SwapPlan
 
 Binding = Literal["overlap", "host", "all tokens swapped"]
 
 _TIME_LIMIT_SECONDS: Final = 10.0
 _GIB: Final = 1024**3
 _MORE_HOST_MEMORY: Final = "raise host_memory or shorten the sequence"
-_SlotBytes = Callable[[float], int]
+_BytesOfAlpha = Callable[[float], int]
 # HiGHS meets rows to 1e-7, so what it calls the best alpha can be this far from it.
 _TOLERANCE: Final = 1e-6
 
@@ -114,11 +114,13 @@ def plan_swap(
     fingerprint: Fingerprint,
     *,
     alpha: float | str,
-    schedule: Literal["layer", "nest"],
+    schedule: Schedule,
     slice_tokens: int | None,
-    slot_bytes: _SlotBytes,
+    slot_bytes: _BytesOfAlpha,
     allowed: tuple[float, ...] | None = None,
     may_be_plain: bool = True,
+    host_backed: HostBacked = "none",
+    streamed_bytes: Callable[[float], StreamedBytes] | None = None,
 ) -> Plan:
     """Decide what is swapped and what that costs.
 
@@ -135,28 +137,47 @@ def plan_swap(
         slot_bytes: exact host bytes of one layer call for an alpha, alignment included; must not fall as alpha grows.
         allowed: the only fractions that the layers support; None: all.
         may_be_plain: whether plain training is a choice; it is not if another process has no room for it.
+        host_backed: see :class:`~lightning_memo.plan.SwapPlan`.
+        streamed_bytes: exact bytes for an alpha, where `host_backed` is not "none"; `slot_bytes` is not asked then.
 
     Raises:
         HostMemoryError: the host can't hold what has to be swapped.
         ValueError: a given alpha that the layers don't support.
     """
     steady = _steady(costs)
+    swapped_calls = max(costs.calls - 2, 0)
+
+    def host_bytes(fraction: float) -> int:
+        if streamed_bytes is not None:
+            return streamed_bytes(fraction).host
+        return swapped_calls * slot_bytes(fraction) if swapped_calls else 0
+
     plain_bytes = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
     mode: Literal["memo", "plain"] = "memo"
     if alpha != "auto":
-        chosen, reason = _given_alpha(steady, budget, float(alpha), slot_bytes, allowed)
+        chosen, reason = _given_alpha(steady, budget, float(alpha), host_bytes, allowed)
     elif may_be_plain and plain_bytes <= budget.device_bytes:
         mode, chosen, reason = "plain", 0.0, _plain_reason(plain_bytes, budget)
     else:
-        chosen, reason = _best_alpha(steady, budget, slot_bytes, allowed)
+        chosen, reason = _best_alpha(steady, budget, host_bytes, allowed)
     swap = SwapPlan(
         mode=mode,
         alpha=chosen,
         schedule=schedule,
         slice_tokens=slice_tokens,
         calls=costs.calls,
-        slot_bytes=slot_bytes(chosen) if mode == "memo" else 0,
+        slot_bytes=slot_bytes(chosen) if mode == "memo" and streamed_bytes is None else 0,
     )
+    if streamed_bytes is not None and mode == "memo":
+        sizes = streamed_bytes(chosen)
+        swap = replace(
+            swap,
+            host_backed=host_backed,
+            slot_bytes=sizes.slot,
+            streamed_host_bytes=sizes.host,
+            gradient_host_bytes=sizes.gradients,
+            staging_bytes=sizes.staging,
+        )
     return Plan(
         fingerprint=fingerprint,
         costs=costs,
@@ -198,19 +219,14 @@ def _steady(costs: LayerCosts) -> LayerCosts:
     )
 
 
-def _host_bytes(costs: LayerCosts, alpha: float, slot_bytes: _SlotBytes) -> int:
-    swapped_calls = max(costs.calls - 2, 0)
-    return swapped_calls * slot_bytes(alpha) if swapped_calls else 0
-
-
 def _given_alpha(
-    costs: LayerCosts, budget: Budget, alpha: float, slot_bytes: _SlotBytes, allowed: tuple[float, ...] | None
+    costs: LayerCosts, budget: Budget, alpha: float, host_bytes: _BytesOfAlpha, allowed: tuple[float, ...] | None
 ) -> tuple[float, str]:
     if allowed is not None and alpha not in allowed:
         raise ValueError(
             f'alpha={alpha:g} is not possible, as the layers allow only {_listed(allowed)}: give one, or "auto"'
         )
-    needed_bytes = _host_bytes(costs, alpha, slot_bytes)
+    needed_bytes = host_bytes(alpha)
     if needed_bytes > budget.host_bytes:
         raise HostMemoryError(
             alpha, needed_bytes, budget.host_bytes, 'set a smaller alpha or alpha="auto", or raise host_memory'
@@ -219,10 +235,10 @@ def _given_alpha(
 
 
 def _best_alpha(
-    costs: LayerCosts, budget: Budget, slot_bytes: _SlotBytes, allowed: tuple[float, ...] | None
+    costs: LayerCosts, budget: Budget, host_bytes: _BytesOfAlpha, allowed: tuple[float, ...] | None
 ) -> tuple[float, str]:
     solution = solve_alpha(costs, budget)
-    fitting = _fitting_alpha(costs, budget, solution.alpha, slot_bytes, allowed)
+    fitting = _fitting_alpha(costs, budget, solution.alpha, host_bytes, allowed)
     limits = {
         "overlap": f"Above alpha={solution.alpha:.4g} a layer's copy would outlast its forward",
         "host": f"Above alpha={solution.alpha:.4g} the host budget of {format_bytes(budget.host_bytes)} would overflow",
@@ -242,12 +258,12 @@ def _best_alpha(
 
 
 def _fitting_alpha(
-    costs: LayerCosts, budget: Budget, limit: float, slot_bytes: _SlotBytes, allowed: tuple[float, ...] | None
+    costs: LayerCosts, budget: Budget, limit: float, host_bytes: _BytesOfAlpha, allowed: tuple[float, ...] | None
 ) -> float:
     """Largest fraction up to `limit` whose slots, alignment included, fit the host, in whole tokens."""
 
     def fits(alpha: float) -> bool:
-        return _host_bytes(costs, alpha, slot_bytes) <= budget.host_bytes
+        return host_bytes(alpha) <= budget.host_bytes
 
     limit = min(limit + _TOLERANCE, 1.0)
     if allowed is not None:
@@ -263,7 +279,7 @@ def _fitting_alpha(
         if fitting:
             return (fitting - 1) / costs.tokens
         least = 0.0
-    raise HostMemoryError(least, _host_bytes(costs, least, slot_bytes), budget.host_bytes, _MORE_HOST_MEMORY)
+    raise HostMemoryError(least, host_bytes(least), budget.host_bytes, _MORE_HOST_MEMORY)
 
 
 def _overlap_clause(costs: LayerCosts, alpha: float) -> str:

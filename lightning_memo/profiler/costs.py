@@ -107,7 +107,7 @@ def transient_bytes(profile: StepProfile, fixed_device_bytes: int, device: torch
     On CUDA from the allocator's statistics, which count the layer that was being recomputed, logits and loss. On the
     CPU, where PyTorch keeps none, the activations of that layer stand for it: too little where logits are larger.
     """
-    largest = max(profile.bytes_of("input", "out", "lse", "query", "key", "value", "other"))
+    largest = max(profile.slice_bytes_of("input", "out", "lse", "query", "key", "value", "other"))
     if device.type != "cuda":
         return largest
     return max(torch.cuda.max_memory_allocated(device) - fixed_device_bytes, largest)

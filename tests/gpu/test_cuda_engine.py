@@ -134,14 +134,14 @@ def milliseconds(work: Callable[[], None]) -> float:
 
 @pytest.fixture
 def arena() -> Iterator[HostArena]:
-    arena = HostArena(2, 256 * MIB, pinned=True)
+    arena = HostArena(512 * MIB, pinned=True)
     yield arena
     torch.cuda.synchronize()
     arena.close()
 
 
 def test_copies_run_beside_computation_and_each_other(arena, device):
-    hosts = [arena.acquire(), arena.acquire()]
+    hosts = [arena.acquire(256 * MIB), arena.acquire(256 * MIB)]
     blocks = [torch.empty(256 * MIB, dtype=torch.uint8, device=device) for _ in range(2)]
     out, back = CudaCopyStream(device), CudaCopyStream(device)
 
@@ -166,20 +166,20 @@ def test_copies_run_beside_computation_and_each_other(arena, device):
 
 
 def test_a_copy_waits_for_the_computation_before_it_and_later_computation_for_the_copy(arena, device):
-    host, block = arena.acquire(), torch.zeros(MIB, dtype=torch.uint8, device=device)
+    host, block = arena.acquire(MIB), torch.zeros(MIB, dtype=torch.uint8, device=device)
     out, back = CudaCopyStream(device), CudaCopyStream(device)
     torch.cuda._sleep(50_000_000)
     block.fill_(7)
-    gone = out.copy(host[:MIB], block)
+    gone = out.copy(host, block)
     gone.wait()
     block.fill_(0)
-    back.copy(block, host[:MIB], after=gone).wait()
+    back.copy(block, host, gone).wait()
     assert bool((block.clone() == 7).all())
 
 
 def test_the_arena_locks_its_pages_and_unlocks_them():
-    arena = HostArena(3, 2 * MIB, pinned=True)
-    slot = arena.acquire()
+    arena = HostArena(6 * MIB, pinned=True)
+    slot = arena.acquire(2 * MIB)
     assert slot.is_pinned() and slot.numel() == 2 * MIB
     arena.release(slot)
     arena.close()
@@ -188,8 +188,8 @@ def test_the_arena_locks_its_pages_and_unlocks_them():
 
 
 def test_an_arena_that_is_not_pinned_is_plain_memory():
-    arena = HostArena(1, MIB, pinned=False)
-    assert not arena.acquire().is_pinned()
+    arena = HostArena(MIB, pinned=False)
+    assert not arena.acquire(MIB).is_pinned()
     arena.close()
 
 

@@ -1,0 +1,103 @@
+"""Gradients of keys and values while later slices still add to them, in fp32 for half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_memo.engine.block_reader import DeviceBlock, Region, heads_first
+from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.kernels.attention import sums_dtype
+
+
+class DeviceGradients:
+    """They stay on the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, index: int, dk: Tensor, dv: Tensor) -> None:
+        """Add a later slice's share of the gradients of slice `index`, `[batch, heads, tokens, head_dim]`."""
+        if index not in self._sums:
+            self._sums[index] = (dk.to(sums_dtype(dk), copy=True), dv.to(sums_dtype(dv), copy=True))
+            return
+        for total, part in zip(self._sums[index], (dk, dv), strict=True):
+            total += part
+
+    def take(self, index: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of slice `index`, its own share `dk`, `dv` included."""
+        if index not in self._sums:
+            return dk, dv
+        later_dk, later_dv = self._sums.pop(index)
+        return (later_dk + dk).to(dk.dtype), (later_dv + dv).to(dv.dtype)
+
+
+class HostGradients:
+    """They live on the host, token by token, and pass the device behind the keys and values of their slices.
+
+    Args:
+        memory: Gives room on the host, and the stream that writes there.
+        tokens: Tokens of each slice.
+        k: Keys of a slice, `[batch, heads, tokens, head_dim]`.
+        v: Its values.
+    """
+
+    def __init__(self, memory: SlotMemory, tokens: Sequence[int], k: Tensor, v: Tensor) -> None:
+        self._memory = memory
+        self._tokens = list(tokens)
+        self._dtype = sums_dtype(k)
+        self._row_bytes = [t[:, :, 0].numel() * self._dtype.itemsize for t in (k, v)]
+        self._room: Tensor | None = None
+        self._written: dict[int, CopyEvent] = {}
+
+    def parts(self, slices: Sequence[int]) -> list[list[Region]]:
+        """What is to be read of some slices that follow each other: the gradients of keys, and those of values."""
+        return [[self._region(n, which) for n in slices] for which in (0, 1)]
+
+    def add(self, slices: Sequence[int], block: DeviceBlock, dk: Tensor, dv: Tensor) -> None:
+        """Add to what was read, and write it back.
+
+        Args:
+            slices: As read.
+            block: What was read, its last two parts being what `parts` named.
+            dk: To be added, `[batch, heads, tokens, head_dim]`.
+            dv: To be added.
+        """
+        if self._room is None:
+            self._room = self._memory.acquire_host(sum(self._tokens) * sum(self._row_bytes), gradients=True)
+        for which, (part, gradient) in enumerate(zip(block.parts[-2:], (dk, dv), strict=True)):
+            heads_first(part, gradient, self._dtype).add_(gradient)
+            block.leaving = self._memory.write_host(self._place(slices, which), part)
+        assert block.leaving is not None
+        self._written |= dict.fromkeys(slices, block.leaving)
+
+    def take(self, block: DeviceBlock, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of a slice, its own share included, from what was read."""
+        sums = []
+        for part, own in zip(block.parts, (dk, dv), strict=True):
+            sums.append((heads_first(part, own, self._dtype) + own).to(own.dtype))
+        return sums[0], sums[1]
+
+    def __contains__(self, index: int) -> bool:
+        """Whether a later slice has added to the gradients of slice `index`."""
+        return index in self._written
+
+    def release(self) -> None:
+        """Give the room back; all that was written has been read."""
+        if self._room is not None:
+            self._memory.release_host(self._room, gradients=True)
+            self._room = None
+
+    def _region(self, index: int, which: int) -> Region:
+        size = self._tokens[index] * self._row_bytes[which]
+        written = self._written.get(index)
+        return Region(size, None if written is None else self._place([index], which), written)
+
+    def _place(self, slices: Sequence[int], which: int) -> Tensor:
+        """Where the gradients of some slices lie: of all keys first, then of all values."""
+        assert self._room is not None
+        row, before = self._row_bytes[which], sum(self._tokens) * sum(self._row_bytes[:which])
+        start = before + sum(self._tokens[: slices[0]]) * row
+        return self._room[start : start + sum(self._tokens[n] for n in slices) * row]

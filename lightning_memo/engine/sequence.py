@@ -1,0 +1,279 @@
+"""The schedule "slice": the whole model runs on slice 1, then on slice 2, ..., and backward in reverse.
+
+Nothing of the sequence's size but its tokens stays on the device. What follows the layers (norm, head, loss) is
+differentiated at once, slice by slice: the loss is a sum over tokens, so its gradient needs no other slice. What the
+backward needs of it is a gradient of the last layer's output, which waits on the host.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_memo.engine.attach import right_padded_lengths
+from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.engine.run import LayerCall, LayerRun
+from lightning_memo.engine.slice_arguments import SliceArguments
+from lightning_memo.engine.slices import TokenRange
+from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
+from lightning_memo.engine.unit import Handle, Unit
+from lightning_memo.kernels.attention import sums_dtype
+from lightning_memo.parallel.documents import packed_documents
+from lightning_memo.parallel.layout import TokenLayout
+
+if TYPE_CHECKING:
+    from lightning_memo.engine.engine import Engine
+
+IGNORED = -100
+
+
+@dataclass(slots=True)
+class SliceOutput:
+    """What the layers left of one slice.
+
+    Attributes:
+        run: The last layer's.
+        token: Where the backward of the slice's layers begins, `[]`.
+        hidden: The last layer's output, without history.
+    """
+
+    run: LayerRun
+    token: Tensor
+    hidden: Tensor
+
+
+class SequenceRun:
+    """A forward of the model slice by slice: which slice runs, and what attention knows of those before.
+
+    Args:
+        engine: Runs the layers.
+        slices: Token ranges that cover the sequence.
+        batch: Sequences.
+    """
+
+    def __init__(self, engine: Engine, slices: Sequence[TokenRange], batch: int) -> None:
+        self.engine, self.slices, self.batch = engine, tuple(slices), batch
+        self.index = 0
+        self.output: SliceOutput | None = None
+        self.all_arguments: list[SliceArguments] = []
+        self._cores: dict[nn.Module, list[StreamedAttention | UlyssesCore]] = {}
+
+    @property
+    def tokens(self) -> int:
+        return self.slices[-1].stop
+
+    @property
+    def slice(self) -> TokenRange:
+        """The slice that runs."""
+        return self.slices[self.index]
+
+    @property
+    def arguments(self) -> SliceArguments:
+        """What the layers of the slice that runs share."""
+        return self.all_arguments[self.index]
+
+    def enter(self, call: LayerCall, memory: SlotMemory) -> None:
+        """A layer is called on the slice that runs."""
+        if len(self.all_arguments) == self.index:
+            self.all_arguments.append(SliceArguments(memory))
+        self.arguments.add((call.args, call.kwargs))
+
+    def cores(self, layer: nn.Module) -> list[StreamedAttention | UlyssesCore]:
+        """The cores of a layer's attention calls, which all slices share."""
+        return self._cores.setdefault(layer, [])
+
+
+class SlicedModel:
+    """Stands in for the forward of a causal language model of transformers that gets its labels.
+
+    Args:
+        engine: Runs the model's layers.
+        longest: Most tokens of a slice.
+    """
+
+    def __init__(self, engine: Engine, longest: int) -> None:
+        self._engine = engine
+        self._longest = longest
+
+    def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's output with the loss of all tokens, and nothing else.
+
+        Raises:
+            ValueError: The call has no labels, or asks for what needs all tokens at once.
+        """
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        inputs = _named_inputs(forward, args, kwargs)
+        tokens = _token_tensor(inputs)
+        if tokens.shape[1] <= self._longest:
+            return forward(**inputs)
+        _check(model, inputs)
+        tail = [p for p in model.parameters() if p.requires_grad]
+        inner = {p for layer in self._engine.layers for p in layer.parameters()}
+        tail = [p for p in tail if p not in inner]
+        step = _Step(self._engine, forward, inputs)
+        loss = _SliceBySlice.apply(step, torch.zeros((), device=tokens.device, requires_grad=True), *tail)
+        return step.output_type(loss=loss)
+
+
+class _Step:
+    """The forwards and backwards of one call of the model."""
+
+    def __init__(self, engine: Engine, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+        tokens = _token_tensor(inputs)
+        self._engine, self._forward = engine, forward
+        self._inputs, self._count = _without_labels(inputs)
+        self._labels, self._shifted = inputs.get("labels"), inputs.get("shift_labels")
+        self._layout = TokenLayout(tokens.shape[1], documents=packed_documents(inputs, tokens.shape[0]))
+        self._batch = tokens.shape[0]
+        self._ends: list[tuple[LayerRun, Tensor, Unit, Handle]] = []
+        self._arguments: list[SliceArguments] = []
+        self.output_type: type[Any] = type(None)
+
+    def forward(self, tail: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss, and its gradient in what follows the layers."""
+        loss: Tensor | None = None
+        sums: list[Tensor | None] = [None] * len(tail)
+        with self._engine.slice_by_slice(self._layout, self._batch) as sequence:
+            for number, part in enumerate(sequence.slices):
+                sequence.index = number
+                with torch.enable_grad():
+                    output = self._forward(**self._cut(part))
+                    hidden, token, run = self._end_of_layers(sequence)
+                    own, *gradients = torch.autograd.grad(output.loss, [hidden, *tail], allow_unused=True)
+                self._keep(run, token, own, sequence.arguments)
+                self.output_type = type(output)
+                loss = output.loss.detach() if loss is None else loss + output.loss.detach()
+                for n, gradient in enumerate(gradients):
+                    sums[n] = _add(sums[n], gradient)
+        assert loss is not None
+        return loss, sums
+
+    def backward(self, gradient: Tensor) -> None:
+        """Differentiate the layers, last slice first."""
+        while self._ends:
+            run, token, unit, handle = self._ends.pop()
+            for arguments in self._arguments[:-3:-1]:  # of this slice, and of the next one
+                arguments.fetch()
+            run.dy = unit.load(handle) * gradient
+            unit.release()
+            run.begin_backward()
+            torch.autograd.backward(token)
+            self._arguments.pop().release()
+
+    def _targets(self, part: TokenRange) -> Tensor:
+        """The label of each of the slice's tokens' successors, `[batch, tokens]`; never built for all tokens."""
+        if self._shifted is not None:
+            return self._shifted[:, part.start : part.stop]
+        assert self._labels is not None
+        following = self._labels[:, part.start + 1 : part.stop + 1]
+        return F.pad(following, (0, part.tokens - following.shape[1]), value=IGNORED)
+
+    def _end_of_layers(self, sequence: SequenceRun) -> tuple[Tensor, Tensor, LayerRun]:
+        output, sequence.output = sequence.output, None
+        if output is None:
+            raise ValueError(
+                'schedule="slice" needs every layer to run in each forward: train this model with schedule="layer"'
+            )
+        return output.hidden, output.token, output.run
+
+    def _keep(self, run: LayerRun, token: Tensor, gradient: Tensor, arguments: SliceArguments) -> None:
+        """What the backward of a slice's layers needs leaves for the host."""
+        assert run.memory is not None
+        unit = self._engine.open_unit(run.memory, swap=True)
+        self._ends.append((run, token, unit, unit.put(gradient)))
+        unit.end_forward()
+        arguments.leave()
+        if self._arguments:
+            self._arguments[-1].settle()  # the copies of the slice before have had a slice's time
+        self._arguments.append(arguments)
+
+    def _cut(self, part: TokenRange) -> dict[str, Any]:
+        whole = self._layout.tokens
+
+        def narrow(value: Any) -> Any:
+            per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == whole
+            return value.narrow(1, part.start, part.tokens) if per_token else value
+
+        inputs = {name: narrow(value) for name, value in self._inputs.items()}
+        labels = self._targets(part).contiguous()  # losses of transformers view them
+        if inputs.get("position_ids") is None:
+            inputs["position_ids"] = torch.arange(part.start, part.stop, device=labels.device)[None]
+        return inputs | {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
+
+
+class _SliceBySlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: _Step, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
+        loss, ctx.sums = step.forward(tail)
+        ctx.step, ctx.dtypes = step, [p.dtype for p in tail]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:
+            raise RuntimeError(
+                "a second backward through the same graph (retain_graph) is not supported; run the forward again"
+            )
+        ctx.step.backward(gradient)
+        scaled = (None if s is None else (s * gradient).to(d) for s, d in zip(sums, ctx.dtypes, strict=True))
+        return None, None, *scaled
+
+
+def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if part is None:
+        return total
+    return part.to(sums_dtype(part), copy=True) if total is None else total.add_(part)
+
+
+def _named_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = list(inspect.signature(forward).parameters)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _token_tensor(inputs: dict[str, Any]) -> Tensor:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(inputs.get(name), Tensor):
+            tokens: Tensor = inputs[name]
+            return tokens
+    raise ValueError('schedule="slice" cuts input_ids or inputs_embeds, and the model got neither')
+
+
+def _check(model: nn.Module, inputs: dict[str, Any]) -> None:
+    name = type(model).__name__
+    if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+        raise ValueError(
+            f'schedule="slice" computes the loss of each slice by itself, and {name} got no labels: pass labels, or '
+            'use schedule="layer"'
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"{name} has an auxiliary loss over the routers of all tokens, which no slice can compute: set "
+            'output_router_logits=False, or use schedule="layer"'
+        )
+
+
+def _without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int]:
+    """The inputs that are not about the loss, and the number of labels. Padding on the right is seen by no other token.
+
+    Raises:
+        ValueError: Padding is not on the right.
+    """
+    rest = dict(inputs)
+    count = rest.pop("num_items_in_batch", None)
+    if count is None:
+        shifted = inputs.get("shift_labels")
+        count = ((inputs["labels"][:, 1:] if shifted is None else shifted) != IGNORED).sum()
+    mask = rest.pop("attention_mask", None)
+    if mask is not None:
+        right_padded_lengths(mask)
+    for name in ("labels", "shift_labels", "past_key_values"):
+        rest.pop(name, None)
+    return rest | {"use_cache": False}, count

@@ -1,0 +1,121 @@
+"""What all layers get beside their input (rotary tables, masks), of one slice of a sequence: it waits on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.engine.regions import aligned, flat, is_dense
+from lightning_memo.engine.slices import SavedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Stands for an argument: its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedView:
+    """Stands for a saved view of an argument."""
+
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def parkable(arguments: Any) -> list[Tensor]:
+    """The tensors among a layer's arguments that can wait on the host, each once."""
+    found = {id(t): t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
+    return [t for t in found.values() if t.dim() and t.numel() and is_dense(t)]
+
+
+class SliceArguments:
+    """The tensors among the arguments of a slice's layer calls, which layers of a kind share.
+
+    Args:
+        memory: Gives room on the host, and copies.
+    """
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self._memory = memory
+        self._tensors: list[Tensor] = []
+        self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        self._host: list[Tensor] = []
+        self._events: list[CopyEvent] = []
+
+    def add(self, arguments: Any) -> None:
+        """Take note of the arguments of one more layer."""
+        known = {id(t) for t in self._tensors}
+        for t in parkable(arguments):
+            if id(t) not in known:
+                self._tensors.append(t)
+                self._layouts.append((t.shape, t.stride(), t.dtype))
+
+    @property
+    def saved(self) -> list[SavedBytes]:
+        """What is going to wait on the host."""
+        return [SavedBytes("shared", t.nbytes) for t in self._tensors]
+
+    def park(self, arguments: Any) -> Any:
+        """The arguments with a `Parked` for each tensor; a tensor that came with no earlier layer stays."""
+        numbers = {id(t): n for n, t in enumerate(self._tensors)}
+        return tree_map(lambda leaf: Parked(numbers[id(leaf)]) if id(leaf) in numbers else leaf, arguments)
+
+    def view_of(self, t: Tensor) -> ParkedView | None:
+        """What stands for a saved tensor that lies in an argument; `None` if it lies in none."""
+        storage = t.untyped_storage()._cdata
+        for number, argument in enumerate(self._tensors):
+            if argument.untyped_storage()._cdata == storage and argument.dtype == t.dtype:
+                return ParkedView(number, t.shape, t.stride(), t.storage_offset() - argument.storage_offset())
+        return None
+
+    def leave(self) -> None:
+        """The slice's forward is over: start copying to the host."""
+        for t in self._tensors:
+            self._host.append(self._memory.acquire_host(aligned(t.nbytes)))
+            self._events.append(self._memory.write_host(self._host[-1][: t.nbytes], flat(t).view(torch.uint8)))
+
+    def settle(self) -> None:
+        """Wait for copies, and give up the device's tensors."""
+        while self._events:
+            self._events.pop().wait()
+        self._tensors = []
+
+    def fetch(self) -> None:
+        """Start bringing the tensors back, if they are not there."""
+        if self._tensors:
+            return
+        for host, (shape, stride, dtype) in zip(self._host, self._layouts, strict=True):
+            t = torch.empty_strided(shape, stride, dtype=dtype, device=self._memory.device)
+            self._events.append(self._memory.read_host(flat(t).view(torch.uint8), host[: t.nbytes]))
+            self._tensors.append(t)
+
+    def restore(self, arguments: Any) -> Any:
+        """The arguments with the tensors for which there is a `Parked`, or the tensor for a `ParkedView`."""
+        while self._events:
+            self._events.pop().wait()
+
+        def tensor(leaf: Any) -> Any:
+            if isinstance(leaf, Parked):
+                return self._tensors[leaf.number]
+            if isinstance(leaf, ParkedView):
+                argument = self._tensors[leaf.number]
+                return argument.as_strided(leaf.shape, leaf.stride, argument.storage_offset() + leaf.offset)
+            return leaf
+
+        return tree_map(tensor, arguments)
+
+    def release(self) -> None:
+        """The slice's backward is over."""
+        self.settle()
+        while self._host:
+            self._memory.release_host(self._host.pop())

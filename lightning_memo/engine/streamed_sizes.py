@@ -1,0 +1,53 @@
+"""How much memory slices take that swap for themselves: known once a step was profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_memo.engine.probe import LayerTraits
+from lightning_memo.engine.regions import aligned
+from lightning_memo.engine.slices import SavedBytes, TokenRange, unit_bytes
+from lightning_memo.engine.streamed_attention import blocks_of
+from lightning_memo.plan import HostBacked, StreamedBytes
+
+
+def streamed_sizes(
+    calls: Sequence[tuple[Sequence[SavedBytes], int]],
+    traits: Sequence[LayerTraits],
+    slices: Sequence[TokenRange],
+    host_backed: HostBacked,
+    block_tokens: int,
+    schedule: str,
+    shared: Sequence[SavedBytes] = (),
+) -> StreamedBytes:
+    """Bytes for all slices of all layer calls, alignment included.
+
+    Args:
+        calls: What each layer call saves, and for how many tokens.
+        traits: Of the kinds of layers.
+        slices: The slices to be run.
+        host_backed: As in :class:`~lightning_memo.plan.SwapPlan`; not "none".
+        block_tokens: Tokens whose keys and values come from the host at once.
+        schedule: "layer", or "slice": gradients of all layers' keys and values are alive at once, and for each slice
+            one of the last layer's output.
+        shared: With "slice", what layers get beside their input, for as many tokens as the first call's.
+    """
+    units = [unit_bytes(saved, tokens, slices) for saved, tokens in calls]
+    largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
+    block, buffers, gradients, beside = largest * max(_per_token(*call, "key", "value") for call in calls), 2, 0, 0
+    if host_backed == "all":
+        per_token = max(-(-each.key_value_gradient_bytes // each.tokens) for each in traits)
+        block, buffers, gradients = block + per_token * largest, 3, per_token * slices[-1].stop
+    if schedule == "slice":
+        output = [item for item in calls[-1][0] if item.kind == "input"]
+        gradients, beside = gradients * len(calls), sum(unit_bytes([*output, *shared], calls[-1][1], slices))
+    return StreamedBytes(
+        slot=max(max(sizes) for sizes in units),
+        host=sum(sum(sizes) for sizes in units) + beside + gradients,
+        gradients=gradients,
+        staging=buffers * aligned(block),
+    )
+
+
+def _per_token(saved: Sequence[SavedBytes], tokens: int, *kinds: str) -> int:
+    return -(-sum(item.size_bytes for item in saved if item.kind in kinds) // tokens)

@@ -1,0 +1,197 @@
+"""Cross-entropy of an output head whose logits exist for one chunk of tokens at a time.
+
+Note: [Gradients in the forward]
+A chunk's logits are computed once. Loss and gradients come from them together, in the forward; backward only multiplies
+by the gradient of the loss. So the head's matrix products are those of plain training, and what is kept until backward
+is the gradient of the hidden states and that of the head's parameters, the latter in fp32.
+
+Note: [One chunk of logits]
+Logits of half precision are copied to fp32, and softmax and gradient are computed in place there; fp32 logits are
+overwritten themselves. The gradient goes back into the head's logits where the graph does not need them. At most this
+is alive, per logit of a chunk: 4 bytes in fp32, 6 in half precision. Functions after the head add their results: a
+scale makes it 8 in fp32, a soft cap 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from lightning_memo.engine.sharded import awaited
+from lightning_memo.loss.token_local import GradientSums, TokenLocal, chunks, noting_saved
+
+Pointwise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLogits:
+    """What makes logits of hidden states.
+
+    Attributes:
+        head: The output head: hidden states `[1, tokens, hidden]` to logits, plain or a `DTensor` that is split in the
+            vocabulary, for all tokens of the sequence-parallel ranks.
+        pointwise: Functions of the logits that are applied after the head.
+        chunk_tokens: Tokens of this process whose logits exist at once.
+        shards: Sequence-parallel ranks, each with its own part of the tokens of every row.
+    """
+
+    head: TokenLocal
+    pointwise: Sequence[Pointwise]
+    chunk_tokens: int
+    shards: int = 1
+
+
+def chunked_cross_entropy(
+    logits: ChunkedLogits, x: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of the logits of `x`; a scalar in fp32.
+
+    Args:
+        logits: How they are made.
+        x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this one, hidden]`.
+        target: Labels, int64 `[all tokens]`, in the order of rows and tokens.
+        ignore_index: Label of tokens that have no part in the loss.
+        reduction: "mean" over the labels that are not ignored, or "sum".
+    """
+    valid = target != ignore_index
+    one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    count = valid.sum() if reduction == "mean" else one
+    weight = torch.where(valid, one / count, 0.0)  # also where no label is valid, and the loss 0 / 0
+    parts = _Parts(logits, _by_shard(target.masked_fill(~valid, 0), x, logits), _by_shard(weight, x, logits))
+    total: Tensor
+    if torch.is_grad_enabled() and (x.requires_grad or logits.head.trained):
+        total = _ChunkedCrossEntropy.apply(parts, awaited(x), *logits.head.trained)
+    else:
+        total, *_ = parts.run(awaited(x).detach())
+    return torch.where(count > 0, total, torch.nan)
+
+
+def _by_shard(values: Tensor, x: Tensor, logits: ChunkedLogits) -> Sequence[Tensor]:
+    """Values of all tokens `[rows * tokens]`, cut like `x`: in a chunk, one shard's tokens after another's."""
+    rows = x.shape[0] if logits.shards > 1 else 1
+    of_shards = values.reshape(rows, logits.shards, -1).transpose(0, 1).reshape(logits.shards, -1)
+    return [part.flatten() for part in of_shards.split(logits.chunk_tokens, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The work: by chunk, labels and what each token's loss weighs."""
+
+    logits: ChunkedLogits
+    targets: Sequence[Tensor]
+    weights: Sequence[Tensor]
+
+    def run(self, x: Tensor, of_x: bool = False, of_head: bool = False) -> tuple[Tensor, Tensor | None, GradientSums]:
+        """The loss, and the gradients that are wished: of `x`, and of the head's parameters."""
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else None
+        losses, sums = [], GradientSums()
+        parts = chunks(x, self.logits.chunk_tokens)
+        parts_dx = parts if dx is None else chunks(dx, self.logits.chunk_tokens)
+        for part, into, target, weight in zip(parts, parts_dx, self.targets, self.weights, strict=True):
+            part = part.detach().requires_grad_(of_x)
+            loss, part_dx, gradients = self._run_chunk(part, target, weight, of_x or of_head)
+            losses.append(loss)
+            sums.add(gradients)
+            if part_dx is not None:
+                into.copy_(part_dx)
+        return torch.cat(losses).sum(), dx, sums
+
+    def _run_chunk(
+        self, x: Tensor, target: Tensor, weight: Tensor, needs_gradient: bool
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        with torch.set_grad_enabled(needs_gradient):
+            logits, columns, spare = _compute(self.logits, x)
+        # In place where the graph does not need the logits, as `spare` says; `data` hides that from autograd, which
+        # would refuse it for views. See Note: [One chunk of logits].
+        work = logits.data.to(torch.promote_types(logits.dtype, torch.float32), copy=not spare)
+        loss = _cross_entropy_(work, target, weight, columns, needs_gradient)
+        if not needs_gradient:
+            return loss, None, []
+        gradient = work
+        if work.dtype != logits.dtype:
+            gradient = logits.data.copy_(work) if spare else work.to(logits.dtype)
+        del work
+        return loss, *self.logits.head.gradients(logits, x, gradient)
+
+
+def _compute(logits: ChunkedLogits, x: Tensor) -> tuple[Tensor, _Columns, bool]:
+    """Logits `[tokens, columns]` of a chunk, which columns they are, and whether they may be overwritten."""
+    saved: set[int] = set()
+    with noting_saved(saved):
+        z = logits.head(x)
+        columns = _Columns.of(z)
+        z = awaited(z.to_local() if isinstance(z, DTensor) else z)
+        for function in logits.pointwise:
+            z = function(z)
+        z = z.flatten(0, -2)
+    return z, columns, z.untyped_storage().data_ptr() not in saved
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The part of the vocabulary that this process has the logits of: `size` from `first` on."""
+
+    first: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, logits: Tensor) -> _Columns:
+        if not isinstance(logits, DTensor) or not logits.placements[0].is_shard():
+            return cls(0, logits.shape[-1], None)
+        mesh, vocabulary = logits.device_mesh, logits.shape[-1]
+        per_rank = -(-vocabulary // mesh.size())
+        return cls(per_rank * mesh.get_local_rank(), logits.to_local().shape[-1], mesh.get_group())
+
+    def combine(self, t: Tensor, operation: Any) -> Tensor:
+        """`t` of all processes together, in place."""
+        if self.group is not None:
+            dist.all_reduce(t, operation, self.group)
+        return t
+
+
+def _cross_entropy_(logits: Tensor, target: Tensor, weight: Tensor, columns: _Columns, gradient: bool) -> Tensor:
+    """Weighted losses `[tokens]` of fp32 logits `[tokens, columns]`, which become the gradient of their sum if wished.
+
+    `loss = weight * (log(sum(exp(z - m))) - (z_target - m))`, `m` the largest logit of the token, and
+    `gradient = weight * (softmax(z) - onehot(target))`.
+    """
+    largest = columns.combine(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)
+    logits.sub_(largest)
+    column, here = target - columns.first, torch.ones_like(weight)
+    if columns.group is not None:
+        here = ((column >= 0) & (column < columns.size)).to(weight.dtype)
+        column = column.clamp(0, columns.size - 1)
+    column = column[:, None]
+    of_target = logits.gather(-1, column)[:, 0] * here
+    total = logits.exp_().sum(-1)
+    total, of_target = columns.combine(torch.stack([total, of_target]), dist.ReduceOp.SUM)
+    if gradient:
+        logits.mul_((weight / total)[:, None])
+        logits.scatter_add_(-1, column, -(weight * here)[:, None].to(logits.dtype))
+    return torch.where(weight == 0, 0.0, weight * (total.log() - of_target))
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: _Parts, x: Tensor, *trained: Tensor) -> Tensor:
+        loss, dx, sums = parts.run(x, of_x=ctx.needs_input_grad[1], of_head=bool(trained))
+        ctx.dtypes, ctx.gradients = [p.dtype for p in trained], (dx, sums)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "a second backward through the same loss (retain_graph) is not supported; run the forward again"
+            )
+        (dx, sums), ctx.gradients = ctx.gradients, None
+        return None, None if dx is None else dx.mul_(upstream), *sums.take(ctx.dtypes, upstream)

@@ -1,0 +1,190 @@
+"""Logits that are not computed until something needs them whole.
+
+Note: [What is recorded and what is computed]
+`LazyLogits` stands for `pointwise(head(x))`. Functions that act on each logit alone (a soft cap, a scale, a cast) are
+recorded. Functions that only choose or arrange tokens (`[:, :-1]`, `view(-1, vocabulary)`) act on the hidden states
+instead. `cross_entropy` and `argmax` over the vocabulary take one chunk of tokens after another. So the loss of an
+unmodified model runs in chunks, and so does one that a user writes the usual way. Everything else gets real logits,
+computed once: correct, but as large as without this.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from typing_extensions import Self, override
+
+from lightning_memo.engine.sharded import awaited
+from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
+from lightning_memo.loss.recipe import Head, Recipe, leaves_vocabulary
+from lightning_memo.loss.token_local import ambient_autocast
+
+# Names of functions, as methods and in `torch`.
+_CASTS = ("float", "bfloat16", "half", "double", "to", "type")
+_POINTWISE = ("mul", "div", "true_divide", "tanh", *_CASTS)
+_ARRANGING = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_cuda", "is_cpu", "is_meta")
+_OF_GRAPH = ("requires_grad", "is_leaf", "grad_fn")
+_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__")
+_Family = list[weakref.ref[Tensor]]
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES, *_OF_GRAPH)),
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(torch.numel, torch.is_floating_point),
+}
+
+
+class LazyLogits(Tensor):
+    """Logits `[..., vocabulary]` that are computed when something needs them; see the note above.
+
+    They say `requires_grad=False`, as nothing has been computed that could be tracked; what is computed from them is
+    tracked as from real logits. In-place functions are refused while a view of the same logits is alive.
+    """
+
+    @staticmethod
+    def of(head: Head, x: Tensor, vocabulary: int) -> LazyLogits:
+        """The logits that a head is going to make of hidden states `[..., tokens of this shard, hidden]`."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        leading = (*x.shape[:-2], x.shape[-2] * head.shards)
+        tracked = torch.is_grad_enabled()
+        recipe = Recipe(head, awaited(x), leading, (), tracked, head.steps, ambient_autocast(device))
+        return LazyLogits(recipe, vocabulary, dtype, [])
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe, vocabulary: int, dtype: torch.dtype, family: _Family) -> Self:
+        shape = (*recipe.leading, vocabulary)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.x.device)
+
+    def __init__(self, recipe: Recipe, vocabulary: int, dtype: torch.dtype, family: _Family) -> None:
+        self._recipe, self._family = recipe, family
+        self._real: Tensor | None = None
+        family.append(weakref.ref(self))
+
+    def materialize(self) -> Tensor:
+        """The real logits: computed once, and what everything goes to from then on."""
+        if self._real is None:
+            self._real = self._recipe.compute()
+        return self._real
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyLogits(shape={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(DTensor, name) and self._recipe.head.parts > 1:
+            return getattr(self.materialize(), name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyLogits) and args[0]._real is None:
+            result = args[0]._record(func, tuple(args[1:]), kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.materialize, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} reached logits that are not computed: set loss_chunk_tokens=None, and report this")
+
+    # ---- what needs no real logits
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.__name__
+        if func is F.cross_entropy:
+            return self._cross_entropy(*args, **kwargs)
+        if func is Tensor.detach:
+            return self._view(self._with(x=self._recipe.x.detach(), tracked=False))
+        if func is Tensor.__getitem__:
+            return self._choose(*args)
+        if name == "argmax":
+            return self._argmax(*args, **kwargs)
+        if name in _POINTWISE:
+            return self._apply(lambda t: func(t, *args, **kwargs), (*args, *kwargs.values()), name in _CASTS)
+        if name in _ARRANGING:
+            return self._arrange(lambda t: func(t, *args, **kwargs))
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            self._refuse_views(name)
+        return NotImplemented
+
+    def _with(self, **changes: Any) -> Recipe:
+        """The recipe of what is made of these logits now."""
+        return replace(self._recipe, **{"tracked": self._recipe.tracked and torch.is_grad_enabled()} | changes)
+
+    def _view(self, recipe: Recipe) -> LazyLogits:
+        """Logits that would share their memory with these, were they real."""
+        return LazyLogits(recipe, self.shape[-1], self.dtype, self._family)
+
+    def _refuse_views(self, name: str) -> None:
+        if sum(relative() is not None for relative in self._family) > 1:
+            raise RuntimeError(
+                f"{name} in place on logits of which a view is in use, which would not see it: clone() them first, or "
+                "set loss_chunk_tokens=None"
+            )
+
+    def _apply(self, function: Pointwise, arguments: Sequence[Any], cast: bool) -> Any:
+        if any(isinstance(argument, Tensor) for argument in arguments):
+            return NotImplemented
+        probe = function(torch.empty(0, dtype=self.dtype, device=self.device))
+        if not isinstance(probe, Tensor) or probe.device != self.device or not probe.is_floating_point():
+            return NotImplemented
+        if cast and probe.dtype == self.dtype and True not in arguments:  # copy=True
+            return self
+        recipe = self._with(pointwise=(*self._recipe.pointwise, function))
+        return LazyLogits(recipe, self.shape[-1], probe.dtype, [])
+
+    def _arrange(self, function: Callable[[Tensor], Tensor]) -> Any:
+        arranged = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        if arranged.dtype != self.dtype or arranged.dim() < 1 or arranged.shape[-1] != self.shape[-1]:
+            return NotImplemented
+        return self if arranged.shape == self.shape else self._view(self._with(leading=tuple(arranged.shape[:-1])))
+
+    def _choose(self, index: Any) -> Any:
+        recipe = self._recipe
+        if recipe.head.shards > 1 or not leaves_vocabulary(index, self.dim()):
+            return NotImplemented
+        x = recipe.tokens_first()[index]
+        chosen = self._with(x=x, leading=tuple(x.shape[:-1]))
+        few = math.prod(chosen.leading) <= recipe.head.chunk_tokens
+        return chosen.compute() if few else self._view(chosen)
+
+    def _cross_entropy(
+        self,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        usual = weight is size_average is reduce is None and label_smoothing == 0.0 and reduction in ("mean", "sum")
+        if not usual or self.dim() != 2 or target.shape != self.shape[:1] or target.is_floating_point():
+            return NotImplemented
+        with torch.set_grad_enabled(self._recipe.tracked and torch.is_grad_enabled()):
+            loss = chunked_cross_entropy(self._recipe.in_chunks(), self._recipe.x, target, ignore_index, reduction)
+            return self._recipe.head.replicated(loss)
+
+    def _argmax(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        head = self._recipe.head
+        if head.shards > 1 or keepdim or dim not in (-1, self.dim() - 1):
+            return NotImplemented
+        return self._recipe.argmax()

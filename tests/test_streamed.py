@@ -1,0 +1,219 @@
+"""Slices that swap for themselves, with keys and values on the host: gradients, bytes, and what is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import peft
+import pytest
+import torch
+from families import FAMILIES, make_batch
+from harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
+from torch import Tensor, nn
+from trainer_harness import LanguageModel, fit, plain, shorten_measurements
+
+from lightning_memo import MemoStrategy
+from lightning_memo.engine import Engine
+from lightning_memo.engine.block_reader import BlockReader, token_rows
+from lightning_memo.engine.copies import CopyEvent, ThreadCopyStream
+from lightning_memo.engine.slices import Action, TokenRange
+from lightning_memo.engine.streamed_attention import StreamedAttention
+from lightning_memo.engine.unit import KeysValues, Unit
+from lightning_memo.kernels import AttentionResult, AttentionSpec
+from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.plan import HostBacked
+from lightning_memo.profiler.meter import PeakMeter
+
+# Farthest from fp64, in units of plain training's distance: every slice rounds each weight gradient again.
+FARTHER = 1.25
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    if family != "llama_lora":
+        return FAMILIES[family].build().train()
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters).train()
+
+
+def assert_as_good(model: nn.Module, batch, actual: Step, plain: Step) -> None:
+    torch.testing.assert_close(actual.loss, plain.loss, rtol=1e-6, atol=0)
+    if actual.distance(plain) > 1e-6:
+        exact = loss_and_gradients(in_double(model), batch)
+        assert actual.distance(exact) <= FARTHER * plain.distance(exact)
+
+
+@pytest.mark.parametrize(
+    ("slices", "host_backed", "block_tokens"),
+    [(4, "attention", 1), (8, "all", 1), (16, "all", 9), (16, "attention", 61)],
+)
+@pytest.mark.parametrize("family", ["llama", "llama_gqa", "mistral_window", "block_dropout", "llama_lora", "mixtral"])
+def test_gradients(family: str, slices: int, host_backed: HostBacked, block_tokens: int) -> None:
+    model, batch = build(family), make_batch(2, 61)
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, slice_tokens=-(-61 // slices), host_backed=host_backed) as under_test:
+        under_test.engine.block_tokens = block_tokens
+        assert_as_good(model, batch, under_test.profile_step(batch), plain)
+        for alpha in (0.0, 0.4, 1.0):
+            predicted = under_test.load(alpha)
+            assert_as_good(model, batch, under_test.step(batch), plain)
+            under_test.assert_as_planned()
+            memory = under_test.engine.memory
+            assert memory is not None and memory.stats.peak_host_bytes <= memory.host_bytes
+            if family != "mixtral":  # what its experts of a slice get is known on the average only
+                assert memory.stats.peak_host_bytes >= sum(predicted)
+
+
+@pytest.mark.parametrize("slices", [4, 16])
+@pytest.mark.parametrize("family", ["llama", "llama_gqa", "gemma3_mixed_windows", "gpt2", "llama_lora"])
+def test_gradients_of_the_whole_model_slice_by_slice(family: str, slices: int) -> None:
+    model, batch = build(family), make_batch(2, 61, padded=True)
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, "slice", slice_tokens=-(-61 // slices), host_backed="all") as under_test:
+        under_test.engine.block_tokens = 16
+        assert_as_good(model, batch, under_test.profile_step(batch), plain)
+        for alpha in (0.0, 0.4, 1.0):
+            under_test.load(alpha)
+            assert_as_good(model, batch, under_test.step(batch), plain)
+            if family != "gemma3_mixed_windows":  # saves some small tensors in a slice of 8 tokens that others share
+                under_test.assert_as_planned()
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler.*")
+def test_nothing_on_the_device_grows_with_the_sequence() -> None:
+    torch.manual_seed(0)
+    model = FAMILIES["llama_gqa"].build().train()
+    peaks = {}
+    for tokens in (512, 2048):
+        batch = make_batch(1, tokens)
+        with EngineUnderTest(model, "slice", None, slice_tokens=64, host_backed="all") as under_test:
+            under_test.engine.block_tokens = 128
+            under_test.profile_step(batch)
+            under_test.load(0.0)
+            model.zero_grad(set_to_none=False)
+            with PeakMeter(CPU) as meter:
+                model(**batch).loss.backward()
+        peaks[tokens] = meter.peak_bytes
+    assert peaks[2048] <= 1.05 * peaks[512], peaks
+
+
+# ---- what is fetched
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores: list[StreamedAttention] = []
+    make = Engine.streamed_attention
+
+    def remember(*args: Any) -> StreamedAttention:
+        cores.append(make(*args))
+        return cores[-1]
+
+    monkeypatch.setattr(Engine, "streamed_attention", remember)
+    with EngineUnderTest(build(family), slice_tokens=8, host_backed="all") as under_test:
+        under_test.engine.block_tokens = 1
+        under_test.step(make_batch(2, 61))
+        window = 24 if family == "mistral_window" else 61
+        seen = sum(8 * j + 8 > 8 * i - window + 1 for i in range(8) for j in range(i))
+        assert seen == (28 if family == "llama" else 7 + 6 + 5)
+        # Once in the forward, once in the backward, of every layer.
+        assert [core.slices_fetched for core in cores] == [2 * seen] * 4
+
+
+class RecordingStream(ThreadCopyStream):
+    """Remembers its copies in order, and answers whether one ends by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("prefetch")
+        self.events: list[Any] = []
+
+    def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
+        self.events.append(super().copy(destination, source, *after))
+        return self.events[-1]
+
+    def ends(self, number: int) -> bool:
+        return len(self.events) > number and bool(self.events[number]._done.wait(10.0))
+
+
+class OverlappingKernel(CpuFlash):
+    """Computes with a block only once the copies of the next one have ended."""
+
+    def __init__(self, stream: RecordingStream, blocks: int) -> None:
+        self.stream, self.blocks, self.calls = stream, blocks, 0
+
+    def forward(self, *args: Any) -> AttentionResult:
+        self._see_the_next_block_arrive()
+        return super().forward(*args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self._see_the_next_block_arrive()
+        return super().backward(*args)
+
+    def _see_the_next_block_arrive(self) -> None:
+        # Call 0 is with the slice's own keys, which are on the device; call n with block n - 1.
+        if self.calls < self.blocks:
+            assert self.stream.ends(2 * self.calls + 1)
+        assert len(self.stream.events) <= 2 * (self.calls + 1)  # and no more than the next one is under way
+        self.calls += 1
+
+
+def test_the_next_block_arrives_while_the_present_one_is_computed_with() -> None:
+    count, size = 6, 8
+    q, k, v = (torch.randn(1, 2, count * size, 4) for _ in range(3))
+    stream = RecordingStream()
+    kernel = OverlappingKernel(stream, count - 1)
+    slices = [TokenRange(n * size, (n + 1) * size, Action.RECOMPUTE) for n in range(count)]
+    reader = BlockReader(CPU, stream, buffers=2, poison=True)
+    core = StreamedAttention(kernel, slices, reader, None, block_tokens=1)
+    for n, part in enumerate(slices):
+        held = Unit(Mock(), n, None, swap=False)
+        keys, values = (held.put(token_rows(t[:, :, part.start : part.stop])) for t in (k, v))
+        core.hold(n, KeysValues(held, keys, values))
+    last = slice((count - 1) * size, None)
+    own = (q[:, :, last], k[:, :, last], v[:, :, last])
+    result, *_ = core.forward(count - 1, *own, AttentionSpec())
+    assert kernel.calls == count
+    torch.testing.assert_close(result.out, CpuFlash().forward(q, k, v, AttentionSpec()).out[:, :, last])
+    stream.events.clear()
+    kernel.calls = 0
+    core.backward(count - 1, torch.randn_like(result.out), *own, result, AttentionSpec())
+    assert kernel.calls == count
+    stream.close()
+
+
+# ---- the strategy
+
+
+@pytest.mark.parametrize("host_backed", ["attention", "all"])
+def test_trains_as_plain(host_backed: HostBacked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
+    result = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, alpha=0.5, test_mode=DELAYS))
+    assert max(abs(a - b) for a, b in zip(result.losses, plain().losses, strict=True)) <= 3e-6
+    swap = result.plan.swap
+    assert (swap.host_backed, swap.slice_tokens, swap.alpha, set(result.held)) == (host_backed, 7, 0.5, {0})
+    again = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, plan=tmp_path / "memo_plan.json"))
+    assert again.plan.swap == swap
+
+
+def test_trains_slice_by_slice_as_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
+    family = "llama_gqa"
+    settings = {"slice_tokens": 7, "schedule": "slice", "test_mode": DELAYS}
+    result = fit(MemoStrategy(alpha=0.5, **settings), LanguageModel(family))
+    assert max(abs(a - b) for a, b in zip(result.losses, plain(LanguageModel(family)).losses, strict=True)) <= 3e-6
+    swap = result.plan.swap
+    assert (swap.schedule, swap.host_backed, set(result.held)) == ("slice", "all", {0})
+    with pytest.raises(ValueError, match="runs a causal language model of transformers slice by slice"):
+        fit(MemoStrategy(**settings), LanguageModel("block"))
+
+
+def test_layers_whose_attention_is_not_causal_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r'host_backed="all" runs layers slice after slice, but attention of .* needs'):
+        fit(MemoStrategy(slice_tokens=7, host_backed="all"), LanguageModel("encoder_layer"))
+    result = fit(MemoStrategy(slice_tokens=7, alpha=0.5), LanguageModel("encoder_layer"))
+    assert result.plan.swap.host_backed == "none"
