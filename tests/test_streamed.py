@@ -194,8 +194,12 @@ def test_trains_as_plain(host_backed: HostBacked, monkeypatch: pytest.MonkeyPatc
     assert max(abs(a - b) for a, b in zip(result.losses, plain().losses, strict=True)) <= 3e-6
     swap = result.plan.swap
     assert (swap.host_backed, swap.slice_tokens, swap.alpha, set(result.held)) == (host_backed, 7, 0.5, {0})
-    again = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, plan=tmp_path / "memo_plan.json"))
+    saved = tmp_path / "memo_plan.json"
+    again = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, plan=saved))
     assert again.plan.swap == swap
+    with pytest.warns(UserWarning, match="it was made for slice_tokens=7, and 5 was given"):
+        other = fit(MemoStrategy(slice_tokens=5, host_backed=host_backed, plan=saved))
+    assert other.plan.swap.slice_tokens == 5
 
 
 def test_trains_slice_by_slice_as_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

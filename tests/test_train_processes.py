@@ -12,6 +12,7 @@ from commands import ROOT, TINY_RUN, errors, lightning, run, torchrun
 
 from lightning_memo.cli import config_dir
 from lightning_memo.launch import SweepRefused, arguments_of_process, is_first_process
+from lightning_memo.plan import Plan
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
@@ -69,6 +70,17 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     assert set(on) == {4, 5, 6}
     # The schedule of the learning rate is that of the checkpoint's 5 steps and of 7: the first losses are before that.
     assert on[4] == pytest.approx(whole[4], rel=1e-4)
+
+
+def test_fpdt_is_one_word(tmp_path, train):
+    status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path)
+    assert status == 0, err
+    both = only((tmp_path / "outputs" / "train" / "runs").iterdir())
+    swap = Plan.load(next(both.rglob("memo_plan.json"))).swap
+    assert (swap.host_backed, swap.slice_tokens, swap.alpha) == ("all", 6, 0.0)
+    assert train("name=alone", "strategy.alpha=0")[0] == 0
+    alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())
+    assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)
 
 
 def test_commands_of_the_documentation(tmp_path):

@@ -276,6 +276,10 @@ class PlanAfterFirstStep(Callback):
         for name, value in expected.items():
             if getattr(plan.fingerprint, name) != value:
                 return f"it was made for {name} {getattr(plan.fingerprint, name)}, and this is {value}"
+        if self._slice_tokens not in (None, plan.swap.slice_tokens):
+            return f"it was made for slice_tokens={plan.swap.slice_tokens}, and {self._slice_tokens} was given"
+        if why := self._engine.why_not(plan.swap):
+            return why
         if given is None and self._config.alpha not in ("auto", plan.swap.alpha):
             return f"it says alpha={plan.swap.alpha}, and {self._config.alpha} was given"
         fixed = state_bytes(pl_module, trainer.optimizers)

@@ -148,17 +148,22 @@ class Engine:
             tokens: Tokens of the batch that it was made for, all its sequences together.
 
         Raises:
-            ValueError: Processes share the tokens of slices, and the plan has none.
+            ValueError: It is for another way of running the layers.
         """
-        if self.slices_outside and not swap.streamed:
-            raise ValueError(
-                f'host_backed="{self._host_backed}", but the plan was made without: give host_backed="none", or plan '
-                "again (plan=None)"
-            )
+        if why := self.why_not(swap):
+            raise ValueError(f"the plan cannot run here: {why}")
         self.unload()
         self.swap, self._planned_tokens = swap, tokens
         if swap.mode == "memo":
             self._allocate(swap)
+
+    def why_not(self, swap: SwapPlan) -> str:
+        """Why layers cannot run by a plan, which was made for other settings; empty if they can."""
+        if "slice" in (swap.schedule, self._schedule) and swap.schedule != self._schedule:
+            return f'it was made for schedule="{swap.schedule}"'
+        if self._context is not None and swap.streamed != self.slices_outside:
+            return f'it was made for host_backed="{swap.host_backed}"'
+        return ""
 
     def unload(self) -> None:
         """Forget the plan. Activations of forwards whose backward has not run are lost."""
