@@ -187,7 +187,7 @@ class Workload:
 
     def _swap_plan(self, method: Method) -> SwapPlan:
         assert method.alpha is not None
-        profile, schedule = self._profile, self._engine.schedule
+        profile, schedule = self._profile, self._engine.kinds.schedule
         slices = slice_tokens_by_alpha(profile.tokens, method.alpha, method.slice_tokens)
         size = max(slot_bytes(call.saved, profile.tokens, slices, schedule) for call in profile.in_order())
         return SwapPlan(

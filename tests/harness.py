@@ -157,13 +157,14 @@ class EngineUnderTest:
         assert profile is not None
         engine.script = script
         if script is None:
-            longest = None if engine.why_whole else slice_tokens or self.slice_tokens
+            longest = None if engine.kinds.why_whole else slice_tokens or self.slice_tokens
             script = slice_tokens_by_alpha(profile.tokens, alpha, longest)
         if self.host_backed != "none":
             return self._load_streamed(profile, alpha, script)
-        predicted = tuple(slot_bytes(c.saved, profile.tokens, script, engine.schedule) for c in profile.in_order())
+        schedule = engine.kinds.schedule
+        predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
         plan = SwapPlan(
-            mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=slice_tokens,
+            mode="memo", alpha=alpha, schedule=schedule, slice_tokens=slice_tokens,
             calls=len(profile.calls), slot_bytes=max(predicted),
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
@@ -174,7 +175,7 @@ class EngineUnderTest:
         engine = self.engine
         sizes = engine.streamed_bytes(profile.saved_by_calls, slices, self.host_backed)
         plan = SwapPlan(
-            mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=self.slice_tokens,
+            mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=self.slice_tokens,
             calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
             streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients, staging_bytes=sizes.staging,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -54,7 +55,7 @@ def test_gradients(family: str, slices: int, host_backed: HostBacked, block_toke
     model, batch = build(family), make_batch(2, 61)
     plain = loss_and_gradients(model, batch)
     with EngineUnderTest(model, slice_tokens=-(-61 // slices), host_backed=host_backed) as under_test:
-        under_test.engine.block_tokens = block_tokens
+        under_test.engine.attention.block_tokens = block_tokens
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
         for alpha in (0.0, 0.4, 1.0):
             predicted = under_test.load(alpha)
@@ -67,18 +68,92 @@ def test_gradients(family: str, slices: int, host_backed: HostBacked, block_toke
 
 
 @pytest.mark.parametrize("slices", [4, 16])
-@pytest.mark.parametrize("family", ["llama", "llama_gqa", "gemma3_mixed_windows", "gpt2", "llama_lora"])
+@pytest.mark.parametrize("family", ["llama", "llama_gqa", "gemma3_mixed_windows", "gpt_neox", "llama_lora"])
 def test_gradients_of_the_whole_model_slice_by_slice(family: str, slices: int) -> None:
     model, batch = build(family), make_batch(2, 61, padded=True)
     plain = loss_and_gradients(model, batch)
     with EngineUnderTest(model, "slice", slice_tokens=-(-61 // slices), host_backed="all") as under_test:
-        under_test.engine.block_tokens = 16
+        under_test.engine.attention.block_tokens = 16
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
         for alpha in (0.0, 0.4, 1.0):
             under_test.load(alpha)
             assert_as_good(model, batch, under_test.step(batch), plain)
             if family != "gemma3_mixed_windows":  # saves some small tensors in a slice of 8 tokens that others share
                 under_test.assert_as_planned()
+
+
+def frozen_below(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def test_frozen_layers_slice_by_slice() -> None:
+    model, batch = frozen_below(build("llama_gqa")), make_batch(2, 61)
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, "slice", slice_tokens=8, host_backed="all") as under_test:
+        assert_as_good(model, batch, under_test.profile_step(batch), plain)
+        under_test.load(0.5)
+        assert_as_good(model, batch, under_test.step(batch), plain)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "slice"])
+def test_what_an_interrupted_step_holds_goes_back(schedule: str) -> None:
+    model, batch = build("llama"), make_batch(1, 61)
+    with EngineUnderTest(model, schedule, slice_tokens=8, host_backed="all") as under_test:
+        under_test.profile_step(batch)
+        under_test.load(0.5)
+        model(**batch).loss  # noqa: B018  its graph is dropped
+        gc.collect()
+        under_test.assert_empty()
+        handle = model.model.layers[1].mlp.register_full_backward_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(**batch).loss.backward()
+        handle.remove()
+        for _ in range(2):
+            loss_and_gradients(model, batch)
+            under_test.assert_empty()
+            under_test.assert_as_planned()
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_longer_batches_after_one_without_slices_are_profiled() -> None:
+    model = build("llama")
+    with EngineUnderTest(model, slice_tokens=16, host_backed="attention") as under_test:
+        under_test.profile_step(make_batch(8, 8))
+        swap = under_test.engine.swap
+        assert swap is not None and not swap.streamed
+        under_test.step(make_batch(1, 61))
+        swap = under_test.engine.swap
+        assert swap is not None and swap.streamed
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("mixtral", {"output_router_logits": True}, "auxiliary loss"),
+        ("llama", {"labels": None}, "got no labels"),
+        ("llama", {"input_ids": None, "inputs_embeds": torch.zeros(2, 61, 32, requires_grad=True)}, "inputs_embeds"),
+    ],
+)
+def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, Any], message: str) -> None:
+    with EngineUnderTest(build(family), "slice", slice_tokens=8, host_backed="all") as under_test:
+        with pytest.raises(ValueError, match=message):
+            under_test.model(**make_batch(2, 61) | arguments)
+        under_test.assert_empty()
+
+
+def test_two_forwards_slice_by_slice_are_refused() -> None:
+    with EngineUnderTest(build("llama"), "slice", slice_tokens=8, host_backed="all") as under_test:
+        first = under_test.model(**make_batch(2, 61)).loss
+        with pytest.raises(ValueError, match="takes one forward of the model before its backward"):
+            under_test.model(**make_batch(2, 61))
+        first.backward()
+        under_test.assert_empty()
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
@@ -89,7 +164,7 @@ def test_nothing_on_the_device_grows_with_the_sequence() -> None:
     for tokens in (512, 2048):
         batch = make_batch(1, tokens)
         with EngineUnderTest(model, "slice", None, slice_tokens=64, host_backed="all") as under_test:
-            under_test.engine.block_tokens = 128
+            under_test.engine.attention.block_tokens = 128
             under_test.profile_step(batch)
             under_test.load(0.0)
             model.zero_grad(set_to_none=False)
@@ -113,7 +188,7 @@ def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypat
 
     monkeypatch.setattr(Engine, "streamed_attention", remember)
     with EngineUnderTest(build(family), slice_tokens=8, host_backed="all") as under_test:
-        under_test.engine.block_tokens = 1
+        under_test.engine.attention.block_tokens = 1
         under_test.step(make_batch(2, 61))
         window = 24 if family == "mistral_window" else 61
         seen = sum(8 * j + 8 > 8 * i - window + 1 for i in range(8) for j in range(i))

@@ -105,9 +105,9 @@ class PlanAfterFirstStep(Callback):
     ) -> None:
         device, engine, ranks, first = self._engine.device, self._engine, self._ranks, self.plan is None
         # Data-parallel processes meet longer batches at different times: later plans are of the sequence's processes.
-        findings = ranks.gather((engine.why_whole, engine.schedule), everyone=first)
+        findings = ranks.gather((engine.kinds.why_whole, engine.kinds.schedule), everyone=first)
         schedules = [schedule for _, schedule in findings]
-        engine.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
+        engine.kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
         fixed = state_bytes(pl_module, trainer.optimizers)
         costs = layer_costs(profile, step_seconds, fixed, transient_bytes(profile, fixed, device), device)
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
@@ -122,10 +122,10 @@ class PlanAfterFirstStep(Callback):
                 limits,
                 label,
                 alpha=self._alpha() if alpha is None else alpha,
-                schedule=engine.schedule,
+                schedule=engine.kinds.schedule,
                 slice_tokens=self._slice_tokens,
                 slot_bytes=self._slot_bytes(profile),
-                allowed=(0.0, 1.0) if engine.why_whole else None,
+                allowed=(0.0, 1.0) if engine.kinds.why_whole else None,
                 # What a step takes whose layers are not cut was not seen.
                 may_be_plain=may_be_plain and backing == "none",
                 host_backed=backing,
@@ -147,20 +147,19 @@ class PlanAfterFirstStep(Callback):
         Raises:
             ValueError: It cuts a layer that cannot be cut.
         """
-        alpha, why = self._config.alpha, self._engine.why_whole
+        alpha, why = self._config.alpha, self._engine.kinds.why_whole
         if why and alpha not in ("auto", 0.0, 1.0):
             raise ValueError(f'alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or "auto"')
         return alpha
 
     def _slot_bytes(self, profile: StepProfile) -> Any:
         """Bytes of the largest slot as a function of alpha."""
-        whole = bool(self._engine.why_whole)
+        whole = bool(self._engine.kinds.why_whole)
 
         def of_alpha(alpha: float) -> int:
             slices = slice_tokens_by_alpha(profile.tokens, alpha, None if whole else self._slice_tokens)
-            return max(
-                slot_bytes(call.saved, profile.tokens, slices, self._engine.schedule) for call in profile.in_order()
-            )
+            schedule = self._engine.kinds.schedule
+            return max(slot_bytes(call.saved, profile.tokens, slices, schedule) for call in profile.in_order())
 
         return of_alpha
 
@@ -182,8 +181,8 @@ class PlanAfterFirstStep(Callback):
                 f"MemoStrategy: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
                 "was planned for; it was profiled and planned anew."
             )
-        if self._engine.why_whole:
-            rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.why_whole}.")
+        if self._engine.kinds.why_whole:
+            rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.kinds.why_whole}.")
         Console().print(plan_table(plan))
         if plan.device_bytes > plan.budget.device_bytes:
             needed, available = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
@@ -256,9 +255,8 @@ class PlanAfterFirstStep(Callback):
         Raises:
             ValueError: They have.
         """
-        swaps = self._ranks.gather(
-            None if plan is None else replace(plan.swap, slot_bytes=0, streamed_host_bytes=0, staging_bytes=0)
-        )
+        sizes = ("slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes")  # may differ
+        swaps = self._ranks.gather(None if plan is None else replace(plan.swap, **dict.fromkeys(sizes, 0)))
         for rank, swap in enumerate(swaps):
             if swap != swaps[0]:
                 told = [

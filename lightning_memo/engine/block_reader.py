@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies import CopyEvent, CopyStream
 from lightning_memo.engine.regions import POISON, aligned
+
+if TYPE_CHECKING:
+    from lightning_memo.engine.memory import HostRoom
 
 
 @dataclass(slots=True)
@@ -19,6 +23,7 @@ class Region:
     size_bytes: int
     memory: Tensor | None
     written: CopyEvent | None = None
+    room: HostRoom | None = None  # whose owner may drop it while it is read
 
 
 # Regions that lie side by side on the device, part after part; every part begins at an aligned place.
@@ -88,6 +93,8 @@ class BlockReader:
                     piece.zero_()
                 else:
                     block.arrivals.append(self._prefetch.copy(piece, region.memory, region.written))
+                    if region.room is not None:
+                        region.room.last_read = block.arrivals[-1]
                     self.bytes_read += region.size_bytes
         self.blocks_read += 1
         return number, block

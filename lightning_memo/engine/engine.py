@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.attach import attach_attention, collecting_nothing
+from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
+from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
 from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.intercept import current_layout, handling, set_layout
 from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
+from lightning_memo.engine.layer_kinds import LayerKinds
 from lightning_memo.engine.memory import SlotMemory, TestMode
-from lightning_memo.engine.probe import LayerTraits, probe_layer
+from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_last_layer, run_layer_schedule, run_nested
@@ -36,15 +37,13 @@ from lightning_memo.engine.slices import (
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.streamed_sizes import streamed_sizes
 from lightning_memo.engine.unit import Unit
-from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState, select_backend
-from lightning_memo.parallel.context import ContextAttention, ContextGroups
+from lightning_memo.engine.wishes import Wishes
+from lightning_memo.kernels import AttentionSpec
+from lightning_memo.parallel.batch import takes_loss_arguments
+from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.layout import TokenLayout, slice_multiple
-from lightning_memo.parallel.ulysses import HeadExchange
 from lightning_memo.plan import HostBacked, StreamedBytes, SwapPlan
 
-# Keys and values that come from the host at once: a kernel call should have work for a whole GPU, and a copy be worth
-# its launch.
-BLOCK_TOKENS = 2048
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
 RESIDENT_CALLS = 2
@@ -89,25 +88,20 @@ class Engine:
         self.test_mode = test_mode
         self.profile: StepProfile | None = None
         self.swap: SwapPlan | None = None
-        self.block_tokens = BLOCK_TOKENS
-        self.rng_state: RngState | None = None  # when the last layer call began; most have the same
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self._model = model
-        self._attention = attention
-        self._schedule = schedule
         self._context, self._shards = context, shards
-        # Of a profiled step.
-        self._slice_tokens, self._host_backed = slice_tokens, host_backed
-        self._agreed = LayerTraits("", "layer")
-        self._traits: dict[object, LayerTraits] = {}
+        self._wishes = Wishes(schedule, slice_tokens, host_backed, divided=context is not None or shards > 1)
+        self.attention = AttentionKernels(attention, context, self.slices_outside)
+        self.kinds = LayerKinds(self.attention.backend, self._wishes)
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
         self._reader: BlockReader | None = None
         self._sequence: SequenceRun | None = None
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._planned_tokens = 0
         self._shared: list[SavedBytes] = []  # what layers share of the first slice, where it waits on the host
-        self._outgrown = False
+        self._outgrown = self._planned_short = False
         self._undo: list[Callable[[], None]] = []
 
     # ---- life
@@ -117,8 +111,9 @@ class Engine:
         for layer in self.layers:
             self._undo.append(replace_forward(layer, self._run))
         self._undo += attach_attention(self._model)
-        if self._schedule == "slice":
-            self._undo.append(replace_forward(self._language_model(), SlicedModel(self, self._slice_tokens or 1)))
+        if self._wishes.schedule == "slice":
+            sliced = SlicedModel(self, self._wishes.slice_tokens or 1)
+            self._undo.append(replace_forward(self._language_model(), sliced))
 
     def _language_model(self) -> nn.Module:
         """What the schedule "slice" cuts.
@@ -127,7 +122,7 @@ class Engine:
             ValueError: The model has none.
         """
         model = next(iter(find_hugging_face(self._model)), None)
-        if model is None or not hasattr(model, "loss_function"):
+        if model is None or not takes_loss_arguments(model):
             raise ValueError(
                 'schedule="slice" runs a causal language model of transformers slice by slice, and '
                 f'{type(self._model).__name__} has none: use schedule="layer"'
@@ -159,7 +154,7 @@ class Engine:
 
     def why_not(self, swap: SwapPlan) -> str:
         """Why layers cannot run by a plan, which was made for other settings; empty if they can."""
-        if "slice" in (swap.schedule, self._schedule) and swap.schedule != self._schedule:
+        if "slice" in (swap.schedule, self._wishes.schedule) and swap.schedule != self._wishes.schedule:
             return f'it was made for schedule="{swap.schedule}"'
         if self._context is not None and swap.streamed != self.slices_outside:
             return f'it was made for host_backed="{swap.host_backed}"'
@@ -177,9 +172,10 @@ class Engine:
         """Give back whatever an interrupted step still holds."""
         for unit in list(self._units.values()):
             unit.release()
+        if self.memory is not None:
+            self.memory.abandon()
         self._units.clear()
         self._runs.clear()
-        self.rng_state = None
 
     def _allocate(self, swap: SwapPlan, pinned: bool = True) -> None:
         self.memory = SlotMemory(
@@ -202,14 +198,15 @@ class Engine:
     # ---- one layer call
 
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not needs_grad(layer, (args, kwargs)):
+        # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
+        if not torch.is_grad_enabled() or not (self._sequence or needs_grad(layer, (args, kwargs))):
             return self._run_plainly(layer, forward, args, kwargs)
         if self._backward_was_interrupted():
             self.reset()
         x, call = self._read_call(layer, forward, args, kwargs)
         alive = max(self._runs.keys(), default=-1) + 1
         tokens = call.tokens if self._sequence is None else self._sequence.tokens
-        if alive == 0 and self.profiles(call.batch * tokens):
+        if alive == 0 and self.profiles(call.batch, tokens):
             self._start_profile(call, x)
         if self.profile is None and self.swap is not None and self.swap.mode == "plain":
             return self._run_plainly(layer, forward, args, kwargs)
@@ -224,13 +221,28 @@ class Engine:
         if self._context is None and self._shards == 1:
             return forward(*args, **kwargs)
         x, call = self._read_call(layer, forward, args, kwargs)
-        self._traits_of(call, x)
+        self._refuse_sliced(call)
+        self.kinds.of(call, x)
 
         def attend_across(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-            return attend(self.backend(q, k, v, spec), q, k, v, spec)
+            return attend(self.attention.backend(q, k, v, spec), q, k, v, spec)
 
         with handling(attend_across):
             return forward(*args, **kwargs)
+
+    def _refuse_sliced(self, call: LayerCall) -> None:
+        """A batch that is laid out slice by slice is for layers that run so.
+
+        Raises:
+            ValueError: The layer has nothing to train, or gradients are off.
+        """
+        layout = current_layout()
+        if layout is not None and layout.outside and len(layout.bounds) > 1:
+            raise ValueError(
+                f"{type(call.layer).__name__} runs without gradients on a training batch that is divided slice by "
+                f'slice: with context_parallel_size and host_backed="{self._wishes.host_backed}" all layers have to be '
+                'trained, in every forward of a step; set host_backed="none"'
+            )
 
     def _read_call(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -270,8 +282,13 @@ class Engine:
         """
         if self._backward_was_interrupted():
             self.reset()
-        planned = None if self.profiles(batch * layout.tokens) else self.swap
-        alpha, longest = (0.0, self._slice_tokens) if planned is None else (planned.alpha, planned.slice_tokens)
+        if self._runs:
+            raise ValueError(
+                'schedule="slice" takes one forward of the model before its backward, and there is another: run the '
+                'backward first, or use schedule="layer"'
+            )
+        planned = None if self.profiles(batch, layout.tokens) else self.swap
+        alpha, longest = (0.0, self._wishes.slice_tokens) if planned is None else (planned.alpha, planned.slice_tokens)
         self._sequence = SequenceRun(self, self.cut(layout.tokens, alpha, longest), batch)
         set_layout(layout)
         try:
@@ -288,7 +305,7 @@ class Engine:
         if self.profile is None and alive >= self.swap.calls * len(sequence.slices):
             self._outgrown = True
         if sequence.index == 0:  # the last slice may have a single token, which says nothing
-            self._traits_of(call, x)
+            self.kinds.of(call, x)
         assert self.memory is not None
         sequence.enter(call, self.memory)
         if self.profile is not None and sequence.index == 0:
@@ -305,7 +322,7 @@ class Engine:
 
     def _run_slices(self, call: LayerCall, x: Tensor, index: int) -> Any:
         self.mark(index, "forward_begin", index)
-        traits = self._traits_of(call, x)
+        traits = self.kinds.of(call, x)
         slices = self.slices_for(traits, call.tokens)
         self._check_layout(slices)
         assert self.swap is not None
@@ -314,14 +331,14 @@ class Engine:
         swap = self.swap.streamed or index < self.swap.calls - RESIDENT_CALLS
         run = LayerRun(self, call, x, index, slices, self.memory, swap, self.swap.streamed)
         self._runs[index] = run
-        nested = not run.whole and "nest" in (self._schedule, traits.schedule)
+        nested = not run.whole and "nest" in (self._wishes.schedule, traits.schedule)
         return run_nested(run, x) if nested else run_layer_schedule(run, x)
 
     def slices_for(self, traits: LayerTraits, tokens: int) -> tuple[TokenRange, ...]:
         """How the plan cuts a layer's input. A layer that cannot be cut is swapped or recomputed as one."""
         assert self.swap is not None
         alpha = self.swap.alpha
-        if traits.why_whole or self._agreed.why_whole:
+        if traits.why_whole or self.kinds.agreed.why_whole:
             return (TokenRange(0, tokens, Action.SWAP if alpha >= 1.0 else Action.RECOMPUTE),)
         return self.cut(tokens, alpha, self.swap.slice_tokens)
 
@@ -334,11 +351,13 @@ class Engine:
     @property
     def slices_outside(self) -> bool:
         """Whether slices are ranges of the whole sequence, which context-parallel processes share."""
-        return self._context is not None and self._may_stream
+        return self._context is not None and self._wishes.may_stream
 
-    def profiles(self, tokens: int) -> bool:
-        """Whether a step with so many tokens is going to be profiled: no plan covers it."""
-        return self.swap is None or self._outgrown or tokens > self._planned_tokens
+    def profiles(self, batch: int, tokens: int) -> bool:
+        """Whether a step with so many sequences of so many tokens is going to be profiled: no plan covers it."""
+        # A batch that needed no slices tells nothing of those that do.
+        outgrown = self._outgrown or (self._planned_short and tokens > (self._wishes.slice_tokens or tokens))
+        return self.swap is None or outgrown or batch * tokens > self._planned_tokens
 
     def bounds_for(self, batch: int, tokens: int) -> tuple[int, ...]:
         """Where the slices of a training batch are going to end; nothing if layers run as one slice.
@@ -347,12 +366,12 @@ class Engine:
             batch: Sequences.
             tokens: Tokens of each that this process holds between the blocks of a layer.
         """
-        if self.profiles(batch * tokens):
-            longest = self._slice_tokens if self._may_stream else None
+        if self.profiles(batch, tokens):
+            longest = self._wishes.slice_tokens if self._wishes.may_stream else None
             return tuple(part.stop for part in self.cut(tokens, 0.0, longest)) if longest else ()
         if self.swap is None or self.swap.mode == "plain":
             return ()
-        traits = next((traits for traits in self.traits if traits.why_whole), self._agreed)
+        traits = next((traits for traits in self.kinds if traits.why_whole), self.kinds.agreed)
         return tuple(part.stop for part in self.slices_for(traits, tokens))
 
     def _check_layout(self, slices: Sequence[TokenRange]) -> None:
@@ -376,18 +395,19 @@ class Engine:
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that (pageable: it serves once)."""
         started = time.perf_counter()
-        self._traits.clear()  # sizes of attention, and whether there are tokens to cut, differ from an earlier batch
-        traits = self._traits_of(call, x)
-        backing = self._backing(traits, call)
-        slices = self.cut(call.tokens, 0.0, None if backing == "none" else self._slice_tokens)
+        self.kinds.forget()
+        traits = self.kinds.of(call, x)
+        sliced = self.slices_outside or self._sequence is not None
+        backing = self._wishes.backing(traits, type(call.layer).__name__, call.tokens, sliced)
+        slices = self.cut(call.tokens, 0.0, None if backing == "none" else self._wishes.slice_tokens)
         if self._sequence is not None:
             slices = self._sequence.slices
-        if self._sequence is not None:
             # Layers of different kinds may get different ones: of some kinds, how many is not known yet.
             shared = parkable((call.args, call.kwargs)) * _KINDS_OF_LAYERS
             self._shared = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in shared]
         bootstrap = self._bootstrap(traits, x.nbytes * traits.tokens // call.tokens, slices, backing)
         self.unload()
+        self._planned_short = self._wishes.may_stream and call.tokens <= (self._wishes.slice_tokens or 0) and not sliced
         self.swap, self._planned_tokens = bootstrap, call.batch * slices[-1].stop
         self._allocate(bootstrap, pinned=False)
         self.profile = StepProfile(self.device, call.batch, slices[-1].stop, slices[0].tokens)
@@ -407,7 +427,7 @@ class Engine:
         calls = [(saved, traits.tokens)] * len(self.layers)
         sizes = self.streamed_bytes(calls, slices, host_backed)
         return replace(
-            plan, schedule=self.schedule, slice_tokens=self._slice_tokens, host_backed=host_backed,
+            plan, schedule=self.kinds.schedule, slice_tokens=self._wishes.slice_tokens, host_backed=host_backed,
             slot_bytes=sizes.slot, streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
             staging_bytes=sizes.staging,
         )  # fmt: skip
@@ -416,106 +436,15 @@ class Engine:
         self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
     ) -> StreamedBytes:
         """Memory of a plan by which slices swap for themselves; see :func:`streamed_sizes`."""
-        return streamed_sizes(calls, self.traits, slices, host_backed, self.block_tokens, self.schedule, self._shared)
-
-    @property
-    def _may_stream(self) -> bool:
-        """Whether a profiled step may have keys and values on the host.
-
-        Where processes share tokens, a batch is laid out for slices before the layers are known, so only if it was
-        asked for by name.
-        """
-        alone = self._shards == 1 and self._context is None
-        return self._host_backed != "none" and (self._host_backed != "auto" or alone)
-
-    def _backing(self, traits: LayerTraits, call: LayerCall) -> HostBacked:
-        """What lives on the host in a profiled step.
-
-        Raises:
-            ValueError: Keys and values shall, and the layers cannot run slice after slice.
-        """
-        cut_outside = self.slices_outside or self._sequence is not None
-        short = self._slice_tokens is None or (call.tokens <= self._slice_tokens and not cut_outside)
-        if short or not self._may_stream:
-            return "none"
-        whole = traits.why_whole or self._agreed.why_whole
-        why = (
-            whole or f"attention of {type(call.layer).__name__} needs all tokens at once"
-            if "nest" in (self._schedule, traits.schedule)
-            else whole
-        )
-        if not why:
-            return "all" if self._sequence else "attention" if self._host_backed == "auto" else self._host_backed
-        if self._host_backed == "auto" and self._sequence is None:
-            return "none"
-        raise ValueError(
-            f'host_backed="{self._host_backed}" runs layers slice after slice, but {why}: set host_backed="none"'
-        )
-
-    @property
-    def traits(self) -> tuple[LayerTraits, ...]:
-        """Traits of the kinds of layers met so far."""
-        return tuple(self._traits.values())
-
-    @property
-    def why_whole(self) -> str:
-        """Why some layer cannot be cut into slices; empty if all can."""
-        return next((traits.why_whole for traits in (*self.traits, self._agreed) if traits.why_whole), "")
-
-    @property
-    def schedule(self) -> str:
-        """The schedule of the model's layers: "nest" if it is wished, or some layer needs it."""
-        schedules = (self._schedule, self._agreed.schedule, *(traits.schedule for traits in self.traits))
-        return "nest" if "nest" in schedules else "slice" if self._schedule == "slice" else "layer"
-
-    def agree(self, why_whole: str, schedule: str) -> None:
-        """Take over what some process found out about its layers, so that all run alike."""
-        self._agreed = LayerTraits(why_whole, schedule)
-
-    def _traits_of(self, call: LayerCall, x: Tensor) -> LayerTraits:
-        """Layers with parameters of the same names and shapes are of one kind, and looked at once."""
-        shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
-        # A single token says nothing about longer sequences.
-        kind = (type(call.layer), call.layer.training, call.tokens < 2, shapes)
-        if kind not in self._traits:
-            with collecting_nothing():
-                # Where no more than a slice may be on the device, two of them have to show what a layer is like.
-                longest = 2 * self._slice_tokens if self._slice_tokens is not None and self._may_stream else None
-                traits = probe_layer(call, x, self.backend, longest)
-            self._refuse_mixing(traits)
-            self._traits[kind] = traits
-        return self._traits[kind]
-
-    def _refuse_mixing(self, traits: LayerTraits) -> None:
-        """Layers among whose tokens there are only some of a sequence must not look at others but in attention.
-
-        Raises:
-            ValueError: They may.
-        """
-        if traits.may_mix and current_layout() is not None:
-            raise ValueError(
-                f"{traits.why_whole}, and the tokens of a sequence are divided over processes: train this model with "
-                "context_parallel_size=1 and sequence_parallel=False"
-            )
+        kinds, block_tokens = self.kinds, self.attention.block_tokens
+        return streamed_sizes(calls, list(kinds), slices, host_backed, block_tokens, kinds.schedule, self._shared)
 
     # ---- what layer runs ask for
 
-    def backend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionBackend:
-        """The attention kernel for these tensors, which are all tokens or, context-parallel, this process's."""
-        if self._context is not None:
-            select = functools.partial(select_backend, choice=self._attention)
-            return ContextAttention(self._context, select, self.slices_outside)
-        return select_backend(q, k, v, spec, self._attention)
-
     def streamed_attention(self, slices: Sequence[TokenRange]) -> StreamedAttention | UlyssesCore:
         """Attention whose earlier keys and values come from the host, for slices of this process's tokens."""
-        assert self.memory is not None and self._reader is not None and self.swap is not None
-        host = self.memory if self.swap.host_backed == "all" else None
-        groups, select = self._context or ContextGroups(), functools.partial(select_backend, choice=self._attention)
-        slices = [part.gathered(groups.ulysses_size) for part in slices]
-        kernel = groups.ring_kernel(select, tuple(part.stop for part in slices))
-        core = StreamedAttention(kernel, slices, self._reader, host, self.block_tokens, groups.ring_size)
-        return core if groups.ulysses is None else UlyssesCore(HeadExchange(groups.ulysses), core)
+        assert self._reader is not None and self.swap is not None
+        return self.attention.streamed(slices, self._reader, self.memory if self.swap.host_backed == "all" else None)
 
     def check_sliceable(self, run: LayerRun, spec: AttentionSpec) -> None:
         """Refuse attention that needs tokens a slice has not got.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_memo.engine.block_reader import DeviceBlock, Region, heads_first
 from lightning_memo.engine.copies import CopyEvent
-from lightning_memo.engine.memory import SlotMemory
+from lightning_memo.engine.memory import HostRoom, SlotMemory
 from lightning_memo.kernels.attention import sums_dtype
 
 
@@ -49,7 +49,7 @@ class HostGradients:
         self._tokens = list(tokens)
         self._dtype = sums_dtype(k)
         self._row_bytes = [t[:, :, 0].numel() * self._dtype.itemsize for t in (k, v)]
-        self._room: Tensor | None = None
+        self._room: HostRoom | None = None
         self._written: dict[int, CopyEvent] = {}
 
     def parts(self, slices: Sequence[int]) -> list[list[Region]]:
@@ -66,10 +66,10 @@ class HostGradients:
             dv: To be added.
         """
         if self._room is None:
-            self._room = self._memory.acquire_host(sum(self._tokens) * sum(self._row_bytes), gradients=True)
+            self._room = self._memory.take_room(sum(self._tokens) * sum(self._row_bytes), gradients=True)
         for which, (part, gradient) in enumerate(zip(block.parts[-2:], (dk, dv), strict=True)):
             heads_first(part, gradient, self._dtype).add_(gradient)
-            block.leaving = self._memory.write_host(self._place(slices, which), part)
+            block.leaving = self._memory.write_host(self._room, self._start(slices[0], which), part)
         assert block.leaving is not None
         self._written |= dict.fromkeys(slices, block.leaving)
 
@@ -87,17 +87,17 @@ class HostGradients:
     def release(self) -> None:
         """Give the room back; all that was written has been read."""
         if self._room is not None:
-            self._memory.release_host(self._room, gradients=True)
+            self._room.release()
             self._room = None
 
     def _region(self, index: int, which: int) -> Region:
-        size = self._tokens[index] * self._row_bytes[which]
-        written = self._written.get(index)
-        return Region(size, None if written is None else self._place([index], which), written)
+        size, written = self._tokens[index] * self._row_bytes[which], self._written.get(index)
+        if self._room is None or written is None:
+            return Region(size, None)
+        start = self._start(index, which)
+        return Region(size, self._room.memory[start : start + size], written, self._room)
 
-    def _place(self, slices: Sequence[int], which: int) -> Tensor:
-        """Where the gradients of some slices lie: of all keys first, then of all values."""
-        assert self._room is not None
-        row, before = self._row_bytes[which], sum(self._tokens) * sum(self._row_bytes[:which])
-        start = before + sum(self._tokens[: slices[0]]) * row
-        return self._room[start : start + sum(self._tokens[n] for n in slices) * row]
+    def _start(self, index: int, which: int) -> int:
+        """Where the gradients of a slice begin: those of all keys come first, then those of all values."""
+        before = sum(self._tokens) * sum(self._row_bytes[:which])
+        return before + sum(self._tokens[:index]) * self._row_bytes[which]

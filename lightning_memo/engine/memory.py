@@ -84,10 +84,6 @@ class HostArena:
         self.bytes_in_use += size_bytes
         return self._memory[start : start + size_bytes]
 
-    def owns(self, region: Tensor) -> bool:
-        """Whether a tensor lies in the arena."""
-        return region.untyped_storage()._cdata == self._memory.untyped_storage()._cdata
-
     def release(self, region: Tensor) -> None:
         taken = range(region.storage_offset(), region.storage_offset() + region.nbytes)
         self.bytes_in_use -= region.nbytes
@@ -104,6 +100,53 @@ class HostArena:
 
 def _unpin(memory: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class HostRoom:
+    """A region that is held by whoever needs it, and goes back when that is gone; copies are waited for first.
+
+    Attributes:
+        memory: The bytes, uint8.
+        last_write: The last copy to it.
+        last_read: The last copy from it.
+    """
+
+    def __init__(self, memory: Tensor, arena: HostArena | None, poison: bool) -> None:
+        self.memory = memory
+        self._copies: dict[str, CopyEvent] = {}
+        self._release = weakref.finalize(self, _give_back, memory, arena, poison, self._copies)
+        self._release.atexit = False
+
+    @property
+    def last_write(self) -> CopyEvent | None:
+        return self._copies.get("write")
+
+    @last_write.setter
+    def last_write(self, event: CopyEvent) -> None:
+        self._copies["write"] = event
+
+    @property
+    def last_read(self) -> CopyEvent | None:
+        return self._copies.get("read")
+
+    @last_read.setter
+    def last_read(self, event: CopyEvent) -> None:
+        self._copies["read"] = event
+
+    def release(self) -> None:
+        """Give the region back."""
+        self._release()
+
+
+def _give_back(memory: Tensor, arena: HostArena | None, poison: bool, copies: dict[str, CopyEvent]) -> None:
+    for event in copies.values():
+        event.wait()
+        if poison:
+            event.synchronize()  # the poison is written by the CPU at once
+    if poison:
+        memory.fill_(POISON)
+    if arena is not None:
+        arena.release(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +243,7 @@ class SlotMemory:
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
+    _rooms: weakref.WeakSet[HostRoom] = field(init=False, default_factory=weakref.WeakSet)
     _buffers: list[Tensor] = field(init=False)
     _owners: list[Slot | None] = field(init=False)
     _offload: CopyStream = field(init=False)
@@ -273,32 +317,43 @@ class SlotMemory:
             self.arena.release(slot.host)
             slot.host = None
 
-    def acquire_host(self, size_bytes: int, gradients: bool = False) -> Tensor:
-        """Memory for what is not in slots, uint8 `[size_bytes]`: on the host, or on the device if there is no room."""
-        region = (self.gradient_arena if gradients else self.arena).acquire(size_bytes)
+    def take_room(self, size_bytes: int, gradients: bool = False) -> HostRoom:
+        """Memory for what is not in slots: on the host, or on the device if there is no room.
+
+        Args:
+            size_bytes: How much.
+            gradients: Whether it is for gradients of keys and values.
+        """
+        arena = self.gradient_arena if gradients else self.arena
+        region = arena.acquire(size_bytes)
         if region is None:
             self.stats.overflow_bytes += size_bytes
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+            return HostRoom(torch.empty(size_bytes, dtype=torch.uint8, device=self.device), None, False)
         self._note_peak()
-        return region
+        room = HostRoom(region, arena, poison=self.test_mode is not None)
+        self._rooms.add(room)
+        return room
 
-    def release_host(self, region: Tensor, gradients: bool = False) -> None:
-        """Give back what `acquire_host` gave. No copy may be under way."""
-        if self.test_mode is not None:
-            region.fill_(POISON)
-        arena = self.gradient_arena if gradients else self.arena
-        if arena.owns(region):
-            arena.release(region)
+    def abandon(self) -> None:
+        """An interrupted step is over: end its copies, and take back all rooms."""
+        self._offload.synchronize()
+        self._prefetch.synchronize()
+        for room in list(self._rooms):
+            room.release()
 
-    def write_host(self, region: Tensor, source: Tensor) -> CopyEvent:
-        """Start copying bytes of the device to a region of the host."""
+    def write_host(self, room: HostRoom, start: int, source: Tensor) -> CopyEvent:
+        """Start copying bytes of the device to a place in a room."""
         self.stats.offloaded_bytes += source.nbytes
-        return self._offload.copy(region, source)
+        event = self._offload.copy(room.memory[start : start + source.nbytes], source)
+        room.last_write = event
+        return event
 
-    def read_host(self, destination: Tensor, region: Tensor) -> CopyEvent:
-        """Start copying bytes of a region of the host to the device."""
-        self.stats.fetched_bytes += region.nbytes
-        return self._prefetch.copy(destination, region)
+    def read_host(self, destination: Tensor, room: HostRoom) -> CopyEvent:
+        """Start copying the first bytes of a room to the device."""
+        self.stats.fetched_bytes += destination.nbytes
+        event = self._prefetch.copy(destination, room.memory[: destination.nbytes], room.last_write)
+        room.last_read = event
+        return event
 
     def reader(self, buffers: int) -> BlockReader:
         """Device buffers through which blocks of the host pass."""

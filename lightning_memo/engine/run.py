@@ -105,7 +105,7 @@ class LayerRun:
         self.x = None if self.unit is None else self.store(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
         self.x_shape = x.shape
-        self.rng_start = engine.rng_state = RngState.capture(x.device, engine.rng_state)
+        self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
         self.slices = tuple(slices)
         self._all_slices = self.slices if sequence is None else sequence.slices
         self.cores: list[Core] = [] if sequence is None else sequence.cores(call.layer)
@@ -188,7 +188,7 @@ class LayerRun:
             if self.streamed:
                 self.cores.append(self.engine.streamed_attention(self.attention_slices))
             else:
-                self.cores.append(AttentionCore(self.engine.backend(q, k, v, spec), self.attention_slices))
+                self.cores.append(AttentionCore(self.engine.attention.backend(q, k, v, spec), self.attention_slices))
         return self.cores[number]
 
     def take_output(self) -> Tensor:

@@ -112,7 +112,7 @@ class _NestedAttention(torch.autograd.Function):
         run, count = slices[0].run, len(slices)
         parts = [qkv[n * count : (n + 1) * count] for n in range(3)]
         q, k, v = (torch.cat(part, 2) for part in parts)
-        backend = run.engine.backend(q, k, v, spec)
+        backend = run.engine.attention.backend(q, k, v, spec)
         result = backend.forward(q, k, v, spec)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
         ctx.lse = slices[0].store("lse", result.lse)

@@ -23,6 +23,7 @@ from lightning_memo.engine.slice_arguments import SliceArguments
 from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
+from lightning_memo.kernels import RngState
 from lightning_memo.kernels.attention import sums_dtype
 from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout
@@ -62,6 +63,8 @@ class SequenceRun:
         self.index = 0
         self.output: SliceOutput | None = None
         self.all_arguments: list[SliceArguments] = []
+        self._rng_state: RngState | None = None
+        self._called: set[nn.Module] = set()
         self._cores: dict[nn.Module, list[StreamedAttention | UlyssesCore]] = {}
 
     @property
@@ -79,10 +82,25 @@ class SequenceRun:
         return self.all_arguments[self.index]
 
     def enter(self, call: LayerCall, memory: SlotMemory) -> None:
-        """A layer is called on the slice that runs."""
+        """A layer is called on the slice that runs.
+
+        Raises:
+            ValueError: It was called before.
+        """
         if len(self.all_arguments) == self.index:
             self.all_arguments.append(SliceArguments(memory))
+            self._called.clear()
+        if call.layer in self._called or self.output is not None:
+            raise ValueError(
+                f'{type(call.layer).__name__} runs twice in a forward, or after the last layer: use schedule="layer"'
+            )
+        self._called.add(call.layer)
         self.arguments.add((call.args, call.kwargs))
+
+    def capture_rng(self, device: torch.device) -> RngState:
+        """The random state; one for all slices and layers where none draws."""
+        self._rng_state = RngState.capture(device, self._rng_state)
+        return self._rng_state
 
     def cores(self, layer: nn.Module) -> list[StreamedAttention | UlyssesCore]:
         """The cores of a layer's attention calls, which all slices share."""
@@ -146,12 +164,14 @@ class _Step:
                 with torch.enable_grad():
                     output = self._forward(**self._cut(part))
                     hidden, token, run = self._end_of_layers(sequence)
+                    _refuse_other_losses(output.loss)
                     own, *gradients = torch.autograd.grad(output.loss, [hidden, *tail], allow_unused=True)
                 self._keep(run, token, own, sequence.arguments)
                 self.output_type = type(output)
                 loss = output.loss.detach() if loss is None else loss + output.loss.detach()
-                for n, gradient in enumerate(gradients):
-                    sums[n] = _add(sums[n], gradient)
+                for n in reversed(range(len(tail))):
+                    sums[n] = _add(sums[n], gradients.pop())
+                del output, hidden, token, run, own  # logits of one slice at a time
         assert loss is not None
         return loss, sums
 
@@ -223,14 +243,37 @@ class _SliceBySlice(torch.autograd.Function):
                 "a second backward through the same graph (retain_graph) is not supported; run the forward again"
             )
         ctx.step.backward(gradient)
-        scaled = (None if s is None else (s * gradient).to(d) for s, d in zip(sums, ctx.dtypes, strict=True))
-        return None, None, *scaled
+        scaled = []
+        for dtype in reversed(ctx.dtypes):
+            total = sums.pop()
+            scaled.append(None if total is None else total.mul_(gradient).to(dtype))
+        return None, None, *reversed(scaled)
 
 
 def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if part is None:
         return total
     return part.to(sums_dtype(part), copy=True) if total is None else total.add_(part)
+
+
+def _refuse_other_losses(loss: Tensor) -> None:
+    """Make sure that a slice's loss depends on its layers by the last one's output alone.
+
+    Raises:
+        ValueError: It does not.
+    """
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in ("_GatherBackward", "_StoreBackward"):
+            raise ValueError(
+                "the model's loss takes more from its layers than the output of the last one, which no slice can "
+                'compute by itself: use schedule="layer"'
+            )
+        waiting.extend(following for following, _ in node.next_functions)
 
 
 def _named_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -248,12 +291,20 @@ def _token_tensor(inputs: dict[str, Any]) -> Tensor:
 
 def _check(model: nn.Module, inputs: dict[str, Any]) -> None:
     name = type(model).__name__
+    cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(f'{name} got keys and values of a prefix: schedule="slice" has no place for them; use "layer"')
+    if embeds is not None and embeds.requires_grad:
+        raise ValueError(
+            f'{name} got inputs_embeds that are trained: schedule="slice" takes input_ids or embeddings without '
+            'gradient; use schedule="layer"'
+        )
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
             f'schedule="slice" computes the loss of each slice by itself, and {name} got no labels: pass labels, or '
             'use schedule="layer"'
         )
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    if inputs.get("output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)):
         raise ValueError(
             f"{name} has an auxiliary loss over the routers of all tokens, which no slice can compute: set "
             'output_router_logits=False, or use schedule="layer"'

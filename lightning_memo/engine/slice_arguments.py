@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memo.engine.copies import CopyEvent
-from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.regions import aligned, flat, is_dense
+from lightning_memo.engine.memory import HostRoom, SlotMemory
+from lightning_memo.engine.regions import aligned, flat, is_dense, span
 from lightning_memo.engine.slices import SavedBytes
 
 
@@ -49,7 +49,7 @@ class SliceArguments:
         self._memory = memory
         self._tensors: list[Tensor] = []
         self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
-        self._host: list[Tensor] = []
+        self._rooms: list[HostRoom] = []
         self._events: list[CopyEvent] = []
 
     def add(self, arguments: Any) -> None:
@@ -74,15 +74,17 @@ class SliceArguments:
         """What stands for a saved tensor that lies in an argument; `None` if it lies in none."""
         storage = t.untyped_storage()._cdata
         for number, argument in enumerate(self._tensors):
-            if argument.untyped_storage()._cdata == storage and argument.dtype == t.dtype:
-                return ParkedView(number, t.shape, t.stride(), t.storage_offset() - argument.storage_offset())
+            start = t.storage_offset() - argument.storage_offset()
+            same = argument.untyped_storage()._cdata == storage and argument.dtype == t.dtype
+            if same and start >= 0 and start + span(t) <= argument.numel():  # arguments may be parts of one tensor
+                return ParkedView(number, t.shape, t.stride(), start)
         return None
 
     def leave(self) -> None:
         """The slice's forward is over: start copying to the host."""
         for t in self._tensors:
-            self._host.append(self._memory.acquire_host(aligned(t.nbytes)))
-            self._events.append(self._memory.write_host(self._host[-1][: t.nbytes], flat(t).view(torch.uint8)))
+            self._rooms.append(self._memory.take_room(aligned(t.nbytes)))
+            self._events.append(self._memory.write_host(self._rooms[-1], 0, flat(t).view(torch.uint8)))
 
     def settle(self) -> None:
         """Wait for copies, and give up the device's tensors."""
@@ -94,9 +96,9 @@ class SliceArguments:
         """Start bringing the tensors back, if they are not there."""
         if self._tensors:
             return
-        for host, (shape, stride, dtype) in zip(self._host, self._layouts, strict=True):
+        for room, (shape, stride, dtype) in zip(self._rooms, self._layouts, strict=True):
             t = torch.empty_strided(shape, stride, dtype=dtype, device=self._memory.device)
-            self._events.append(self._memory.read_host(flat(t).view(torch.uint8), host[: t.nbytes]))
+            self._events.append(self._memory.read_host(flat(t).view(torch.uint8), room))
             self._tensors.append(t)
 
     def restore(self, arguments: Any) -> Any:
@@ -117,5 +119,5 @@ class SliceArguments:
     def release(self) -> None:
         """The slice's backward is over."""
         self.settle()
-        while self._host:
-            self._memory.release_host(self._host.pop())
+        while self._rooms:
+            self._rooms.pop().release()

@@ -80,9 +80,9 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
     profile = engine.profile
     assert profile is not None and profile.complete
     slices = slice_tokens_by_alpha(profile.tokens, alpha, slice_tokens)
-    size = max(slot_bytes(call.saved, profile.tokens, slices, engine.schedule) for call in profile.in_order())
+    size = max(slot_bytes(call.saved, profile.tokens, slices, engine.kinds.schedule) for call in profile.in_order())
     plan = SwapPlan(
-        mode="memo", alpha=alpha, schedule=engine.schedule, slice_tokens=slice_tokens, calls=len(engine.layers),
+        mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=slice_tokens, calls=len(engine.layers),
         slot_bytes=size,
     )  # fmt: skip
     engine.load(plan, profile.batch * profile.tokens)
@@ -115,7 +115,7 @@ def test_full_precision_nests_its_slices(device):
     with attached(model, device, TestMode()) as engine:
         gradients(model, batch)
         load(engine, 0.5)
-        assert engine.schedule == "nest"
+        assert engine.kinds.schedule == "nest"
         assert distance(gradients(model, batch), plain) <= 1e-5
 
 
