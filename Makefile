@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 
 # One thread per worker: the tests compare numbers bit by bit and share the cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tests
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
