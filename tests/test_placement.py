@@ -445,7 +445,7 @@ def test_what_was_in_the_way_gains_weight():
 # ---- HiGHS
 
 
-def improve(problem, offset=None, seconds=120.0):
+def improve(problem, offset=None, seconds=20.0):
     """What HiGHS makes of buffers that lie one after the other: offsets or None, and the bound."""
     stacked = np.concatenate([[0], np.cumsum(problem.size)[:-1]])
     return mip.improve(problem, stacked if offset is None else offset, int(problem.load.max()), seconds)
