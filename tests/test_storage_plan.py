@@ -12,7 +12,10 @@ from lightning_memo.plan import Budget, Fingerprint, LayerCosts
 from lightning_memo.planner import HostMemoryError, plan_swap
 from lightning_memo.planner.sensitivity import explain
 from lightning_memo.planner.simulate import Fault, ScheduleError, simulate
-from lightning_memo.planner.storage import (
+from lightning_memo.planner.storage_needs import needs_of
+from lightning_memo.planner.storage_program import SINGLE_ALPHA, solve_storage
+from lightning_memo.planner.storage_search import StorageError, plan_storage
+from lightning_memo.storage_costs import (
     ALL,
     ATTENTION,
     INPUT,
@@ -23,10 +26,7 @@ from lightning_memo.planner.storage import (
     StorageBudget,
     StorageCosts,
 )
-from lightning_memo.planner.storage_needs import needs_of
-from lightning_memo.planner.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
-from lightning_memo.planner.storage_program import SINGLE_ALPHA, solve_storage
-from lightning_memo.planner.storage_search import StorageError, plan_storage
+from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 
 GIB = 2**30
 FINGERPRINT = Fingerprint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from lightning_memo.planner.storage_plan import Resource, StoragePlan
+from lightning_memo.storage_plan import Resource, StoragePlan
 
 _UNITS: Final[dict[Literal["GiB", "GB/s"], float]] = {"GiB": 2.0**30, "GB/s": 1e9}
 # A resource binds if a little more of it, in proportion, shortens the step by more than this share of that.

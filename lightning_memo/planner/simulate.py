@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NoReturn
 
-from lightning_memo.planner.storage import CallCosts, StorageBudget, StorageCosts
-from lightning_memo.planner.storage_plan import CallPlan, StoragePlan, StoredRange
+from lightning_memo.storage_costs import CallCosts, StorageBudget, StorageCosts
+from lightning_memo.storage_plan import CallPlan, StoragePlan, StoredRange
 
 Stream = Literal["compute", "offload", "prefetch", "spill"]
 Phase = Literal["forward", "backward"]

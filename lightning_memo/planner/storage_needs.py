@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_memo.planner.storage import ALL, ATTENTION, PLACES, CallCosts, Place, StorageBudget, StorageCosts
-from lightning_memo.planner.storage_plan import CallPlan, StorageNeeds
+from lightning_memo.storage_costs import ALL, ATTENTION, PLACES, CallCosts, Place, StorageBudget, StorageCosts
+from lightning_memo.storage_plan import CallPlan, StorageNeeds
 
 
 def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> StorageNeeds:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
-from lightning_memo.planner.storage import (
+from lightning_memo.storage_costs import (
     ALL,
     ATTENTION,
     INPUT,
@@ -17,7 +17,7 @@ from lightning_memo.planner.storage import (
     StorageBudget,
     StorageCosts,
 )
-from lightning_memo.planner.storage_plan import Price, Resource
+from lightning_memo.storage_plan import Price, Resource
 
 Shares = Mapping[tuple[str, Place], float]
 """Share of the tokens of a kind that have a place."""

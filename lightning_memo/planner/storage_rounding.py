@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.planner.storage import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place
-from lightning_memo.planner.storage_plan import CallPlan, StoredRange
 from lightning_memo.planner.storage_program import Shares, StorageSolution
+from lightning_memo.storage_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place
+from lightning_memo.storage_plan import CallPlan, StoredRange
 
 # A tile is stored if at most this part of it is missing: rounding up, to the nearest, and down. Rounding down lets a
 # little go, as the program meets whole tiles within its tolerance only.

@@ -9,11 +9,11 @@ from typing import Final
 
 from lightning_memo.config import format_bytes
 from lightning_memo.planner.simulate import simulate
-from lightning_memo.planner.storage import PLACES, StorageBudget, StorageCosts
 from lightning_memo.planner.storage_needs import needs_of, total
-from lightning_memo.planner.storage_plan import CallPlan, StorageNeeds, StoragePlan
 from lightning_memo.planner.storage_program import SINGLE_ALPHA, StorageSolution, required_kinds, solve_storage
 from lightning_memo.planner.storage_rounding import roundings
+from lightning_memo.storage_costs import PLACES, StorageBudget, StorageCosts
+from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan
 
 _FEWEST_TILES: Final = 16
 _SAME: Final = 1e-9

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, Literal
 
-from lightning_memo.plan import Budget, _check_range
+from lightning_memo.costs import Budget
+from lightning_memo.documents import check_range
 
 Place = Literal["keep", "swap", "spill"]
 """On the device, in host memory, or on NVMe."""
@@ -44,7 +45,7 @@ class Product:
     """Computing it again."""
 
     def __post_init__(self) -> None:
-        _check_range(self, {})
+        check_range(self, {})
         if self.name in (INPUT, ATTENTION, ALL):
             raise ValueError(f'a product is named "{self.name}", which is the name of another kind: give another name')
 
@@ -78,7 +79,7 @@ class CallCosts:
     causal, where all tokens cost the same."""
 
     def __post_init__(self) -> None:
-        _check_range(self, {"window_tokens": 1})
+        check_range(self, {"window_tokens": 1})
         names = [product.name for product in self.products]
         if len(set(names)) < len(names):
             raise ValueError(f"products must have different names, but they are: {', '.join(names)}")
@@ -138,7 +139,7 @@ class StorageCosts:
     """Highest peak above fixed bytes and what is stored."""
 
     def __post_init__(self) -> None:
-        _check_range(self, {"tokens": 1})
+        check_range(self, {"tokens": 1})
         if set(self.call_classes) != set(range(len(self.classes))) or not self.classes:
             raise ValueError(
                 f"call_classes must name each of the {len(self.classes)} classes of layer calls, no others"
@@ -208,7 +209,7 @@ class NvmeTier:
     read_bytes_per_second: float
 
     def __post_init__(self) -> None:
-        _check_range(self, {})
+        check_range(self, {})
         for name in ("write_bytes_per_second", "read_bytes_per_second"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")

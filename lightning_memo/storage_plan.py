@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_memo.plan import _check_range
-from lightning_memo.planner.storage import PLACES, Place, StorageBudget
+from lightning_memo.documents import check_range
+from lightning_memo.storage_costs import PLACES, Place, StorageBudget
 
 Resource = Literal[
     "device memory",
@@ -75,7 +75,7 @@ class StorageNeeds:
     nvme_bytes: int
 
     def __post_init__(self) -> None:
-        _check_range(self, {})
+        check_range(self, {})
 
     def fits(self, budget: StorageBudget) -> bool:
         """Whether every memory holds what is needed of it."""
@@ -102,4 +102,4 @@ class StoragePlan:
     prices: tuple[Price, ...]
 
     def __post_init__(self) -> None:
-        _check_range(self, {})
+        check_range(self, {})
