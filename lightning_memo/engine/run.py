@@ -131,6 +131,28 @@ class LayerRun:
         return len(self.slices) == 1
 
     @property
+    def needs_mode(self) -> bool:
+        """Whether torch functions are to be caught: for dropout in slices, and for attention imported by name.
+
+        Layers of transformers call attention through its interface; for one slice of them nothing is to be caught.
+        """
+        # FSDP2 and tensor parallelism give a layer a class of their own, made from its own.
+        kinds = type(self.call.layer).__mro__
+        return not self.whole or not any(kind.__module__.startswith("transformers.") for kind in kinds)
+
+    def check_sliceable(self, spec: AttentionSpec) -> None:
+        """Refuse attention that needs tokens a slice has not got.
+
+        Raises:
+            ValueError: The attention changed since the layer was looked at.
+        """
+        if not self.whole and not spec.sliceable:
+            raise ValueError(
+                f"{type(self.call.layer).__name__} was cut into {len(self.slices)} slices, but its attention is now "
+                "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha=0"
+            )
+
+    @property
     def in_backward(self) -> bool:
         """Whether the backward has begun, and not ended."""
         return self._started and not self._ended

@@ -67,7 +67,7 @@ class SliceRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(handling(handler))
-            if self.run.engine.needs_mode(self.run):
+            if self.run.needs_mode:
                 stack.enter_context(self.run.call.mode(self.range))
             yield
 
@@ -115,7 +115,7 @@ class SliceRun:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Answer an attention call of the layer's forward in the schedule "layer"."""
-        self.run.engine.check_sliceable(self.run, spec)
+        self.run.check_sliceable(spec)
         out: Tensor = _SliceAttention.apply(self, spec, q, k, v)
         self.rng_after_attention.append(RngState.capture(q.device, self.run.rng_start))
         return out
@@ -212,7 +212,7 @@ class SliceRun:
             stack.enter_context(run.autocast())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
             stack.enter_context(handling(self._replay_attention))
-            if run.engine.needs_mode(run):
+            if run.needs_mode:
                 stack.enter_context(run.call.mode(self.range))
             run.restored_call().run(x, self.range)
         run.mark("recompute_end")
