@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.documents import check_range, read_json
 from lightning_memo.files import replacing
+from lightning_memo.storage_costs import StorageCosts
+from lightning_memo.storage_plan import StoragePlan
 
 __all__ = [
     "Budget",
@@ -24,6 +26,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "StepPlacement",
+    "StoredBytes",
     "StreamedBytes",
     "SwapPlan",
 ]
@@ -86,6 +89,16 @@ class SwapPlan:
     staging_bytes: int = 0
     """Device bytes of the buffers through which keys and values pass."""
 
+    storage: StoragePlan | None = None
+    """What is stored kind by kind, and where; None: alpha says it. Alpha is then the fraction of the tokens of which
+    everything is swapped."""
+
+    stored_host_bytes: int = 0
+    """Host bytes of all layer calls, alignment included, where that is said kind by kind."""
+
+    kept_bytes: int = 0
+    """Device bytes that all layer calls keep beside the rounding buffers, where that is said kind by kind."""
+
     def __post_init__(self) -> None:
         check_range(self, {"calls": 1, "slice_tokens": 1})
         if self.alpha > 1.0:
@@ -97,6 +110,11 @@ class SwapPlan:
         return self.host_backed != "none"
 
     @property
+    def executed(self) -> SwapPlan:
+        """What is done, without what was measured and expected."""
+        return self if self.storage is None else replace(self, storage=self.storage.executed)
+
+    @property
     def swapped_calls(self) -> int:
         """Layer calls whose activations leave the device: all but the last two (MEMO, section 4.2), if not streamed."""
         if self.mode == "plain":
@@ -106,6 +124,8 @@ class SwapPlan:
     @property
     def host_bytes(self) -> int:
         """Host bytes that hold the swapped activations of all layer calls."""
+        if self.storage is not None:
+            return self.stored_host_bytes
         return self.streamed_host_bytes if self.streamed else self.swapped_calls * self.slot_bytes
 
     @property
@@ -129,6 +149,20 @@ class StreamedBytes:
 
     staging: int
     """Of the device buffers through which keys and values pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredBytes:
+    """Memory of a plan that says kind by kind what is stored."""
+
+    slot: int
+    """Of a rounding buffer: the most that a layer call swaps, alignment included."""
+
+    host: int
+    """Of all layer calls."""
+
+    kept: int
+    """On the device, of all layer calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +248,9 @@ class Plan:
     placement: StepPlacement | None = None
     """None: buffers lie where PyTorch's allocator puts them."""
 
+    storage_costs: StorageCosts | None = None
+    """What a plan was made from that says kind by kind what is stored."""
+
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -237,7 +274,7 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
-        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes
+        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes + self.swap.kept_bytes
         return self.costs.fixed_device_bytes + self.costs.transient_device_bytes + kept
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_memo.documents import check_range
@@ -88,6 +88,12 @@ class StorageNeeds:
 class StoragePlan:
     """What every layer call stores and where, and what that costs."""
 
+    tokens: int
+    """Of a layer call."""
+
+    call_classes: tuple[int, ...]
+    """For each layer call, in the order of execution, its place in `calls`."""
+
     calls: tuple[CallPlan, ...]
     """One for each class of layer calls."""
 
@@ -102,4 +108,15 @@ class StoragePlan:
     prices: tuple[Price, ...]
 
     def __post_init__(self) -> None:
-        check_range(self, {})
+        check_range(self, {"tokens": 1})
+
+    @property
+    def executed(self) -> StoragePlan:
+        """What is done, without what was measured and expected."""
+        nothing = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+        return replace(self, needs=nothing, bound_seconds=0.0, alpha_seconds=None, prices=())
+
+    def share(self, kind: str, *places: Place) -> float:
+        """Fraction of the tokens of a kind that have one of some places (without places, any), over all layer calls."""
+        stored = sum(self.calls[number].tokens(kind, *places) for number in self.call_classes)
+        return stored / (self.tokens * len(self.call_classes))

@@ -273,7 +273,9 @@ def ranges_of(*rows):
 def plan_of(*calls):
     """A plan for the simulator, which looks at nothing else."""
     none = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
-    return StoragePlan(calls=calls, needs=none, bound_seconds=0.0, alpha_seconds=None, prices=())
+    return StoragePlan(
+        tokens=1000, call_classes=(0,), calls=calls, needs=none, bound_seconds=0.0, alpha_seconds=None, prices=()
+    )
 
 
 AMPLE = StorageBudget(

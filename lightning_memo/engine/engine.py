@@ -34,6 +34,7 @@ from lightning_memo.engine.slices import (
     TokenRange,
     slice_tokens_by_alpha,
 )
+from lightning_memo.engine.stored_slices import stored_slices, why_not_stored
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.streamed_sizes import streamed_sizes
 from lightning_memo.engine.unit import Unit
@@ -67,6 +68,7 @@ class Engine:
         slice_tokens: Longest slice in a profiled step of which no more may be on the device; `None`: no limit.
         host_backed: What lives on the host in a profiled step: see :class:`~lightning_memo.plan.SwapPlan`; "auto" is
             "attention" where `slice_tokens` are given and the layers can run slice after slice.
+        by_kind: Whether plans say kind by kind what is stored; matrix products are profiled then.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         shards: int = 1,
         slice_tokens: int | None = None,
         host_backed: HostBacked | Literal["auto"] = "none",
+        by_kind: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.device = device
@@ -92,7 +95,7 @@ class Engine:
         self._model = model
         self._context, self._shards = context, shards
         self._divided = context is not None or shards > 1
-        self.wishes = Wishes(schedule, slice_tokens, host_backed, self._divided)
+        self.wishes = Wishes(schedule, slice_tokens, host_backed, self._divided, by_kind)
         self.attention = AttentionKernels(attention, context, self.slices_outside)
         self.kinds = LayerKinds(self.attention.backend, self.wishes)
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
@@ -142,6 +145,10 @@ class Engine:
         """Why layers cannot run by a plan, which was made for other settings; empty if they can."""
         if "slice" in (swap.schedule, self.wishes.schedule) and swap.schedule != self.wishes.schedule:
             return f'it was made for schedule="{swap.schedule}"'
+        if swap.mode == "memo" and (swap.storage is not None) != self.wishes.by_kind:
+            return f'it was made for storage="{"alpha" if self.wishes.by_kind else "kinds"}"'
+        if swap.storage is not None and (why := why_not_stored(swap.storage)):
+            return why
         if self._context is not None and swap.streamed != self.slices_outside:
             return f'it was made for host_backed="{swap.host_backed}"'
         return ""
@@ -165,8 +172,8 @@ class Engine:
 
     def _allocate(self, swap: SwapPlan, pinned: bool = True) -> None:
         self.memory = SlotMemory(
-            swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode, whole_slots=not swap.streamed,
-            gradient_bytes=swap.gradient_host_bytes,
+            swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode,
+            whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
@@ -244,9 +251,11 @@ class Engine:
     def _run_slices(self, call: LayerCall, x: Tensor, index: int) -> Any:
         self.mark(index, "forward_begin", index)
         traits = self.kinds.of(call, x)
-        slices = self.slices_for(traits, call.tokens)
-        check_bounds(slices)
+        self.wishes.check(traits, type(call.layer).__name__, call.tokens)
         assert self.swap is not None
+        storage = self.swap.storage
+        slices = self.slices_for(traits, call.tokens) if storage is None else stored_slices(storage, index, call.tokens)
+        check_bounds(slices)
         swap = self.swap.streamed or index < self.swap.calls - RESIDENT_CALLS
         run = LayerRun(self, call, x, index, slices, self.memory, swap, self.swap.streamed)
         self.begin(run)
@@ -288,7 +297,7 @@ class Engine:
         if self.profiles(batch, tokens):
             longest = self.wishes.slice_tokens if self.wishes.may_stream else None
             return tuple(part.stop for part in self.cut(tokens, 0.0, longest)) if longest else ()
-        if self.swap is None or self.swap.mode == "plain":
+        if self.swap is None or self.swap.mode == "plain" or self.swap.storage is not None:
             return ()
         traits = next((traits for traits in self.kinds if traits.why_whole), self.kinds.agreed)
         return tuple(part.stop for part in self.slices_for(traits, tokens))
@@ -313,7 +322,9 @@ class Engine:
         self._planned_short = self.wishes.may_stream and call.tokens <= (self.wishes.slice_tokens or 0) and not sliced
         self.swap, self._planned_tokens = bootstrap, call.batch * slices[-1].stop
         self._allocate(bootstrap, pinned=False)
-        self.profile = StepProfile(self.device, call.batch, slices[-1].stop, slices[0].tokens)
+        self.profile = StepProfile(
+            self.device, call.batch, slices[-1].stop, slices[0].tokens, with_products=self.wishes.by_kind
+        )
         self.profile.setup_seconds = time.perf_counter() - started
 
     def streamed_bytes(

@@ -7,7 +7,9 @@ from typing import Final, Literal
 
 from lightning_memo.storage_plan import Resource, StoragePlan
 
-_UNITS: Final[dict[Literal["GiB", "GB/s"], float]] = {"GiB": 2.0**30, "GB/s": 1e9}
+Unit = Literal["GiB", "MiB", "GB/s", "MB/s"]
+
+_UNITS: Final[dict[Unit, float]] = {"GiB": 2.0**30, "MiB": 2.0**20, "GB/s": 1e9, "MB/s": 1e6}
 # A resource binds if a little more of it, in proportion, shortens the step by more than this share of that.
 _LEAST_ELASTICITY: Final = 1e-6
 
@@ -17,7 +19,9 @@ class Explanation:
     """A row of the table that explains a plan."""
 
     resource: Resource
-    unit: Literal["GiB", "GB/s"]
+    unit: Unit
+    """The smaller one where there is less than one of the larger."""
+
     limit: float
     """How much there is, in units."""
 
@@ -53,7 +57,8 @@ def _explain(plan: StoragePlan, resource: Resource, limit: float, seconds: float
         "host memory": plan.needs.host_bytes,
         "NVMe space": plan.needs.nvme_bytes,
     }
-    unit: Literal["GiB", "GB/s"] = "GiB" if resource in used else "GB/s"
+    units: tuple[Unit, Unit] = ("GiB", "MiB") if resource in used else ("GB/s", "MB/s")
+    unit = units[0] if limit >= _UNITS[units[0]] else units[1]
     size = _UNITS[unit]
     gain = seconds * size
     return Explanation(

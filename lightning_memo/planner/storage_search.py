@@ -60,7 +60,13 @@ def plan_storage(
         found = _in_little_room(costs, budget, ideal, tile_tokens, may_drop_attention)
     calls, needs = found
     plan = StoragePlan(
-        calls=calls, needs=needs, bound_seconds=ideal.seconds, alpha_seconds=alpha_seconds, prices=simple.prices
+        tokens=costs.tokens,
+        call_classes=costs.call_classes,
+        calls=calls,
+        needs=needs,
+        bound_seconds=ideal.seconds,
+        alpha_seconds=alpha_seconds,
+        prices=simple.prices,
     )
     simulate(costs, plan, budget)
     return plan
