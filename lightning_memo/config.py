@@ -21,6 +21,7 @@ _SIZE: Final = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*"
 METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
 SCHEDULES: Final = ("auto", "layer", "nest", "slice")
+STORAGES: Final = ("alpha", "kinds")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
 
 
@@ -61,6 +62,15 @@ def format_bytes(size_bytes: float) -> str:
         size_bytes /= 1024
         power += 1
     return f"{size_bytes:.1f} {_UNITS[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people ("1.25 s", "12.5 ms").
+
+    Args:
+        seconds: the duration.
+    """
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +132,10 @@ class MemoConfig:
     """What lives on the host beside swapped activations: "none", "attention" (keys and values: attention gets those of
     earlier slices in blocks), or "all" (their gradients too); "auto": "attention" with `slice_tokens`, else "none"."""
 
+    storage: str = "alpha"
+    """What says which activations are swapped: "alpha", one fraction of the tokens (MEMO), or "kinds": a linear program
+    over kinds of tensors, which stores single matrix products, keeps some on the device, or drops attention outputs."""
+
     loss_chunk_tokens: int | str | None = "auto"
     """Tokens whose logits exist at once; "auto": as many as fit a fixed number of bytes; None: all of them."""
 
@@ -145,6 +159,9 @@ class MemoConfig:
         if self.schedule == "slice":
             self._check_slice_schedule()
         _check_alpha(self.alpha)
+        _check_choice("storage", self.storage, STORAGES)
+        if self.storage == "kinds":
+            self._check_kinds()
         _check_tokens("slice_tokens", self.slice_tokens)
         if self.loss_chunk_tokens is not None:
             _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
@@ -192,6 +209,25 @@ class MemoConfig:
             raise ValueError(
                 f'schedule="slice" contradicts host_backed="{self.host_backed}": all but a slice is on the host; leave '
                 'it "auto"'
+            )
+
+    def _check_kinds(self) -> None:
+        allowed = {
+            "alpha": "auto",
+            "slice_tokens": "auto",
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+        }
+        for name, value in allowed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}={value!r}: set '
+                    'that, or storage="alpha"'
+                )
+        if self.schedule not in ("auto", "layer"):
+            raise ValueError(
+                f'schedule="{self.schedule}" contradicts storage="kinds", which runs slices layer by layer: leave it '
+                '"auto", or set storage="alpha"'
             )
 
     @property

@@ -1,25 +1,37 @@
 """The documents that travel from profiling to planning to execution.
 
-They are plain data, saved as JSON with a version. A file may come from anywhere, so loading checks the type and the
-value of every field and runs nothing from it. Pure: imports neither torch nor Lightning.
+They are plain data, saved as JSON with a version. Pure: imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import types
-import typing
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Final, Literal
 
+from lightning_memo.costs import Budget, LayerCosts
+from lightning_memo.documents import check_range, read_json
 from lightning_memo.files import replacing
+from lightning_memo.storage_costs import StorageCosts
+from lightning_memo.storage_plan import StoragePlan
+
+__all__ = [
+    "Budget",
+    "Fingerprint",
+    "HostBacked",
+    "LayerCosts",
+    "PhasePlacement",
+    "Plan",
+    "Schedule",
+    "StepPlacement",
+    "StoredBytes",
+    "StreamedBytes",
+    "SwapPlan",
+]
 
 VERSION: Final = 1
-_LONGEST_TEXT: Final = 2000
-_Document = TypeVar("_Document")
 HostBacked = Literal["none", "attention", "all"]
 Schedule = Literal["layer", "nest", "slice"]
 
@@ -37,91 +49,7 @@ class Fingerprint:
     parallel: str
 
     def __post_init__(self) -> None:
-        _check_range(self, {"batch": 1, "tokens": 1})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCosts:
-    """What the layers of one step cost: tuples have one entry per layer call, in the order of execution.
-
-    The byte fields are the S_input, S_attn and S_others of MEMO, section 4.2, for all tokens of the batch.
-
-    Raises:
-        ValueError: tuples of different lengths, no layer call, a negative entry, or a bandwidth that is not positive.
-    """
-
-    batch: int
-    tokens: int
-    input_bytes: tuple[int, ...]
-    """S_input: the layer's input."""
-
-    attention_bytes: tuple[int, ...]
-    """S_attn: the attention output and its log-sum-exp."""
-
-    other_bytes: tuple[int, ...]
-    """S_others: every other skeletal activation."""
-
-    forward_seconds: tuple[float, ...]
-    backward_seconds: tuple[float, ...]
-    """Backward without recomputation."""
-
-    recompute_seconds: tuple[float, ...]
-    """Recomputing all tokens, attention excluded."""
-
-    outside_seconds: float
-    """The step outside the layers: embedding, head, loss, optimizer."""
-
-    offload_bytes_per_second: float
-    """Device to host, measured with both directions busy."""
-
-    prefetch_bytes_per_second: float
-    """Host to device, measured with both directions busy."""
-
-    fixed_device_bytes: int
-    """On the device whatever the plan: parameters, gradients, optimizer state."""
-
-    transient_device_bytes: int
-    """Highest peak seen above fixed bytes and skeletal activations."""
-
-    def __post_init__(self) -> None:
-        _check_range(self, {"batch": 1, "tokens": 1})
-        lengths = {name: len(value) for name, value in _items(self) if isinstance(value, tuple)}
-        if len(set(lengths.values())) != 1 or not self.input_bytes:
-            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise ValueError(f"layer calls must be at least 1 and agree in number, but there are: {listed}")
-        for name in ("offload_bytes_per_second", "prefetch_bytes_per_second"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")
-
-    @property
-    def calls(self) -> int:
-        """Number of layer calls in a step."""
-        return len(self.input_bytes)
-
-    @property
-    def skeletal_bytes(self) -> int:
-        """Bytes that plain training keeps on the device for the backward of all layers."""
-        return sum(self.input_bytes) + sum(self.attention_bytes) + sum(self.other_bytes)
-
-    def swapped_bytes(self, call: int, alpha: float) -> int:
-        """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.
-
-        Args:
-            call: index of the layer call.
-            alpha: fraction of the tokens whose other skeletal activations are swapped.
-        """
-        return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.other_bytes[call])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
-    """What one process may use: all its device bytes, and host bytes for swapped activations."""
-
-    device_bytes: int
-    host_bytes: int
-
-    def __post_init__(self) -> None:
-        _check_range(self, {})
+        check_range(self, {"batch": 1, "tokens": 1})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +89,18 @@ class SwapPlan:
     staging_bytes: int = 0
     """Device bytes of the buffers through which keys and values pass."""
 
+    storage: StoragePlan | None = None
+    """What is stored kind by kind, and where; None: alpha says it. Alpha is then the fraction of the tokens of which
+    everything is swapped."""
+
+    stored_host_bytes: int = 0
+    """Host bytes of all layer calls, alignment included, where that is said kind by kind."""
+
+    kept_bytes: int = 0
+    """Device bytes that all layer calls keep beside the rounding buffers, where that is said kind by kind."""
+
     def __post_init__(self) -> None:
-        _check_range(self, {"calls": 1, "slice_tokens": 1})
+        check_range(self, {"calls": 1, "slice_tokens": 1})
         if self.alpha > 1.0:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
 
@@ -170,6 +108,11 @@ class SwapPlan:
     def streamed(self) -> bool:
         """Whether slices swap for themselves, and earlier keys and values come from the host."""
         return self.host_backed != "none"
+
+    @property
+    def executed(self) -> SwapPlan:
+        """What is done, without what was measured and expected."""
+        return self if self.storage is None else replace(self, storage=self.storage.executed)
 
     @property
     def swapped_calls(self) -> int:
@@ -181,6 +124,8 @@ class SwapPlan:
     @property
     def host_bytes(self) -> int:
         """Host bytes that hold the swapped activations of all layer calls."""
+        if self.storage is not None:
+            return self.stored_host_bytes
         return self.streamed_host_bytes if self.streamed else self.swapped_calls * self.slot_bytes
 
     @property
@@ -204,6 +149,20 @@ class StreamedBytes:
 
     staging: int
     """Of the device buffers through which keys and values pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredBytes:
+    """Memory of a plan that says kind by kind what is stored."""
+
+    slot: int
+    """Of a rounding buffer: the most that a layer call swaps, alignment included."""
+
+    host: int
+    """Of all layer calls."""
+
+    kept: int
+    """On the device, of all layer calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,7 +215,7 @@ class StepPlacement:
     """How long that took."""
 
     def __post_init__(self) -> None:
-        _check_range(self, {"threads": 1})
+        check_range(self, {"threads": 1})
         if not min(self.peak_bytes, self.requests) <= self.lower_bound_bytes <= self.peak_bytes:
             raise ValueError(
                 f"lower_bound_bytes={self.lower_bound_bytes} must be from 1 to peak_bytes={self.peak_bytes}"
@@ -289,10 +248,13 @@ class Plan:
     placement: StepPlacement | None = None
     """None: buffers lie where PyTorch's allocator puts them."""
 
+    storage_costs: StorageCosts | None = None
+    """What a plan was made from that says kind by kind what is stored."""
+
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        _check_range(self, {})
+        check_range(self, {})
         if self.version != VERSION:
             raise ValueError(f"version={self.version} is not readable: this lightning_memo reads version {VERSION}")
 
@@ -307,17 +269,12 @@ class Plan:
         Raises:
             ValueError: the text is not a plan of this version; one line names the field.
         """
-        try:
-            content = json.loads(text, parse_constant=_refuse_constant)
-            _check_version(content)
-            return _decode_document(cls, content, "")
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        return read_json(cls, text, VERSION)
 
     @property
     def device_bytes(self) -> int:
         """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
-        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes
+        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes + self.swap.kept_bytes
         return self.costs.fixed_device_bytes + self.costs.transient_device_bytes + kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -346,73 +303,3 @@ class Plan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: not a plan: {error}; delete it and let a run make it again") from None
-
-
-def _items(document: Any) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(document, field.name)) for field in fields(document)]
-
-
-def _check_range(document: Any, least: dict[str, int]) -> None:
-    """Refuse numbers below their least value (0 where `least` names none), NaN and infinity."""
-    for name, value in _items(document):
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)) and not least.get(name, 0) <= number < math.inf:
-                raise ValueError(f"{name}={number!r} must be finite and at least {least.get(name, 0)}")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number that a plan may hold")
-
-
-def _check_version(content: Any) -> None:
-    """Look at the version before the fields: another version may have other fields."""
-    version = content.get("version") if isinstance(content, dict) else None
-    if version != VERSION or isinstance(version, bool):
-        raise ValueError(f"version is {_brief(version)}, and this lightning_memo reads version {VERSION}")
-
-
-def _brief(value: Any) -> str:
-    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
-
-
-def _decode_document(kind: type[_Document], content: Any, where: str) -> _Document:
-    if not isinstance(content, dict):
-        raise ValueError(f"{where or 'the file'} is {_brief(content)}, expected an object")
-    prefix = f"{where}." if where else ""
-    hints = typing.get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.default is MISSING}  # type: ignore[arg-type]
-    for name in sorted(required - content.keys()):
-        raise ValueError(f"{prefix}{name} is missing")
-    for name in content.keys() - hints.keys():
-        raise ValueError(f"{prefix}{_brief(name)} is not a field of a plan")
-    values = {name: _decode(hints[name], value, prefix + name) for name, value in content.items()}
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from None
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Turn a JSON value into what a field's annotation asks for, or refuse it."""
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
-        return _decode_document(kind, value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_decode(options[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is types.UnionType:
-        return None if value is None else _decode(options[0], value, where)
-    if origin is Literal and isinstance(value, str) and value in options:
-        return value
-    if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63:
-        return kind(value)
-    # Text ends up on terminals, where control characters could act.
-    if kind is str and isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_TEXT:
-        return value
-    raise ValueError(f"{where} is {_brief(value)}, expected {_expected(kind)}")
-
-
-def _expected(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(f'"{option}"' for option in typing.get_args(kind))
-    names = {int: "an integer", float: "a number", str: "printable text"}
-    return names.get(kind, "a list")

@@ -43,7 +43,7 @@ class PlanCache:
             self.warn(f"a cached plan is ignored, and memory is planned anew: {error}")
             return None
         placement = found.placement
-        same = found.fingerprint == plan.fingerprint and found.swap == plan.swap
+        same = found.fingerprint == plan.fingerprint and found.swap.executed == plan.swap.executed
         if not same or placement is None or placement.threads != self.threads or not _made_from(placement, trace):
             self.warn(f"a cached plan is ignored, and memory is planned anew: {path} was made for another run")
             return None
@@ -59,7 +59,7 @@ class PlanCache:
             self.warn(f"the plan can't be kept for later runs: {error}")
 
     def _path(self, plan: Plan) -> Path:
-        key = [asdict(plan.fingerprint), asdict(plan.swap), self.threads, self.optimizers]
+        key = [asdict(plan.fingerprint), asdict(plan.swap.executed), self.threads, self.optimizers]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:24]}.json"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,8 +10,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.config import format_bytes
+from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.plan import Plan
+from lightning_memo.report_storage import call_bytes, kinds_table, resources_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,18 @@ class Measurement:
     peak_device_bytes: int
     host_bytes: int
     tokens_per_second: float
+
+
+def plan_tables(plan: Plan) -> list[Table]:
+    """All tables of a plan: `plan_table`, and where it says so kind by kind what is stored and what binds.
+
+    Args:
+        plan: any plan.
+    """
+    storage, costs = plan.swap.storage, plan.storage_costs
+    if storage is None or costs is None:
+        return [plan_table(plan)]
+    return [plan_table(plan), kinds_table(storage, costs), resources_table(storage)]
 
 
 def plan_table(plan: Plan) -> Table:
@@ -51,13 +64,20 @@ def _title(plan: Plan) -> Text:
     return Text(f"{fingerprint.model}, batch {fingerprint.batch} x {fingerprint.tokens:,} tokens")
 
 
-def _call_bytes(plan: Plan) -> Iterable[tuple[int, int, int]]:
+def _call_bytes(plan: Plan) -> Iterator[tuple[int, int, int]]:
     """Bytes that each layer call swaps, recomputes and keeps on the device between its forward and its backward."""
-    costs, swap = plan.costs, plan.swap
-    for call in range(costs.calls):
-        stored = costs.swapped_bytes(call, 1.0 if swap.mode == "plain" else swap.alpha)
-        recomputed = costs.swapped_bytes(call, 1.0) - stored
-        yield (stored, recomputed, 0) if call < swap.swapped_calls else (0, recomputed, stored)
+    for call in range(plan.costs.calls):
+        moved, again, kept = _moved_again_kept(plan, call)
+        yield (moved, again, kept) if call < plan.swap.swapped_calls else (0, again, moved + kept)
+
+
+def _moved_again_kept(plan: Plan, call: int) -> tuple[int, int, int]:
+    costs, swap, storage = plan.costs, plan.swap, plan.swap.storage
+    if storage is not None and plan.storage_costs is not None:
+        number = storage.call_classes[call]
+        return call_bytes(plan.storage_costs.classes[number], storage.calls[number], storage.tokens)
+    moved = costs.swapped_bytes(call, 1.0 if swap.mode == "plain" else swap.alpha)
+    return moved, costs.swapped_bytes(call, 1.0) - moved, 0
 
 
 def _cells(sizes: Iterable[int]) -> list[str]:
@@ -68,13 +88,14 @@ def _summary(plan: Plan) -> list[str]:
     swap, budget = plan.swap, plan.budget
     slices = "" if swap.slice_tokens is None else f", slices of at most {swap.slice_tokens:,} tokens"
     backing = {"none": "", "attention": ", keys and values on the host", "all": ", all but a slice on the host"}
-    how = f"alpha={swap.alpha:.4g}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
+    what = f"alpha={swap.alpha:.4g}" if swap.storage is None else "kind by kind"
+    how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
         f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
         f"{format_bytes(plan.costs.fixed_device_bytes)} model state",
-        f"step    {_seconds(plan.step_seconds)} expected, from a cold first step",
+        f"step    {format_seconds(plan.step_seconds)} expected, from a cold first step",
         plan.reason,
     ]
 
@@ -93,7 +114,7 @@ def comparison_table(rows: Sequence[Measurement]) -> Table:
         base = rows[0]
         table.add_row(
             Text(row.name),
-            _seconds(row.step_seconds) + _ratio(row.step_seconds, base.step_seconds),
+            format_seconds(row.step_seconds) + _ratio(row.step_seconds, base.step_seconds),
             format_bytes(row.peak_device_bytes) + _ratio(row.peak_device_bytes, base.peak_device_bytes),
             format_bytes(row.host_bytes) + _ratio(row.host_bytes, base.host_bytes),
             f"{row.tokens_per_second:,.0f}",
@@ -143,10 +164,6 @@ def memory_table(use: MemoryUse) -> Table:
     if use.reorganisations is not None:
         table.add_row("reorganisations", f"{use.reorganisations:,}")
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def _ratio(value: float, base: float, of: str = "") -> str:

@@ -81,6 +81,9 @@ class MemoStrategy(ModelParallelStrategy):
             attention gets the keys and values of earlier ones from there, block by block, so that a layer touches
             no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too; "none"; "auto" is
             "attention" where `slice_tokens` are given and attention is causal.
+        storage: What says which activations are swapped: "alpha", a fraction of the tokens; or "kinds", a linear
+            program over kinds of tensors, which also stores single matrix products, keeps some on the device, or runs
+            attention again instead of storing its output.
         loss_chunk_tokens: Tokens whose logits exist at once: the loss of a Hugging Face model is computed in chunks of
             them, and so is one of `F.cross_entropy(logits, ...)` in a step. "auto" is what makes 512 MiB of fp32 logits
             (1024 tokens with 128K words; shorter batches are as without chunks); `None` is all tokens.
@@ -117,6 +120,7 @@ class MemoStrategy(ModelParallelStrategy):
         host_memory: str | int | None = None,
         slice_tokens: int | str = "auto",
         host_backed: str = "auto",
+        storage: str = "alpha",
         loss_chunk_tokens: int | str | None = "auto",
         layers: str | None = None,
         attention: str = "auto",
@@ -143,6 +147,7 @@ class MemoStrategy(ModelParallelStrategy):
             host_memory=host_memory,
             slice_tokens=slice_tokens,
             host_backed=host_backed,
+            storage=storage,
             loss_chunk_tokens=loss_chunk_tokens,
             layers=layers,
             attention=attention,
@@ -309,6 +314,7 @@ class MemoStrategy(ModelParallelStrategy):
             shards=1 if processes is None else processes.sizes.shards,
             slice_tokens=None if self.config.slice_tokens == "auto" else int(self.config.slice_tokens),
             host_backed=cast(HostBacked, "all" if self.config.schedule == "slice" else self.config.host_backed),
+            by_kind=self.config.storage == "kinds",
         )
         engine.attach()
         if not fitting:

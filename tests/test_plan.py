@@ -208,7 +208,9 @@ def _refused(path, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["config.py", "plan.py", "planner/__init__.py", "planner/alpha.py"])
+@pytest.mark.parametrize(
+    "name", ["config.py", "costs.py", "documents.py", "plan.py", "planner/__init__.py", "planner/alpha.py"]
+)
 def test_planning_imports_neither_torch_nor_lightning(name):
     source = Path(lightning_memo.plan.__file__).parent / name
     allowed = {"lightning_memo", "highspy", *sys.stdlib_module_names}

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_memo.callbacks.kinds import plan_by_kind
 from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
@@ -30,7 +31,7 @@ from lightning_memo.profiler.costs import (
     state_bytes,
     transient_bytes,
 )
-from lightning_memo.report import plan_table
+from lightning_memo.report import plan_tables
 
 PLAN_FILE = "memo_plan.json"
 CHECKPOINT_KEY = "lightning_memo_plan"
@@ -132,7 +133,10 @@ class PlanAfterFirstStep(Callback):
                 streamed_bytes=None if backing == "none" else self._streamed_bytes(profile, backing),
             )
 
-        plan = agree_on_plan(solve, ranks, everyone=first)
+        if self._config.storage == "kinds":
+            plan = plan_by_kind(profile, costs, limits, label, ranks, everyone=first)
+        else:
+            plan = agree_on_plan(solve, ranks, everyone=first)
         engine.load(plan.swap, profile.batch * profile.tokens)
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
@@ -183,7 +187,7 @@ class PlanAfterFirstStep(Callback):
             )
         if self._engine.kinds.why_whole:
             rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.kinds.why_whole}.")
-        Console().print(plan_table(plan))
+        Console().print(*plan_tables(plan), sep="\n")
         if plan.device_bytes > plan.budget.device_bytes:
             needed, available = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
             rank_zero_warn(
@@ -255,8 +259,9 @@ class PlanAfterFirstStep(Callback):
         Raises:
             ValueError: They have.
         """
-        sizes = ("slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes")  # may differ
-        swaps = self._ranks.gather(None if plan is None else replace(plan.swap, **dict.fromkeys(sizes, 0)))
+        sizes = ("slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes", "stored_host_bytes")
+        own = None if plan is None else replace(plan.swap.executed, kept_bytes=0, **dict.fromkeys(sizes, 0))
+        swaps = self._ranks.gather(own)  # sizes may differ
         for rank, swap in enumerate(swaps):
             if swap != swaps[0]:
                 told = [

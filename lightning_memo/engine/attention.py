@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.key_value_gradients import DeviceGradients
+from lightning_memo.engine.recomputation import RecomputedKeysValues
 from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.unit import KeysValues
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
@@ -29,7 +30,7 @@ class AttentionCore:
     def __init__(self, backend: AttentionBackend, slices: Sequence[TokenRange]) -> None:
         self._backend = backend
         self._slices = slices
-        self._keys_values: dict[int, KeysValues] = {}
+        self._keys_values: dict[int, KeysValues | RecomputedKeysValues] = {}
         self._gradients = DeviceGradients()
 
     def forward(
@@ -40,14 +41,22 @@ class AttentionCore:
         Returns:
             The result, and the keys and values that `hold` is to find.
         """
-        seen = self._seen_by(index, spec)
-        keys, values = _join([self._keys_values[n].peek() for n in seen], k, v)
-        start = self._start(seen, index)
-        return self._backend.forward(q, keys, values, spec, self._slices[index].start, start), k, v
+        earlier = [self._keys_values[n].peek() for n in self._seen_by(index, spec)]
+        return self._attend(index, q, k, v, spec, earlier), k, v
 
-    def hold(self, index: int, keys_values: KeysValues) -> None:
+    def forward_again(self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionResult:
+        """The forward of slice `index` in the backward, where its result was not stored."""
+        return self._attend(index, q, k, v, spec, [self._keys_values[n].load() for n in self._seen_by(index, spec)])
+
+    def hold(self, index: int, keys_values: KeysValues | RecomputedKeysValues) -> None:
         """Where later slices, and their backward, find the keys and values of a slice."""
         self._keys_values[index] = keys_values
+
+    def end_forward(self) -> None:
+        """No slice runs before the backward."""
+        for keys_values in self._keys_values.values():
+            if isinstance(keys_values, RecomputedKeysValues):
+                keys_values.end_forward()
 
     def backward(
         self,
@@ -69,6 +78,13 @@ class AttentionCore:
         for earlier, (dk, dv) in zip(seen, parts, strict=False):
             self._gradients.add(earlier, dk, dv)
         return dq, *self._gradients.take(index, *parts[-1])
+
+    def _attend(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, earlier: list[tuple[Tensor, Tensor]]
+    ) -> AttentionResult:
+        keys, values = _join(earlier, k, v)
+        start = self._start(self._seen_by(index, spec), index)
+        return self._backend.forward(q, keys, values, spec, self._slices[index].start, start)
 
     def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
         """Earlier slices of which the slice sees any key: those right before it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.engine.products import MeasuredProduct
 from lightning_memo.engine.regions import Registry
 from lightning_memo.engine.sharded import local_part
 from lightning_memo.engine.slices import SavedBytes
@@ -34,11 +35,32 @@ class Clock:
         return start.elapsed_time(stop) / 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class ProductProfile:
+    """A matrix product that a recomputation computes: its name, its output's bytes, and when it began and ended."""
+
+    name: str
+    size_bytes: int
+    started: torch.cuda.Event | float
+    stopped: torch.cuda.Event | float
+
+    @property
+    def seconds(self) -> float:
+        return Clock.seconds(self.started, self.stopped)
+
+    @property
+    def saved(self) -> SavedBytes:
+        """Its output, as if it was saved."""
+        return SavedBytes(self.name, self.size_bytes)
+
+
 @dataclass(slots=True)
 class CallProfile:
-    """One layer call: the tensors that its first slice saves, and marks in time."""
+    """One layer call: the tensors that its first slice saves, its products, windows of attention, and marks in time."""
 
     saved: list[SavedBytes] = field(default_factory=list)
+    products: list[ProductProfile] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)
     marks: dict[str, list[torch.cuda.Event | float]] = field(default_factory=dict)
     seen: Registry[None] = field(default_factory=Registry)
 
@@ -56,13 +78,17 @@ class StepProfile:
         batch: Sequences of a layer's input.
         tokens: Tokens of each.
         slice_tokens: Tokens of the first slice, whose tensors are recorded.
+        with_products: Whether matrix products are recorded, too.
 
     Attributes:
         setup_seconds: Time within the step that went into looking at layers and allocating memory.
     """
 
-    def __init__(self, device: torch.device, batch: int, tokens: int, slice_tokens: int) -> None:
+    def __init__(
+        self, device: torch.device, batch: int, tokens: int, slice_tokens: int, with_products: bool = False
+    ) -> None:
         self.batch, self.tokens, self.slice_tokens = batch, tokens, slice_tokens
+        self.with_products = with_products
         self.setup_seconds = 0.0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
@@ -89,6 +115,21 @@ class StepProfile:
         if t.numel() and call.seen.find(t) is None:
             call.seen.add(t, None)
             call.saved.append(SavedBytes(kind, t.nbytes, self._is_per_token(t, layer)))
+
+    def now(self) -> torch.cuda.Event | float:
+        """The present point in time."""
+        return self._clock.now()
+
+    def product(self, index: int, name: str, measured: MeasuredProduct) -> None:
+        """A product was computed again; one whose output has not a row for each token is of no use to a plan."""
+        out = measured.out
+        if out is not None and out.shape[0] == self.batch * self.slice_tokens:
+            product = ProductProfile(name, out.nbytes, measured.started, measured.stopped)
+            self._call(index).products.append(product)
+
+    def window(self, index: int, tokens: int | None) -> None:
+        """Keys that a query of an attention call sees at most."""
+        self._call(index).windows.append(tokens)
 
     def _is_per_token(self, t: Tensor, layer: nn.Module) -> bool:
         """A tensor is per token unless all its sizes are those of weights (experts get any number of tokens)."""

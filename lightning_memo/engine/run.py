@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
+from lightning_memo.engine.kept import KeptTensors
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.sharded import local_part
@@ -21,6 +22,7 @@ from lightning_memo.engine.slices import TokenRange, cut
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import AttentionSpec, RngState
+from lightning_memo.storage_costs import Place
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
@@ -101,8 +103,10 @@ class LayerRun:
         self.autocast = _autocast_of(x.device)
         self.device = x.device
         self.unit = None if streamed else engine.open_unit(memory, swap)
+        self.kept = KeptTensors()
         # x itself must not live until the backward.
-        self.x = None if self.unit is None else self.store(self.unit, "input", local_part(x.detach()))
+        by_kind = slices[0].places is not None  # slices then store their parts of it, each in its place
+        self.x = None if self.unit is None or by_kind else self.store(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
         self.x_shape = x.shape
         self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
@@ -129,6 +133,28 @@ class LayerRun:
     def whole(self) -> bool:
         """Whether the layer runs as a single slice."""
         return len(self.slices) == 1
+
+    @property
+    def needs_mode(self) -> bool:
+        """Whether torch functions are to be caught: for dropout in slices, and for attention imported by name.
+
+        Layers of transformers call attention through its interface; for one slice of them nothing is to be caught.
+        """
+        # FSDP2 and tensor parallelism give a layer a class of their own, made from its own.
+        kinds = type(self.call.layer).__mro__
+        return not self.whole or not any(kind.__module__.startswith("transformers.") for kind in kinds)
+
+    def check_sliceable(self, spec: AttentionSpec) -> None:
+        """Refuse attention that needs tokens a slice has not got.
+
+        Raises:
+            ValueError: The attention changed since the layer was looked at.
+        """
+        if not self.whole and not spec.sliceable:
+            raise ValueError(
+                f"{type(self.call.layer).__name__} was cut into {len(self.slices)} slices, but its attention is now "
+                "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha=0"
+            )
 
     @property
     def in_backward(self) -> bool:
@@ -162,18 +188,18 @@ class LayerRun:
 
     # ---- storing and loading
 
-    def store(self, unit: Unit, kind: str, t: Tensor, keep: bool = False) -> Handle:
-        """Put a tensor into a unit, unless it is kept on the device."""
+    def store(self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap") -> Handle:
+        """Put a tensor into a unit, or keep it on the device."""
         if self.profile is not None:
             self.profile.saved(self.index, kind, t.nbytes)
-        return t if keep else unit.put(t)
+        return self.kept.put(t) if place == "keep" else unit.put(t)
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
         """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the layer's."""
         if self.unit is not None and self.x is not None:
             return self.unit, self.x
-        unit = self.engine.open_unit(self.memory, self.swap)
-        return unit, self.store(unit, "input", self.narrow(local_part(x.detach()), part))
+        unit = self.unit or self.engine.open_unit(self.memory, self.swap)
+        return unit, self.store(unit, "input", self.narrow(local_part(x.detach()), part), part.place("input"))
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
         """The tokens of a slice, of a tensor that holds them or all."""
@@ -191,6 +217,18 @@ class LayerRun:
                 self.cores.append(AttentionCore(self.engine.attention.backend(q, k, v, spec), self.attention_slices))
         return self.cores[number]
 
+    @contextlib.contextmanager
+    def measuring_attention(self, spec: AttentionSpec) -> Iterator[None]:
+        """Inside, attention is computed."""
+        profile = self.profile
+        if profile is None:
+            yield
+            return
+        profile.window(self.index, spec.window)
+        profile.mark(self.index, "attention_begin")
+        yield
+        profile.mark(self.index, "attention_end")
+
     def take_output(self) -> Tensor:
         """The layer's output; nothing else of the forward is needed on the device any more."""
         y, self.y = self.y, None
@@ -200,7 +238,10 @@ class LayerRun:
 
     def end_forward(self) -> None:
         """Nothing of the forward is needed on the device any more."""
+        self.kept.end_forward()
         if self.unit is not None:
+            for core in self.cores:
+                core.end_forward()
             self.unit.end_forward()
         if self._arguments is not None:
             args, kwargs = self._arguments.park((self.call.args, self.call.kwargs))

@@ -11,10 +11,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.regions import aligned
+from lightning_memo.storage_costs import ALL, ATTENTION, INPUT, Place
 
 # GEMMs run at full speed on whole tiles of tokens; short sequences are cut where alpha says.
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
+
+
+# The kinds of a storage plan that hold those of `SavedBytes`.
+_KINDS = {"out": ATTENTION, "lse": ATTENTION, "query": ALL, "key": ALL, "value": ALL, "other": ALL}
 
 
 class Action(Enum):
@@ -27,15 +32,26 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens `[start, stop)` of a layer's input, and their action."""
+    """Tokens `[start, stop)` of a layer's input, their action, and the places of kinds where a plan names them.
+
+    Kinds are those of `SavedBytes`, matrix products by their names, and those of a storage plan.
+    """
 
     start: int
     stop: int
     action: Action
+    places: tuple[tuple[str, Place], ...] | None = None
 
     @property
     def tokens(self) -> int:
         return self.stop - self.start
+
+    def place(self, kind: str) -> Place | None:
+        """Where tensors of a kind are stored, if they are."""
+        if self.places is None:
+            return "keep" if self.action is Action.KEEP and kind != INPUT else "swap"
+        kind = _KINDS.get(kind, kind)
+        return next((place for name, place in self.places if name == kind), None)
 
     def gathered(self, shards: int) -> TokenRange:
         """The range that attention sees where each of `shards` processes has such a range of the layer's input."""
@@ -90,10 +106,10 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     total = 0
     for item in saved:
         if item.kind == "input" or (item.kind == "lse" and whole):
-            total += aligned(_share(item, slices[-1].stop, tokens))
+            total += aligned(share(item, slices[-1].stop, tokens))
             continue
         total += sum(
-            aligned(_share(item, part.tokens, tokens))
+            aligned(share(item, part.tokens, tokens))
             for n, part in enumerate(slices)
             if _is_stored(item.kind, part.action, whole, last=n == len(slices) - 1)
         )
@@ -111,7 +127,7 @@ def unit_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     always = ("input", "out", "lse", "key", "value", "shared")
     return [
         sum(
-            aligned(_share(item, part.tokens, tokens))
+            aligned(share(item, part.tokens, tokens))
             for item in saved
             if item.kind in always or part.action is Action.SWAP
         )
@@ -119,7 +135,7 @@ def unit_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     ]
 
 
-def _share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
+def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
     """Bytes of a tensor for a part of the tokens."""
     return -(-item.size_bytes * part_tokens // tokens) if item.per_token else item.size_bytes
 

@@ -19,12 +19,33 @@ class Wishes:
         host_backed: What lives on the host: see :class:`~lightning_memo.plan.SwapPlan`; "auto" is "attention" where
             `slice_tokens` are given and the layers can run slice after slice.
         divided: Whether processes share the tokens of a sequence.
+        by_kind: Whether plans say kind by kind what is stored.
     """
 
     schedule: str = "auto"
     slice_tokens: int | None = None
     host_backed: HostBacked | Literal["auto"] = "none"
     divided: bool = False
+    by_kind: bool = False
+
+    def check(self, traits: LayerTraits, layer: str, tokens: int) -> None:
+        """Refuse layers that cannot run as was asked for.
+
+        Args:
+            traits: What a layer allows.
+            layer: Its name.
+            tokens: Of its input.
+
+        Raises:
+            ValueError: They shall be stored kind by kind, and cannot run slice after slice.
+        """
+        if not self.by_kind or tokens < 2:
+            return
+        why = traits.why_whole
+        if not why and traits.schedule == "nest":
+            why = f"attention of {layer} is not causal, has an explicit mask or draws dropout"
+        if why:
+            raise ValueError(f'storage="kinds" runs layers slice after slice, but {why}: use storage="alpha"')
 
     @property
     def may_stream(self) -> bool:

@@ -6,13 +6,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, Final, Literal
 
 import highspy
 
 from lightning_memo.config import format_bytes
 from lightning_memo.plan import Budget, Fingerprint, HostBacked, LayerCosts, Plan, Schedule, StreamedBytes, SwapPlan
+from lightning_memo.planner.plain import plain_plan
+from lightning_memo.planner.step_time import steady, step_seconds
 
 Binding = Literal["overlap", "host", "all tokens swapped"]
 
@@ -144,7 +145,10 @@ def plan_swap(
         HostMemoryError: the host can't hold what has to be swapped.
         ValueError: a given alpha that the layers don't support.
     """
-    steady = _steady(costs)
+    if alpha == "auto" and may_be_plain:
+        plain = plain_plan(costs, budget, fingerprint, schedule, slice_tokens)
+        if plain is not None:
+            return plain
     swapped_calls = max(costs.calls - 2, 0)
 
     def host_bytes(fraction: float) -> int:
@@ -152,70 +156,35 @@ def plan_swap(
             return streamed_bytes(fraction).host
         return swapped_calls * slot_bytes(fraction) if swapped_calls else 0
 
-    plain_bytes = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
-    mode: Literal["memo", "plain"] = "memo"
-    if alpha != "auto":
-        chosen, reason = _given_alpha(steady, budget, float(alpha), host_bytes, allowed)
-    elif may_be_plain and plain_bytes <= budget.device_bytes:
-        mode, chosen, reason = "plain", 0.0, _plain_reason(plain_bytes, budget)
+    warm = steady(costs)
+    if alpha == "auto":
+        chosen, reason = _best_alpha(warm, budget, host_bytes, allowed)
     else:
-        chosen, reason = _best_alpha(steady, budget, host_bytes, allowed)
+        chosen, reason = _given_alpha(warm, budget, float(alpha), host_bytes, allowed)
     swap = SwapPlan(
-        mode=mode,
-        alpha=chosen,
-        schedule=schedule,
-        slice_tokens=slice_tokens,
-        calls=costs.calls,
-        slot_bytes=slot_bytes(chosen) if mode == "memo" and streamed_bytes is None else 0,
-    )
-    if streamed_bytes is not None and mode == "memo":
-        sizes = streamed_bytes(chosen)
-        swap = replace(
-            swap,
-            host_backed=host_backed,
-            slot_bytes=sizes.slot,
-            streamed_host_bytes=sizes.host,
-            gradient_host_bytes=sizes.gradients,
-            staging_bytes=sizes.staging,
-        )
+        mode="memo", alpha=chosen, schedule=schedule, slice_tokens=slice_tokens, calls=costs.calls,
+        slot_bytes=slot_bytes(chosen) if streamed_bytes is None else 0,
+    )  # fmt: skip
+    if streamed_bytes is not None:
+        swap = _streamed(swap, host_backed, streamed_bytes(chosen))
     return Plan(
         fingerprint=fingerprint,
         costs=costs,
         budget=budget,
         swap=swap,
-        step_seconds=_step_seconds(steady, swap),
+        step_seconds=step_seconds(warm, swap),
         reason=reason,
     )
 
 
-def _plain_reason(plain_bytes: int, budget: Budget) -> str:
-    return (
-        f"Device memory is ample: plain training needs {format_bytes(plain_bytes)} of "
-        f"{format_bytes(budget.device_bytes)}, so nothing is swapped or recomputed."
-    )
-
-
-def _steady(costs: LayerCosts) -> LayerCosts:
-    """Replace the times of each layer call by the median over the calls that have the same sizes.
-
-    A first step is cold: kernels are chosen, caches filled, pages touched, and that falls on single calls, the first
-    above all. Layers of one size do the same work, so their median is what each takes once warm, and the LP, which
-    the worst layer decides, is not ruled by one cold call.
-    """
-    sizes = list(zip(costs.input_bytes, costs.attention_bytes, costs.other_bytes, strict=True))
-
-    def medians(seconds: tuple[float, ...]) -> tuple[float, ...]:
-        alike: dict[tuple[int, int, int], list[float]] = {}
-        for size, value in zip(sizes, seconds, strict=True):
-            alike.setdefault(size, []).append(value)
-        middle = {size: median(values) for size, values in alike.items()}
-        return tuple(middle[size] for size in sizes)
-
+def _streamed(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> SwapPlan:
     return replace(
-        costs,
-        forward_seconds=medians(costs.forward_seconds),
-        backward_seconds=medians(costs.backward_seconds),
-        recompute_seconds=medians(costs.recompute_seconds),
+        swap,
+        host_backed=host_backed,
+        slot_bytes=sizes.slot,
+        streamed_host_bytes=sizes.host,
+        gradient_host_bytes=sizes.gradients,
+        staging_bytes=sizes.staging,
     )
 
 
@@ -292,15 +261,3 @@ def _overlap_clause(costs: LayerCosts, alpha: float) -> str:
 
 def _listed(allowed: tuple[float, ...]) -> str:
     return " or ".join(f"{alpha:g}" for alpha in sorted(allowed))
-
-
-def _step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
-    """Expected seconds of a step: each layer's compute or its copy, whichever takes longer (MEMO, section 4.2)."""
-    seconds = costs.outside_seconds
-    for call in range(costs.calls):
-        # The last two calls copy nothing, but recompute like the others.
-        copied_bytes = costs.swapped_bytes(call, swap.alpha) if call < swap.swapped_calls else 0
-        recomputed = 0.0 if swap.mode == "plain" else (1.0 - swap.alpha) * costs.recompute_seconds[call]
-        seconds += max(costs.forward_seconds[call], copied_bytes / costs.offload_bytes_per_second)
-        seconds += max(costs.backward_seconds[call] + recomputed, copied_bytes / costs.prefetch_bytes_per_second)
-    return seconds

@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copies import make_copy_stream
-from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.profile import CallProfile, StepProfile
 from lightning_memo.engine.sharded import local_part
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts
 from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+from lightning_memo.storage_costs import CallCosts, Product, StorageCosts
 
 _LONGEST_COPY_BYTES = 256 * 2**20
 _BANDWIDTH_SECONDS = 0.2
@@ -58,6 +59,43 @@ def layer_costs(
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,
         transient_device_bytes=transient_device_bytes,
+    )
+
+
+def storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
+    """The same costs kind by kind.
+
+    Args:
+        profile: The step, with matrix products.
+        costs: Of its layers.
+    """
+    attention = profile.seconds_of("attention")
+    calls = [_call_costs(call, costs, n, attention[n]) for n, call in enumerate(profile.in_order())]
+    return StorageCosts.of_calls(
+        calls,
+        tokens=costs.tokens,
+        outside_seconds=costs.outside_seconds,
+        offload_bytes_per_second=costs.offload_bytes_per_second,
+        prefetch_bytes_per_second=costs.prefetch_bytes_per_second,
+        fixed_device_bytes=costs.fixed_device_bytes,
+        transient_device_bytes=costs.transient_device_bytes,
+    )
+
+
+def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_seconds: float) -> CallCosts:
+    products = tuple(Product(name=p.name, size_bytes=p.size_bytes, seconds=p.seconds) for p in call.products)
+    elementwise = costs.recompute_seconds[number] - sum(product.seconds for product in products)
+    bounded = [window for window in call.windows if window is not None]
+    return CallCosts(
+        input_bytes=costs.input_bytes[number],
+        attention_bytes=costs.attention_bytes[number],
+        other_bytes=costs.other_bytes[number],
+        products=products,
+        forward_seconds=costs.forward_seconds[number],
+        backward_seconds=costs.backward_seconds[number],
+        attention_seconds=attention_seconds,
+        elementwise_seconds=max(elementwise, 0.0),
+        window_tokens=max(bounded) if bounded and len(bounded) == len(call.windows) else None,
     )
 
 

@@ -1,0 +1,58 @@
+"""From a profiled step to a plan that says kind by kind what is stored, the same for all processes."""
+
+from __future__ import annotations
+
+from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.slices import TILE_TOKENS, TILED_FROM_TOKENS
+from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
+from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.plan import Budget, Fingerprint, LayerCosts, Plan, StoredBytes
+from lightning_memo.planner.kinds import common_problem, plan_kinds
+from lightning_memo.planner.plain import plain_plan
+from lightning_memo.profiler.costs import storage_costs
+from lightning_memo.storage_plan import StoragePlan
+
+
+def plan_by_kind(
+    profile: StepProfile, costs: LayerCosts, budget: Budget, label: Fingerprint, ranks: Ranks, everyone: bool
+) -> Plan:
+    """Plain training if every process has room for it, else what the stronger linear program finds.
+
+    Processes whose layers save the same bytes solve the same problem, that of the slowest with the least room, and so
+    have the same plan; others have plans of their own.
+
+    Args:
+        profile: The step.
+        costs: Of its layers.
+        budget: What this process may use.
+        label: What the plan is valid for.
+        ranks: Who has to agree.
+        everyone: All processes, or those that work on the same sequences.
+
+    Raises:
+        ValueError: Some process finds no plan.
+    """
+    plain = plain_plan(costs, budget, label, "layer")
+    if all(ranks.gather(plain is not None, everyone)) and plain is not None:
+        return plain
+    own = storage_costs(profile, costs), budget
+    problem, limits = common_problem(ranks.gather(own, everyone)) or own
+    tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
+    plan, error = None, None
+    try:
+        plan = plan_kinds(costs, problem, limits, label, tile_tokens=tile, stored_bytes=lambda p: _bytes_of(p, profile))
+    except ValueError as refused:
+        error = refused
+    ranks.raise_together(error, everyone)
+    assert plan is not None
+    return plan
+
+
+def _bytes_of(plan: StoragePlan, profile: StepProfile) -> StoredBytes:
+    swapped, kept = [], []
+    for number, call in enumerate(profile.in_order()):
+        saved = [*call.saved, *(product.saved for product in call.products)]
+        slices = stored_slices(plan, number, profile.tokens)
+        swapped.append(stored_bytes(saved, profile.tokens, slices, "swap"))
+        kept.append(stored_bytes(saved, profile.tokens, slices, "keep"))
+    return StoredBytes(slot=max(swapped), host=sum(swapped[:-2]), kept=sum(kept))

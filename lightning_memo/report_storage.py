@@ -1,0 +1,81 @@
+"""Tables of a plan that says kind by kind what is stored. Formatting only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from lightning_memo.config import format_bytes, format_seconds
+from lightning_memo.planner.sensitivity import Explanation, explain
+from lightning_memo.storage_costs import ALL, ATTENTION, INPUT, CallCosts, StorageCosts
+from lightning_memo.storage_plan import CallPlan, StoragePlan
+
+_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "all that layers save"}
+
+
+def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
+    """Show of each kind of tensor which share of the tokens is kept, swapped, and computed again in the backward.
+
+    Args:
+        plan: what is stored.
+        costs: what it was made from.
+    """
+    table = Table(title="Kind by kind, in shares of the tokens", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer calls")
+    table.add_column("kind")
+    for name in ("size", "kept", "swapped", "computed again"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
+        label = numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
+        for kind, size in zip(call.kinds, call.sizes, strict=True):
+            table.add_row(label, _NAMES.get(kind, kind), format_bytes(size), *_shares(kind, stored, plan.tokens))
+            label = ""
+    return table
+
+
+def _shares(kind: str, stored: CallPlan, tokens: int) -> list[str]:
+    kept, swapped, there = stored.tokens(kind, "keep"), stored.tokens(kind, "swap"), stored.tokens(kind)
+    if kind not in (INPUT, ATTENTION, ALL):
+        there += stored.tokens(ALL)  # a product of these tokens need not be computed either
+    return [f"{count / tokens:.0%}" if count else "-" for count in (kept, swapped, tokens - there)]
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Numbers in order as text: "0-3, 6"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def resources_table(plan: StoragePlan) -> Table:
+    """Show what binds, and what one more GiB or GB/s of each resource would bring.
+
+    Args:
+        plan: with the prices of its linear program.
+    """
+    table = Table(title="What a little more would bring", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("resource")
+    for name in ("there is", "used", "1 more saves, at most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in explain(plan):
+        table.add_row(row.resource, *_resource_cells(row))
+    return table
+
+
+def _resource_cells(row: Explanation) -> Sequence[str]:
+    used = "" if row.used is None else f"{row.used:.4g} {row.unit}"
+    gain = f"{format_seconds(row.seconds)} ({row.percent:.1f} %)" if row.binds else "-"
+    return f"{row.limit:.4g} {row.unit}", used, gain
+
+
+def call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int, int]:
+    """Bytes that a layer call swaps, computes again and keeps; alignment of slots excluded."""
+    moved, kept = (
+        sum(-(-size * stored.tokens(kind, place) // tokens) for kind, size in zip(call.kinds, call.sizes, strict=True))
+        for place in ("swap", "keep")
+    )
+    whole = dict(zip((INPUT, ATTENTION, ALL), call.sizes, strict=False))
+    again = sum(size * (tokens - stored.tokens(kind)) // tokens for kind, size in whole.items())
+    return moved, again, kept
