@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_memo.engine import TestMode
+from lightning_memo.engine.arena import HostArena
 from lightning_memo.engine.copies import ThreadCopyStream
 from lightning_memo.engine.intercept import LayerMode, autocast_inputs, current_handler, handling
-from lightning_memo.engine.memory import HostArena, Slot, SlotMemory
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import ALIGNMENT_BYTES, Registry, aligned, gapless_strides, is_dense
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, cut, slice_tokens_by_alpha, slot_bytes
+from lightning_memo.engine.slot import Slot
 from lightning_memo.kernels import AttentionSpec
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.arena import HostArena, HostRoom
 from lightning_memo.engine.block_reader import BlockReader
 from lightning_memo.engine.copies import CopyEvent, CopyStream, Delays, make_copy_stream
-from lightning_memo.engine.regions import POISON, aligned, flat, gapless_strides, is_dense
+from lightning_memo.engine.regions import POISON
+from lightning_memo.engine.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,184 +39,6 @@ class MemoryStats:
     peak_host_bytes: int = 0
     offloaded_bytes: int = 0
     fetched_bytes: int = 0
-
-
-class HostArena:
-    """One allocation of exactly the planned size, cut into regions; page-locked in one piece when `pinned`.
-
-    PyTorch's own pinned pool rounds every request up to a power of two; registering plain memory does not.
-
-    Raises:
-        MemoryError: The host refuses the allocation or the page lock.
-    """
-
-    def __init__(self, size_bytes: int, pinned: bool) -> None:
-        self.size_bytes = size_bytes
-        self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device="cpu")
-        self._unpin = weakref.finalize(self, _unpin, self._memory) if pinned and self.size_bytes else None
-        if self._unpin is not None:
-            error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.size_bytes, 0)
-            if error != torch.cuda.cudart().cudaError.success:
-                self._unpin.detach()
-                raise MemoryError(
-                    f"page-locking {self.size_bytes} bytes of host memory failed ({error}): lower host_memory, "
-                    "or raise the limit of locked memory (ulimit -l)"
-                )
-        self.bytes_in_use = 0
-        self._taken: list[range] = []  # in the order of their places
-
-    @property
-    def regions_in_use(self) -> int:
-        return len(self._taken)
-
-    def acquire(self, size_bytes: int) -> Tensor | None:
-        """A free region, uint8 `[size_bytes]`, or `None`."""
-        stops = [0, *(taken.stop for taken in self._taken[-1:])]
-        # What is taken first is given back last, so there is room at the end, or seldom between two regions.
-        if self.size_bytes - stops[-1] >= size_bytes:
-            place, start = len(self._taken), stops[-1]
-        else:
-            stops = [0, *(taken.stop for taken in self._taken)]
-            gaps = (n for n, taken in enumerate(self._taken) if taken.start - stops[n] >= size_bytes)
-            place = next(gaps, -1)
-            if place < 0:
-                return None
-            start = stops[place]
-        self._taken.insert(place, range(start, start + size_bytes))
-        self.bytes_in_use += size_bytes
-        return self._memory[start : start + size_bytes]
-
-    def release(self, region: Tensor) -> None:
-        taken = range(region.storage_offset(), region.storage_offset() + region.nbytes)
-        self.bytes_in_use -= region.nbytes
-        if self._taken[-1] == taken:
-            self._taken.pop()
-        else:
-            self._taken.remove(taken)
-
-    def close(self) -> None:
-        """Unlock the pages. No copy may be under way."""
-        if self._unpin is not None:
-            self._unpin()
-
-
-def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
-class HostRoom:
-    """A region that is held by whoever needs it, and goes back when that is gone; copies are waited for first.
-
-    Attributes:
-        memory: The bytes, uint8.
-        last_write: The last copy to it.
-        last_read: The last copy from it.
-    """
-
-    def __init__(self, memory: Tensor, arena: HostArena | None, poison: bool) -> None:
-        self.memory = memory
-        self._copies: dict[str, CopyEvent] = {}
-        self._release = weakref.finalize(self, _give_back, memory, arena, poison, self._copies)
-        self._release.atexit = False
-
-    @property
-    def last_write(self) -> CopyEvent | None:
-        return self._copies.get("write")
-
-    @last_write.setter
-    def last_write(self, event: CopyEvent) -> None:
-        self._copies["write"] = event
-
-    @property
-    def last_read(self) -> CopyEvent | None:
-        return self._copies.get("read")
-
-    @last_read.setter
-    def last_read(self, event: CopyEvent) -> None:
-        self._copies["read"] = event
-
-    def release(self) -> None:
-        """Give the region back."""
-        self._release()
-
-
-def _give_back(memory: Tensor, arena: HostArena | None, poison: bool, copies: dict[str, CopyEvent]) -> None:
-    for event in copies.values():
-        event.wait()
-        if poison:
-            event.synchronize()  # the poison is written by the CPU at once
-    if poison:
-        memory.fill_(POISON)
-    if arena is not None:
-        arena.release(memory)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a slot: `[offset_bytes, offset_bytes + size_bytes)` seen with its dtype, shape and strides."""
-
-    offset_bytes: int
-    size_bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    shift_bytes: int = 0  # where the tensor begins in the region
-    compact: bool = False  # the tensor had gaps, and was copied without them
-
-    def view_like(self, t: Tensor, shift_bytes: int) -> Stored:
-        """The same region seen as another tensor that lies in it."""
-        if self.compact:
-            return self
-        return Stored(self.offset_bytes, self.size_bytes, t.dtype, tuple(t.shape), t.stride(), shift_bytes)
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """The saved bytes of one layer call: on the device, on the host, or on both while a copy is under way."""
-
-    capacity_bytes: int
-    buffer: Tensor | None  # uint8 [capacity_bytes] on the device
-    swap: bool = False  # it is going to leave for the host
-    rounding: int | None = None  # which rounding buffer it holds, if any
-    host: Tensor | None = None
-    used_bytes: int = 0
-    copied_bytes: int = 0
-    offload: CopyEvent | None = None
-    fetch: CopyEvent | None = None  # until it has been waited for
-    last_fetch: CopyEvent | None = None
-    in_backward: bool = False
-    released: bool = False
-
-    def put(self, t: Tensor) -> Stored | None:
-        """Copy `t` into the slot, compactly if it has gaps; `None` when there is no room."""
-        assert self.buffer is not None
-        start = self.used_bytes
-        if start + t.nbytes > self.capacity_bytes:
-            return None
-        self.used_bytes = min(start + aligned(t.nbytes), self.capacity_bytes)
-        target = self.buffer[start : start + t.nbytes].view(t.dtype)
-        if is_dense(t):
-            target.copy_(flat(t))
-            return Stored(start, t.nbytes, t.dtype, tuple(t.shape), t.stride())
-        strides = gapless_strides(t.shape, t)
-        torch.as_strided(target, t.shape, strides, target.storage_offset()).copy_(t)
-        return Stored(start, t.nbytes, t.dtype, tuple(t.shape), strides, compact=True)
-
-    def load(self, stored: Stored) -> Tensor:
-        """The tensor, once its bytes are on the device."""
-        if self.released:
-            raise RuntimeError(
-                "the saved activations of this forward are gone: a backward ran already (retain_graph and second "
-                "derivatives are not supported) or the step was abandoned; run the forward again"
-            )
-        if self.fetch is not None:
-            self.fetch.wait()
-            self.fetch = None
-        assert self.buffer is not None
-        first = stored.offset_bytes
-        region = self.buffer[first : first + stored.size_bytes].view(stored.dtype)
-        shift = region.storage_offset() + stored.shift_bytes // stored.dtype.itemsize
-        return torch.as_strided(region, stored.shape, stored.stride, shift)
 
 
 @dataclass(slots=True)
@@ -345,14 +169,14 @@ class SlotMemory:
         """Start copying bytes of the device to a place in a room."""
         self.stats.offloaded_bytes += source.nbytes
         event = self._offload.copy(room.memory[start : start + source.nbytes], source)
-        room.last_write = event
+        room.copies.write = event
         return event
 
     def read_host(self, destination: Tensor, room: HostRoom) -> CopyEvent:
         """Start copying the first bytes of a room to the device."""
         self.stats.fetched_bytes += destination.nbytes
-        event = self._prefetch.copy(destination, room.memory[: destination.nbytes], room.last_write)
-        room.last_read = event
+        event = self._prefetch.copy(destination, room.memory[: destination.nbytes], room.copies.write)
+        room.copies.read = event
         return event
 
     def reader(self, buffers: int) -> BlockReader:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.block_reader import Region
-from lightning_memo.engine.memory import Slot, SlotMemory, Stored
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import Registry, flat
 from lightning_memo.engine.sharded import ShardedHandle
 from lightning_memo.engine.slice_arguments import ParkedView
+from lightning_memo.engine.slot import Slot, Stored
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine

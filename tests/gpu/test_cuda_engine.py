@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.arena import HostArena
 from lightning_memo.engine.copies import CudaCopyStream
 from lightning_memo.engine.find import find_layers
-from lightning_memo.engine.memory import HostArena
 from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.plan import SwapPlan
 
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padd
         for _ in range(3):
             assert distance(gradients(model, batch), truth) <= FARTHER * plain
             assert engine.slots_in_use == 0
-        assert engine.memory is not None and engine.memory.arena._registered
+        assert engine.memory is not None and engine.memory.arena._lock is not None
         stats = engine.memory.stats
         assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
         assert stats.offloaded_bytes > 0 and stats.fetched_bytes > 0
