@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from lightning_memo.files import replacing
+from lightning_memo.spill_sizes import SpillSizes
 
 VERSION: Final = 1
 _LONGEST_TEXT: Final = 2000
@@ -83,6 +84,12 @@ class LayerCosts:
     transient_device_bytes: int
     """Highest peak seen above fixed bytes and skeletal activations."""
 
+    spill_write_bytes_per_second: float = 0.0
+    """Device to disk, measured with both directions busy; 0: there is no disk."""
+
+    spill_read_bytes_per_second: float = 0.0
+    """Disk to device, measured with both directions busy."""
+
     def __post_init__(self) -> None:
         _check_range(self, {"batch": 1, "tokens": 1})
         lengths = {name: len(value) for name, value in _items(self) if isinstance(value, tuple)}
@@ -115,10 +122,11 @@ class LayerCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What one process may use: all its device bytes, and host bytes for swapped activations."""
+    """What one process may use: all its device bytes, and host and disk bytes for swapped activations."""
 
     device_bytes: int
     host_bytes: int
+    spill_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_range(self, {})
@@ -161,10 +169,15 @@ class SwapPlan:
     staging_bytes: int = 0
     """Device bytes of the buffers through which keys and values pass."""
 
+    spilled_calls: int = 0
+    """Layer calls among the swapped ones whose activations go to a file on a disk, not to the host."""
+
     def __post_init__(self) -> None:
         _check_range(self, {"calls": 1, "slice_tokens": 1})
         if self.alpha > 1.0:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
+        if self.spilled_calls > (0 if self.streamed else self.swapped_calls):
+            raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
 
     @property
     def streamed(self) -> bool:
@@ -180,8 +193,20 @@ class SwapPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes that hold the swapped activations of all layer calls."""
-        return self.streamed_host_bytes if self.streamed else self.swapped_calls * self.slot_bytes
+        """Host bytes for swapped activations: slots, and buffers through which those of the disk pass."""
+        if self.streamed:
+            return self.streamed_host_bytes
+        bounce_bytes = SpillSizes(self.slot_bytes).bounce_bytes if self.spilled_calls else 0
+        return (self.swapped_calls - self.spilled_calls) * self.slot_bytes + bounce_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes on the disk."""
+        return self.spilled_calls * SpillSizes(self.slot_bytes).region_bytes
+
+    def spills(self, call: int) -> bool:
+        """Whether a layer call goes to the disk. Those are as far from each other as can be: the disk is slower."""
+        return call < self.swapped_calls and call * self.spilled_calls % self.swapped_calls < self.spilled_calls
 
     @property
     def buffer_bytes(self) -> int:

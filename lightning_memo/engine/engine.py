@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,11 +17,12 @@ from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
+from lightning_memo.engine.copies import TestMode
 from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.intercept import current_layout, handling, set_layout
 from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
 from lightning_memo.engine.layer_kinds import LayerKinds
-from lightning_memo.engine.memory import SlotMemory, TestMode
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
@@ -34,6 +36,7 @@ from lightning_memo.engine.slices import (
     slice_tokens_by_alpha,
     slot_bytes,
 )
+from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.streamed_sizes import streamed_sizes
 from lightning_memo.engine.unit import Unit
@@ -43,6 +46,7 @@ from lightning_memo.parallel.batch import takes_loss_arguments
 from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.layout import TokenLayout, slice_multiple
 from lightning_memo.plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.spill_sizes import SpillSizes
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -68,6 +72,7 @@ class Engine:
         slice_tokens: Longest slice in a profiled step of which no more may be on the device; `None`: no limit.
         host_backed: What lives on the host in a profiled step: see :class:`~lightning_memo.plan.SwapPlan`; "auto" is
             "attention" where `slice_tokens` are given and the layers can run slice after slice.
+        spill_path: Folder on a disk for the layer calls that a plan spills.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Engine:
         shards: int = 1,
         slice_tokens: int | None = None,
         host_backed: HostBacked | Literal["auto"] = "none",
+        spill_path: Path | None = None,
     ) -> None:
         self.layers = list(layers)
         self.device = device
@@ -91,7 +97,7 @@ class Engine:
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self._model = model
-        self._context, self._shards = context, shards
+        self._context, self._shards, self._spill_path = context, shards, spill_path
         self._wishes = Wishes(schedule, slice_tokens, host_backed, divided=context is not None or shards > 1)
         self.attention = AttentionKernels(attention, context, self.slices_outside)
         self.kinds = LayerKinds(self.attention.backend, self._wishes)
@@ -144,13 +150,14 @@ class Engine:
 
         Raises:
             ValueError: It is for another way of running the layers.
+            SpillError: The disk has not got the space for what it spills. The next forward is then profiled.
         """
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
         self.unload()
-        self.swap, self._planned_tokens = swap, tokens
         if swap.mode == "memo":
             self._allocate(swap)
+        self.swap, self._planned_tokens = swap, tokens
 
     def why_not(self, swap: SwapPlan) -> str:
         """Why layers cannot run by a plan, which was made for other settings; empty if they can."""
@@ -158,6 +165,8 @@ class Engine:
             return f'it was made for schedule="{swap.schedule}"'
         if self._context is not None and swap.streamed != self.slices_outside:
             return f'it was made for host_backed="{swap.host_backed}"'
+        if swap.spilled_calls and self._spill_path is None:
+            return f"it spills {swap.spilled_calls} layer calls to a disk, and no spill_path is given"
         return ""
 
     def unload(self) -> None:
@@ -180,10 +189,15 @@ class Engine:
     def _allocate(self, swap: SwapPlan, pinned: bool = True) -> None:
         self.memory = SlotMemory(
             swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode, whole_slots=not swap.streamed,
-            gradient_bytes=swap.gradient_host_bytes,
+            gradient_bytes=swap.gradient_host_bytes, spill=self._open_spill(swap),
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
+
+    def _open_spill(self, swap: SwapPlan) -> Spill | None:
+        if self._spill_path is None or not swap.spilled_calls:
+            return None
+        return Spill(self._spill_path, swap.spill_bytes, SpillSizes(swap.slot_bytes), self.device, self.test_mode)
 
     @property
     def host_bytes(self) -> int:
@@ -329,7 +343,9 @@ class Engine:
         if self.profile is None and index >= self.swap.calls:
             self._outgrown = True  # more forwards before a backward than were planned: these stay on the device
         swap = self.swap.streamed or index < self.swap.calls - RESIDENT_CALLS
-        run = LayerRun(self, call, x, index, slices, self.memory, swap, self.swap.streamed)
+        run = LayerRun(
+            self, call, x, index, slices, self.memory, swap, self.swap.streamed, spill=self.swap.spills(index)
+        )  # fmt: skip
         self._runs[index] = run
         nested = not run.whole and "nest" in (self._wishes.schedule, traits.schedule)
         return run_nested(run, x) if nested else run_layer_schedule(run, x)
@@ -485,9 +501,9 @@ class Engine:
         if self.on_mark is not None:
             self.on_mark(key, name)
 
-    def open_unit(self, memory: SlotMemory | None, swap: bool) -> Unit:
+    def open_unit(self, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0) -> Unit:
         """A unit of memory, behind those that are alive."""
-        unit = Unit(self, max(self._units.keys(), default=-1) + 1, memory, swap)
+        unit = Unit(self, max(self._units.keys(), default=-1) + 1, memory, swap, spill_bytes)
         self._units[unit.number] = unit
         return unit
 

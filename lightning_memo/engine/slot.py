@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies import CopyEvent
 from lightning_memo.engine.regions import aligned, flat, gapless_strides, is_dense
+from lightning_memo.engine.spill import SpillWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +31,85 @@ class Stored:
         return Stored(self.offset_bytes, self.size_bytes, t.dtype, tuple(t.shape), t.stride(), shift_bytes)
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """The saved bytes of one layer call: on the device, on the host, or on both while a copy is under way."""
+@dataclass(slots=True)
+class Part:
+    """Bytes of a slot that go the same way: `[start, stop)` of its buffer, filled from the start.
 
-    capacity_bytes: int
-    buffer: Tensor | None  # uint8 [capacity_bytes] on the device
-    swap: bool = False  # it is going to leave for the host
-    rounding: int | None = None  # which rounding buffer it holds, if any
-    host: Tensor | None = None
+    Attributes:
+        used_bytes: Filled so far.
+        copied_bytes: Of those, on their way or gone.
+        offload: The end of the last copy out of the buffer.
+    """
+
+    start: int
+    stop: int
     used_bytes: int = 0
     copied_bytes: int = 0
     offload: CopyEvent | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
+
+    def take(self, size_bytes: int) -> int | None:
+        """Where in the buffer so many bytes can be written; `None` when there is no room."""
+        start = self.start + self.used_bytes
+        if start + size_bytes > self.stop:
+            return None
+        self.used_bytes = min(self.used_bytes + aligned(size_bytes), self.size_bytes)
+        return start
+
+    def of(self, buffer: Tensor, first: int, last: int) -> Tensor:
+        """The part's bytes `[first, last)` in the slot's buffer."""
+        return buffer[self.start + first : self.start + last]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The saved bytes of one layer call: on the device, elsewhere, or on both while a copy is under way.
+
+    What goes to the host lies in front in the buffer, what goes to the disk behind it.
+    """
+
+    buffer: Tensor | None  # uint8 on the device
+    to_host: Part
+    to_disk: Part
+    swap: bool = False  # it is going to leave the device
+    rounding: int | None = None  # which rounding buffer it holds, if any
+    host: Tensor | None = None
+    disk: range | None = None  # where in the spill file
+    writes: list[SpillWrite] = field(default_factory=list)
     fetch: CopyEvent | None = None  # until it has been waited for
     last_fetch: CopyEvent | None = None
     in_backward: bool = False
     released: bool = False
 
-    def put(self, t: Tensor) -> Stored | None:
-        """Copy `t` into the slot, compactly if it has gaps; `None` when there is no room."""
+    @property
+    def used_bytes(self) -> int:
+        return self.to_host.used_bytes + self.to_disk.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.to_disk.stop
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether all of it is elsewhere, or on its way there, and not needed here."""
+        elsewhere = self.host is not None or self.disk is not None
+        gone = all(part.copied_bytes == part.used_bytes for part in (self.to_host, self.to_disk))
+        return elsewhere and gone and not self.in_backward and self.fetch is None
+
+    def put(self, t: Tensor, spill: bool = False) -> Stored | None:
+        """Copy `t` into the slot, compactly if it has gaps; `None` when there is no room.
+
+        Args:
+            t: A tensor of the device.
+            spill: Whether it is to leave for the disk, rather than for the host.
+        """
         assert self.buffer is not None
-        start = self.used_bytes
-        if start + t.nbytes > self.capacity_bytes:
+        start = (self.to_disk if spill else self.to_host).take(t.nbytes)
+        if start is None:
             return None
-        self.used_bytes = min(start + aligned(t.nbytes), self.capacity_bytes)
         target = self.buffer[start : start + t.nbytes].view(t.dtype)
         if is_dense(t):
             target.copy_(flat(t))
