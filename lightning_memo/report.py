@@ -13,6 +13,8 @@ from rich.text import Text
 from lightning_memo.config import format_bytes
 from lightning_memo.plan import Plan
 
+_MOST_CALLS = 8  # named in a line
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
@@ -72,11 +74,22 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
+        *_disk(plan),
         f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
         f"{format_bytes(plan.costs.fixed_device_bytes)} model state",
         f"step    {_seconds(plan.step_seconds)} expected, from a cold first step",
         plan.reason,
     ]
+
+
+def _disk(plan: Plan) -> list[str]:
+    swap, available = plan.swap, plan.budget.spill_bytes
+    if not available:
+        return []
+    calls = [str(call) for call in range(swap.calls) if swap.spills(call)]
+    shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
+    which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
+    return [f"disk    {format_bytes(swap.spill_bytes)} of {format_bytes(available)} available: {which}"]
 
 
 def comparison_table(rows: Sequence[Measurement]) -> Table:

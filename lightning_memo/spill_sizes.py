@@ -7,6 +7,7 @@ from typing import Final
 
 BLOCK_BYTES: Final = 4096  # what direct I/O moves: offsets, sizes and addresses are multiples of it
 _CHUNK_BYTES: Final = 8 * 2**20  # large enough for the full speed of a disk
+_LEAST_CHUNKS: Final = 4  # of a slot: few in small ones would make bounce buffers much larger than a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class SpillSizes:
 
     @property
     def chunk_bytes(self) -> int:
-        return min(self.region_bytes, _CHUNK_BYTES)
+        return min(whole_blocks(-(-self.region_bytes // _LEAST_CHUNKS)), _CHUNK_BYTES)
 
     @property
     def write_buffers(self) -> int:

@@ -97,7 +97,7 @@ class Engine:
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self._model = model
-        self._context, self._shards, self._spill_path = context, shards, spill_path
+        self._context, self._shards, self.spill_path = context, shards, spill_path
         self._wishes = Wishes(schedule, slice_tokens, host_backed, divided=context is not None or shards > 1)
         self.attention = AttentionKernels(attention, context, self.slices_outside)
         self.kinds = LayerKinds(self.attention.backend, self._wishes)
@@ -165,7 +165,7 @@ class Engine:
             return f'it was made for schedule="{swap.schedule}"'
         if self._context is not None and swap.streamed != self.slices_outside:
             return f'it was made for host_backed="{swap.host_backed}"'
-        if swap.spilled_calls and self._spill_path is None:
+        if swap.spilled_calls and self.spill_path is None:
             return f"it spills {swap.spilled_calls} layer calls to a disk, and no spill_path is given"
         return ""
 
@@ -195,9 +195,9 @@ class Engine:
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
 
     def _open_spill(self, swap: SwapPlan) -> Spill | None:
-        if self._spill_path is None or not swap.spilled_calls:
+        if self.spill_path is None or not swap.spilled_calls:
             return None
-        return Spill(self._spill_path, swap.spill_bytes, SpillSizes(swap.slot_bytes), self.device, self.test_mode)
+        return Spill(self.spill_path, swap.spill_bytes, SpillSizes(swap.slot_bytes), self.device, self.test_mode)
 
     @property
     def host_bytes(self) -> int:

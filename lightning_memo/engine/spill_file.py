@@ -17,7 +17,7 @@ from lightning_memo.config import format_bytes
 from lightning_memo.engine.arena import FreeSpace, PageLock
 
 
-class SpillError(RuntimeError):
+class SpillError(OSError):
     """The disk refuses space, or failed."""
 
 
