@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import PlainBlock, PlainModel
 from lightning.pytorch import Callback
+from parallel_training import Run, train_together
 from torch import nn
 from trainer_harness import LanguageModel, Result, fit, listening, shorten_measurements
 
@@ -122,3 +124,23 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told) as caught:
         MemoStrategy(**settings)
     assert "\n" not in str(caught.value)
+
+
+# ---- several processes
+
+
+def swap_plan(trainer: Any) -> dict[str, Any]:
+    return {"swap": trainer.strategy.plan.swap}
+
+
+def test_processes_spill_into_one_folder(disk: Path) -> None:
+    run, settings = Run(family="llama", tokens=64, batch=4, steps=2), {"alpha": 0.5, "zero_stage": 3}
+    expected = train_together(2, run, settings, after=swap_plan)
+    slot_bytes = expected.notes["swap"][0].slot_bytes
+    # Each of the two has too little for the two layers that are swapped.
+    tight = {"host_memory": 2 * (2 * slot_bytes - 1), "spill_path": str(disk)}
+    spilled = train_together(2, run, settings | tight, after=swap_plan)
+    assert [swap.spilled_calls for swap in spilled.notes["swap"]] == [2, 2]
+    assert spilled.losses == expected.losses
+    assert all(torch.equal(weight, expected.weights[name]) for name, weight in spilled.weights.items())
+    assert list(disk.iterdir()) == []
