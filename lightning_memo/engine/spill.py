@@ -146,10 +146,8 @@ class _Reader(_Direction):
     """File to device."""
 
     def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite]) -> CopyEvent:
-        arrival = LaterEvent()
-        self._coordinator.submit(
-            self._receive, destination, offset_bytes, writes, self._stream.computed(), arrival
-        )  # fmt: skip
+        arrival, computed = LaterEvent(), self._stream.computed()
+        self._coordinator.submit(self._receive, destination, offset_bytes, writes, computed, arrival)
         return arrival
 
     def _receive(
@@ -237,11 +235,22 @@ class Spill:
         self.file.space.give_back(place)
 
     def write(self, source: Tensor, offset_bytes: int) -> SpillWrite:
-        """Start moving bytes of the device, uint8 `[n]`, to whole blocks of the file; the device's may not change."""
+        """Start moving bytes of the device to the file.
+
+        Args:
+            source: uint8; not to be changed before they have left.
+            offset_bytes: Where they go, a multiple of the block size; the last block is filled up.
+        """
         return self._writer.write(source, offset_bytes)
 
     def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite]) -> CopyEvent:
-        """Start bringing bytes of the file to the device, once `writes` are in the file."""
+        """Start bringing bytes of the file to the device.
+
+        Args:
+            destination: uint8; free when what was computed so far is done.
+            offset_bytes: Where they lie, a multiple of the block size.
+            writes: What has to be in the file first.
+        """
         return self._reader.read(destination, offset_bytes, writes)
 
     def synchronize(self) -> None:
