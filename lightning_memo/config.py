@@ -125,6 +125,12 @@ class MemoConfig:
     host_memory: int | str | None = None
     """Host bytes this process may use for swapped activations, as bytes or "120GiB"; None: measured."""
 
+    spill_path: str | None = None
+    """Folder on a disk for swapped activations that the host has no room for; None: there is no disk."""
+
+    spill_memory: int | str | None = None
+    """Disk bytes of a node, as bytes or "500GiB"; None: measured."""
+
     slice_tokens: int | str = "auto"
     """Most tokens that run through a layer at once."""
 
@@ -170,6 +176,8 @@ class MemoConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a switch: give True or False")
         _check_size("device_memory", self.device_memory)
         _check_size("host_memory", self.host_memory)
+        _check_size("spill_memory", self.spill_memory)
+        self._check_spill()
         _check_name("layers", self.layers, 'the dotted name of the ModuleList of layers, like "model.layers"')
         _check_name("plan", self.plan, 'the path of a saved plan, like "plan.json"')
 
@@ -230,10 +238,27 @@ class MemoConfig:
                 '"auto", or set storage="alpha"'
             )
 
+    def _check_spill(self) -> None:
+        _check_name("spill_path", self.spill_path, 'a folder on a local disk, like "/nvme/spill"')
+        if self.spill_path is None and self.spill_memory is not None:
+            raise ValueError(f"spill_memory={self.spill_memory!r} is for a disk: give spill_path, the folder there")
+        streamed = self.host_backed in ("attention", "all") or self.schedule == "slice"
+        if self.spill_path is not None and (streamed or (self.slice_tokens != "auto" and self.host_backed == "auto")):
+            raise ValueError(
+                f'spill_path="{self.spill_path}" needs activations that leave the device by whole layers, and '
+                f"host_backed={self.host_backed!r} with slice_tokens={self.slice_tokens!r} and schedule="
+                f'{self.schedule!r} moves slices: set host_backed="none" and schedule="layer", or leave spill_path out'
+            )
+
     @property
     def device_memory_bytes(self) -> int | None:
         """Device budget in bytes; None: to be measured."""
         return None if self.device_memory is None else parse_bytes(self.device_memory)
+
+    @property
+    def spill_memory_bytes(self) -> int | None:
+        """Disk budget in bytes; None: to be measured."""
+        return None if self.spill_memory is None else parse_bytes(self.spill_memory)
 
     @property
     def host_memory_bytes(self) -> int | None:

@@ -51,6 +51,12 @@ class LayerCosts:
     transient_device_bytes: int
     """Highest peak seen above fixed bytes and skeletal activations."""
 
+    spill_write_bytes_per_second: float = 0.0
+    """Device to disk, measured with both directions busy; 0: there is no disk."""
+
+    spill_read_bytes_per_second: float = 0.0
+    """Disk to device, measured with both directions busy."""
+
     def __post_init__(self) -> None:
         check_range(self, {"batch": 1, "tokens": 1})
         lengths = {name: len(value) for name, value in items(self) if isinstance(value, tuple)}
@@ -83,10 +89,11 @@ class LayerCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What one process may use: all its device bytes, and host bytes for swapped activations."""
+    """What one process may use: all its device bytes, and host and disk bytes for swapped activations."""
 
     device_bytes: int
     host_bytes: int
+    spill_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_range(self, {})

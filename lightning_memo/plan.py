@@ -14,6 +14,7 @@ from typing import Final, Literal
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.documents import check_range, read_json
 from lightning_memo.files import replacing
+from lightning_memo.spill_sizes import SpillSizes
 from lightning_memo.storage_costs import StorageCosts
 from lightning_memo.storage_plan import StoragePlan
 
@@ -98,11 +99,15 @@ class SwapPlan:
 
     kept_bytes: int = 0
     """Device bytes that all layer calls keep beside the rounding buffers, where that is said kind by kind."""
+    spilled_calls: int = 0
+    """Layer calls among the swapped ones whose activations go to a file on a disk, not to the host."""
 
     def __post_init__(self) -> None:
         check_range(self, {"calls": 1, "slice_tokens": 1})
         if self.alpha > 1.0:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
+        if self.spilled_calls > (0 if self.streamed else self.swapped_calls):
+            raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
 
     @property
     def streamed(self) -> bool:
@@ -123,10 +128,22 @@ class SwapPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes that hold the swapped activations of all layer calls."""
+        """Host bytes for swapped activations: slots, and buffers through which those of the disk pass."""
         if self.storage is not None:
             return self.stored_host_bytes
-        return self.streamed_host_bytes if self.streamed else self.swapped_calls * self.slot_bytes
+        if self.streamed:
+            return self.streamed_host_bytes
+        bounce_bytes = SpillSizes(self.slot_bytes).bounce_bytes if self.spilled_calls else 0
+        return (self.swapped_calls - self.spilled_calls) * self.slot_bytes + bounce_bytes
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes on the disk."""
+        return self.spilled_calls * SpillSizes(self.slot_bytes).region_bytes
+
+    def spills(self, call: int) -> bool:
+        """Whether a layer call goes to the disk. Those are as far from each other as can be: the disk is slower."""
+        return call < self.swapped_calls and call * self.spilled_calls % self.swapped_calls < self.spilled_calls
 
     @property
     def buffer_bytes(self) -> int:

@@ -14,6 +14,8 @@ from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.plan import Plan
 from lightning_memo.report_storage import call_bytes, kinds_table, resources_table
 
+_MOST_CALLS = 8  # named in a line
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
@@ -93,11 +95,22 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
+        *_disk(plan),
         f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
         f"{format_bytes(plan.costs.fixed_device_bytes)} model state",
         f"step    {format_seconds(plan.step_seconds)} expected, from a cold first step",
         plan.reason,
     ]
+
+
+def _disk(plan: Plan) -> list[str]:
+    swap, available = plan.swap, plan.budget.spill_bytes
+    if not available:
+        return []
+    calls = [str(call) for call in range(swap.calls) if swap.spills(call)]
+    shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
+    which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
+    return [f"disk    {format_bytes(swap.spill_bytes)} of {format_bytes(available)} available: {which}"]
 
 
 def comparison_table(rows: Sequence[Measurement]) -> Table:

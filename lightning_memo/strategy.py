@@ -27,6 +27,7 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_hugging_face, find_layers
 from lightning_memo.engine.intercept import set_layout
+from lightning_memo.engine.spill_file import open_unnamed
 from lightning_memo.kernels.select import check_available
 from lightning_memo.loss.attach import attach_chunked_loss
 from lightning_memo.parallel.agree import on_first_rank
@@ -76,6 +77,9 @@ class MemoStrategy(ModelParallelStrategy):
         device_memory: Device memory to plan with, like "40GiB" or bytes; `None` measures what is free.
         host_memory: Host memory of a node for swapped activations, shared by its processes; `None` takes 90 % of what
             is free, cgroup limits respected.
+        spill_path: Folder on a local disk (NVMe) for the activations of layers that the host has no room for; they pass
+            through a file there that has no name and is gone with the process.
+        spill_memory: Disk space of a node for it, shared by its processes; `None` takes 90 % of what is free.
         slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
         host_backed: What lives on the host beside swapped activations: "attention": slices swap for themselves, and
             attention gets the keys and values of earlier ones from there, block by block, so that a layer touches
@@ -118,6 +122,8 @@ class MemoStrategy(ModelParallelStrategy):
         plan_memory: bool = True,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        spill_path: str | Path | None = None,
+        spill_memory: str | int | None = None,
         slice_tokens: int | str = "auto",
         host_backed: str = "auto",
         storage: str = "alpha",
@@ -145,6 +151,8 @@ class MemoStrategy(ModelParallelStrategy):
             plan_memory=plan_memory,
             device_memory=device_memory,
             host_memory=host_memory,
+            spill_path=None if spill_path is None else str(spill_path),
+            spill_memory=spill_memory,
             slice_tokens=slice_tokens,
             host_backed=host_backed,
             storage=storage,
@@ -157,6 +165,8 @@ class MemoStrategy(ModelParallelStrategy):
         check_available(attention)
         if plan is not None and not Path(plan).is_file():
             raise ValueError(f'plan="{plan}": no such file; give one that Plan.save wrote, or None to profile')
+        if spill_path is not None:
+            open_unnamed(Path(spill_path)).close()
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.engine: Engine | None = None
         self._test_mode = test_mode
@@ -315,6 +325,7 @@ class MemoStrategy(ModelParallelStrategy):
             slice_tokens=None if self.config.slice_tokens == "auto" else int(self.config.slice_tokens),
             host_backed=cast(HostBacked, "all" if self.config.schedule == "slice" else self.config.host_backed),
             by_kind=self.config.storage == "kinds",
+            spill_path=None if self.config.spill_path is None else Path(self.config.spill_path),
         )
         engine.attach()
         if not fitting:

@@ -34,6 +34,8 @@ class RunSummary:
     """Peak of a step above parameters and optimizer state."""
     host_bytes: int | None = None
     """Host memory that holds swapped activations."""
+    spill_bytes: int | None = None
+    """Disk space that holds those for which the host has no room."""
     arena_bytes: int | None = None
     """Memory in which every buffer of a step has a place; None where none was planned."""
     train_loss: float | None = None

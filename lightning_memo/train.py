@@ -52,6 +52,7 @@ class Fitted:
     alpha: float | None = None
     """Fraction of the tokens whose activations were swapped; None: all stayed on the device."""
     host_bytes: int = 0
+    spill_bytes: int = 0
     memory: MemoryUse | None = None
     """What became of the requests for memory; None where none were planned."""
 
@@ -88,6 +89,7 @@ def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
         tokens_per_second=stats.tokens_per_second,
         peak_device_bytes=fitted.peak_device_bytes,
         host_bytes=fitted.host_bytes,
+        spill_bytes=fitted.spill_bytes,
         arena_bytes=None if fitted.memory is None else fitted.memory.arena_bytes,
         train_loss=stats.train_loss,
         val_loss=fitted.val_loss,
@@ -142,6 +144,7 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
         peak_device_bytes=None if peak is None else peak + swap.buffer_bytes,
         alpha=swap.alpha,
         host_bytes=swap.host_bytes,
+        spill_bytes=swap.spill_bytes,
     )
 
 

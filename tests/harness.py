@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
@@ -105,6 +106,7 @@ class EngineUnderTest:
         slice_tokens: Longest slice of the profiled step too.
         host_backed: What lives on the host, in all steps.
         device: Where the model is.
+        spill_path: Folder for layer calls that are spilled.
     """
 
     def __init__(
@@ -115,12 +117,13 @@ class EngineUnderTest:
         slice_tokens: int | None = None,
         host_backed: HostBacked = "none",
         device: torch.device = CPU,
+        spill_path: Path | None = None,
     ) -> None:
         self.model = model
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
         self.engine = ScriptedEngine(
             model, find_layers(model)[1], device, schedule=schedule, test_mode=test_mode,
-            slice_tokens=slice_tokens, host_backed=host_backed,
+            slice_tokens=slice_tokens, host_backed=host_backed, spill_path=spill_path,
         )  # fmt: skip
         self.profile: StepProfile | None = None
         self.profiled: Step | None = None
@@ -152,7 +155,11 @@ class EngineUnderTest:
         return result
 
     def load(
-        self, alpha: float, slice_tokens: int | None = None, script: tuple[TokenRange, ...] | None = None
+        self,
+        alpha: float,
+        slice_tokens: int | None = None,
+        script: tuple[TokenRange, ...] | None = None,
+        spilled_calls: int = 0,
     ) -> tuple[int, ...]:
         """Plan for the profiled batch; returns the bytes of slot that each layer call is predicted to fill."""
         profile, engine = self.profile, self.engine
@@ -167,7 +174,7 @@ class EngineUnderTest:
         predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=schedule, slice_tokens=slice_tokens,
-            calls=len(profile.calls), slot_bytes=max(predicted),
+            calls=len(profile.calls), slot_bytes=max(predicted), spilled_calls=spilled_calls,
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
         return predicted

@@ -76,6 +76,15 @@ def test_the_whole_plan_is_summed_up(plan):
     assert plan.reason in text
 
 
+def test_what_goes_to_the_disk_is_told(plan):
+    assert "disk" not in render(plan_table(plan))
+    with_disk = replace(plan, budget=replace(plan.budget, spill_bytes=GIB))
+    assert "disk 0 B of 1.0 GiB available: not needed" in " ".join(render(plan_table(with_disk)).split())
+    spilled = replace(with_disk, swap=replace(plan.swap, spilled_calls=2))
+    told = "disk 10.0 MiB of 1.0 GiB available: layer calls 0, 2 (2 of the 4 swapped)"
+    assert told in " ".join(render(plan_table(spilled)).split())
+
+
 def test_without_a_limit_slices_are_not_mentioned(plan):
     assert "slices" not in render(plan_table(replace(plan, swap=replace(plan.swap, slice_tokens=None))))
 

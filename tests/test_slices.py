@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_memo.engine import TestMode
+from lightning_memo.engine.arena import HostArena
 from lightning_memo.engine.copies import ThreadCopyStream
 from lightning_memo.engine.intercept import LayerMode, autocast_inputs, current_handler, handling
-from lightning_memo.engine.memory import HostArena, Slot, SlotMemory
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import ALIGNMENT_BYTES, Registry, aligned, gapless_strides, is_dense
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, cut, slice_tokens_by_alpha, slot_bytes
+from lightning_memo.engine.slot import Part, Slot
 from lightning_memo.kernels import AttentionSpec
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
@@ -273,7 +275,7 @@ def strided(draw: st.DrawFn) -> Tensor:
 @given(st.lists(strided(), min_size=1, max_size=4))
 def test_slot_returns_what_was_put_in(tensors: list[Tensor]) -> None:
     size = sum(aligned(t.nbytes) for t in tensors)
-    slot = Slot(size, torch.zeros(size, dtype=torch.uint8))
+    slot = Slot(torch.zeros(size, dtype=torch.uint8), Part(0, size), Part(size, size))
     stored = [slot.put(t) for t in tensors]
     assert slot.used_bytes == size
     for t, place in zip(tensors, stored, strict=True):

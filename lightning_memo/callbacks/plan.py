@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,7 @@ from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.engine.spill_file import SpillError
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.plan import HostBacked, Plan, StreamedBytes
 from lightning_memo.planner import plan_swap
@@ -35,6 +36,7 @@ from lightning_memo.report import plan_tables
 
 PLAN_FILE = "memo_plan.json"
 CHECKPOINT_KEY = "lightning_memo_plan"
+T = TypeVar("T")
 
 
 class PlanAfterFirstStep(Callback):
@@ -110,7 +112,10 @@ class PlanAfterFirstStep(Callback):
         schedules = [schedule for _, schedule in findings]
         engine.kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
         fixed = state_bytes(pl_module, trainer.optimizers)
-        costs = layer_costs(profile, step_seconds, fixed, transient_bytes(profile, fixed, device), device)
+        transient = transient_bytes(profile, fixed, device)
+        costs = self._together(
+            lambda: layer_costs(profile, step_seconds, fixed, transient, device, engine.spill_path), everyone=first
+        )
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 
@@ -137,9 +142,23 @@ class PlanAfterFirstStep(Callback):
             plan = plan_by_kind(profile, costs, limits, label, ranks, everyone=first)
         else:
             plan = agree_on_plan(solve, ranks, everyone=first)
-        engine.load(plan.swap, profile.batch * profile.tokens)
+        self._together(lambda: engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
+
+    def _together(self, work: Callable[[], T], everyone: bool = True) -> T:
+        """Do what the disk of one process may refuse.
+
+        Raises:
+            SpillError: It refused; ValueError where there are several processes.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except SpillError as refused:
+            error = refused
+        self._ranks.raise_together(error, everyone)
+        return cast(T, result)
 
     @property
     def _slice_tokens(self) -> int | None:
@@ -194,6 +213,8 @@ class PlanAfterFirstStep(Callback):
                 f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
                 "sequence, set slice_tokens or a smaller alpha, or raise device_memory."
             )
+        if plan.budget.spill_bytes and not plan.swap.spilled_calls:
+            rank_zero_info("MemoStrategy: spill_path is not needed, as the host has room for all that is swapped.")
         rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
 
     def complete(self, plan: Plan, trainer: pl.Trainer) -> None:
@@ -234,7 +255,7 @@ class PlanAfterFirstStep(Callback):
             rank_zero_warn(
                 f"MemoStrategy: alpha={self._config.alpha} is not used, because {given} says {plan.swap.alpha}."
             )
-        self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens)
+        self._together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self.plan = plan
         rank_zero_info(f"MemoStrategy: uses the plan {given or 'of the checkpoint'}.")
         self._show(plan, trainer, replanned=False)
@@ -259,8 +280,11 @@ class PlanAfterFirstStep(Callback):
         Raises:
             ValueError: They have.
         """
-        sizes = ("slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes", "stored_host_bytes")
-        own = None if plan is None else replace(plan.swap.executed, kept_bytes=0, **dict.fromkeys(sizes, 0))
+        sizes = (
+            "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes", "stored_host_bytes",
+            "kept_bytes", "spilled_calls",
+        )  # fmt: skip
+        own = None if plan is None else replace(plan.swap.executed, **dict.fromkeys(sizes, 0))
         swaps = self._ranks.gather(own)  # sizes may differ
         for rank, swap in enumerate(swaps):
             if swap != swaps[0]:
@@ -295,6 +319,9 @@ class PlanAfterFirstStep(Callback):
                     "plan again"
                 )
             return f"it needs {needs} of host memory, and {has} is available"
+        if plan.swap.spill_bytes > available.spill_bytes:
+            needs, has = format_bytes(plan.swap.spill_bytes), format_bytes(available.spill_bytes)
+            return f"it spills {needs} to the disk, and {has} is available"
         if plan.swap.mode == "plain" and plan.device_bytes > available.device_bytes:
             return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"
         return ""

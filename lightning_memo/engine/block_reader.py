@@ -13,7 +13,7 @@ from lightning_memo.engine.copies import CopyEvent, CopyStream
 from lightning_memo.engine.regions import POISON, aligned
 
 if TYPE_CHECKING:
-    from lightning_memo.engine.memory import HostRoom
+    from lightning_memo.engine.arena import HostRoom
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class BlockReader:
                 else:
                     block.arrivals.append(self._prefetch.copy(piece, region.memory, region.written))
                     if region.room is not None:
-                        region.room.last_read = block.arrivals[-1]
+                        region.room.copies.read = block.arrivals[-1]
                     self.bytes_read += region.size_bytes
         self.blocks_read += 1
         return number, block

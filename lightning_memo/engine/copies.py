@@ -11,6 +11,8 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,6 +44,14 @@ class CopyStream(Protocol):
         """Copy bytes once what was computed so far, and `after`, are done."""
         ...
 
+    def computed(self) -> CopyEvent | None:
+        """The end of what was computed so far; `None` where it has ended."""
+        ...
+
+    def copy_after(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
+        """Copy bytes once `after` are done: for threads that know nothing of what is computed."""
+        ...
+
     def synchronize(self) -> None:
         """Return when every copy handed in has ended."""
         ...
@@ -58,6 +68,26 @@ class Delays:
 
     def seconds(self) -> float:
         return self._random.uniform(0.0, self._longest_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TestMode:
+    """Brings out copy races: copies are delayed at random, and every released buffer is filled with NaN.
+
+    Attributes:
+        seed: Seed of the delays.
+        longest_delay_seconds: Upper bound of one delay.
+    """
+
+    __test__ = False  # not a test case, whatever its name
+
+    seed: int = 0
+    longest_delay_seconds: float = 0.002
+
+
+def delays_of(test_mode: TestMode | None, stream: int) -> Delays | None:
+    """Delays of one of several streams, each with a seed of its own."""
+    return None if test_mode is None else Delays(test_mode.seed + stream, test_mode.longest_delay_seconds)
 
 
 class ThreadCopyEvent:
@@ -77,6 +107,56 @@ class ThreadCopyEvent:
     synchronize = wait
 
 
+class LaterEvent:
+    """The end of copies that another thread starts when it can."""
+
+    def __init__(self) -> None:
+        self._started = threading.Event()
+        self._copy: CopyEvent | None = None
+        self._error: BaseException | None = None
+
+    def start(self, copy: CopyEvent | None) -> None:
+        """All copies were handed in, `copy` last; `None`: all have ended."""
+        self._copy = copy
+        self._started.set()
+
+    def fail(self, error: BaseException) -> None:
+        """There is going to be no copy."""
+        self._error = error
+        self._started.set()
+
+    def wait(self) -> None:
+        copy = self._when_started()
+        if copy is not None:
+            copy.wait()
+
+    def synchronize(self) -> None:
+        copy = self._when_started()
+        if copy is not None:
+            copy.synchronize()
+
+    def _when_started(self) -> CopyEvent | None:
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self._copy
+
+
+class AllOf:
+    """The end of several copies."""
+
+    def __init__(self, events: Sequence[CopyEvent]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
 class ThreadCopyStream:
     """One thread that copies with `memmove`, which runs without the interpreter's lock and on one core only."""
 
@@ -93,6 +173,11 @@ class ThreadCopyStream:
         self._last = event = ThreadCopyEvent()
         self._jobs.put((destination, source, after, event))
         return event
+
+    def computed(self) -> CopyEvent | None:
+        return None
+
+    copy_after = copy
 
     def synchronize(self) -> None:
         if self._last is not None:
@@ -140,7 +225,12 @@ class CudaCopyStream:
         self._delays = delays
 
     def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
-        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        return self.copy_after(destination, source, self.computed(), *after)
+
+    def computed(self) -> CopyEvent | None:
+        return CudaCopyEvent(torch.cuda.current_stream(self._device).record_event(), self._device)
+
+    def copy_after(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
         for before in after:
             if isinstance(before, CudaCopyEvent):
                 self._stream.wait_event(before.event)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,12 +16,13 @@ from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
+from lightning_memo.engine.copies import TestMode
 from lightning_memo.engine.divided_batch import check_bounds, check_tokens, refuse_sliced
 from lightning_memo.engine.first_step import first_plan
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
 from lightning_memo.engine.layer_kinds import LayerKinds
-from lightning_memo.engine.memory import SlotMemory, TestMode
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
@@ -34,6 +36,7 @@ from lightning_memo.engine.slices import (
     TokenRange,
     slice_tokens_by_alpha,
 )
+from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.stored_slices import stored_slices, why_not_stored
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.streamed_sizes import streamed_sizes
@@ -43,6 +46,7 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.layout import TokenLayout, slice_multiple
 from lightning_memo.plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.spill_sizes import SpillSizes
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -69,6 +73,7 @@ class Engine:
         host_backed: What lives on the host in a profiled step: see :class:`~lightning_memo.plan.SwapPlan`; "auto" is
             "attention" where `slice_tokens` are given and the layers can run slice after slice.
         by_kind: Whether plans say kind by kind what is stored; matrix products are profiled then.
+        spill_path: Folder on a disk for the layer calls that a plan spills.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Engine:
         slice_tokens: int | None = None,
         host_backed: HostBacked | Literal["auto"] = "none",
         by_kind: bool = False,
+        spill_path: Path | None = None,
     ) -> None:
         self.layers = list(layers)
         self.device = device
@@ -93,7 +99,7 @@ class Engine:
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self._model = model
-        self._context, self._shards = context, shards
+        self._context, self._shards, self.spill_path = context, shards, spill_path
         self._divided = context is not None or shards > 1
         self.wishes = Wishes(schedule, slice_tokens, host_backed, self._divided, by_kind)
         self.attention = AttentionKernels(attention, context, self.slices_outside)
@@ -133,13 +139,14 @@ class Engine:
 
         Raises:
             ValueError: It is for another way of running the layers.
+            SpillError: The disk has not got the space for what it spills. The next forward is then profiled.
         """
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
         self.unload()
-        self.swap, self._planned_tokens = swap, tokens
         if swap.mode == "memo":
             self._allocate(swap)
+        self.swap, self._planned_tokens = swap, tokens
 
     def why_not(self, swap: SwapPlan) -> str:
         """Why layers cannot run by a plan, which was made for other settings; empty if they can."""
@@ -151,6 +158,8 @@ class Engine:
             return why
         if self._context is not None and swap.streamed != self.slices_outside:
             return f'it was made for host_backed="{swap.host_backed}"'
+        if swap.spilled_calls and self.spill_path is None:
+            return f"it spills {swap.spilled_calls} layer calls to a disk, and no spill_path is given"
         return ""
 
     def unload(self) -> None:
@@ -174,9 +183,15 @@ class Engine:
         self.memory = SlotMemory(
             swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode,
             whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
+            spill=self._open_spill(swap),
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
+
+    def _open_spill(self, swap: SwapPlan) -> Spill | None:
+        if self.spill_path is None or not swap.spilled_calls:
+            return None
+        return Spill(self.spill_path, swap.spill_bytes, SpillSizes(swap.slot_bytes), self.device, self.test_mode)
 
     @property
     def host_bytes(self) -> int:
@@ -257,7 +272,9 @@ class Engine:
         slices = self.slices_for(traits, call.tokens) if storage is None else stored_slices(storage, index, call.tokens)
         check_bounds(slices)
         swap = self.swap.streamed or index < self.swap.calls - RESIDENT_CALLS
-        run = LayerRun(self, call, x, index, slices, self.memory, swap, self.swap.streamed)
+        run = LayerRun(
+            self, call, x, index, slices, self.memory, swap, self.swap.streamed, spill=self.swap.spills(index)
+        )  # fmt: skip
         self.begin(run)
         nested = not run.whole and "nest" in (self.wishes.schedule, traits.schedule)
         return run_nested(run, x) if nested else run_layer_schedule(run, x)
@@ -363,9 +380,9 @@ class Engine:
         if self.on_mark is not None:
             self.on_mark(key, name)
 
-    def open_unit(self, memory: SlotMemory | None, swap: bool) -> Unit:
+    def open_unit(self, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0) -> Unit:
         """A unit of memory, behind those that are alive."""
-        unit = Unit(self, max(self._units.keys(), default=-1) + 1, memory, swap)
+        unit = Unit(self, max(self._units.keys(), default=-1) + 1, memory, swap, spill_bytes)
         self._units[unit.number] = unit
         return unit
 

@@ -72,11 +72,12 @@ class LayerRun:
         index: Position among the layer calls, counted from the model's input.
         slices: Token ranges that cover the input.
         memory: Where slots are leased; `None` when every slice keeps its activations.
-        swap: Whether they leave for the host.
+        swap: Whether they leave the device.
         streamed: Whether every slice has a slot of its own, and attention gets earlier keys and values from the host;
             else the call has one slot.
         sequence: The forward of the model that this is a part of, where the whole model runs slice after slice.
         key: Position among the layer calls that are alive, of all slices of a sequence; `None`: `index`.
+        spill: Whether they go to the disk, rather than to the host.
     """
 
     def __init__(
@@ -91,18 +92,19 @@ class LayerRun:
         streamed: bool = False,
         sequence: SequenceRun | None = None,
         key: int | None = None,
+        spill: bool = False,
     ) -> None:
         self.engine = engine
         self.call = call
         self.index = index
         self.key = index if key is None else key
         self.first_slice = 0 if sequence is None else sequence.index
-        self.memory, self.swap, self.streamed = memory, swap, streamed
+        self.memory, self.swap, self.streamed, self._spill = memory, swap, streamed, spill
         self.recorded = self.first_slice > 0  # whether the first slice, whose tensors are recorded, is over
         self.shared = SharedTensors(call.layer, (call.args, call.kwargs), x)
         self.autocast = _autocast_of(x.device)
         self.device = x.device
-        self.unit = None if streamed else engine.open_unit(memory, swap)
+        self.unit = None if streamed else engine.open_unit(memory, swap, memory.slot_bytes if spill and memory else 0)
         self.kept = KeptTensors()
         # x itself must not live until the backward.
         by_kind = slices[0].places is not None  # slices then store their parts of it, each in its place
@@ -192,7 +194,7 @@ class LayerRun:
         """Put a tensor into a unit, or keep it on the device."""
         if self.profile is not None:
             self.profile.saved(self.index, kind, t.nbytes)
-        return self.kept.put(t) if place == "keep" else unit.put(t)
+        return self.kept.put(t) if place == "keep" else unit.put(t, self._spill)
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
         """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the layer's."""

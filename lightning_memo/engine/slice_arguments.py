@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_memo.engine.arena import HostRoom
 from lightning_memo.engine.copies import CopyEvent
-from lightning_memo.engine.memory import HostRoom, SlotMemory
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import aligned, flat, is_dense, span
 from lightning_memo.engine.slices import SavedBytes
 

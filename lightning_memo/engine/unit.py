@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.block_reader import Region
-from lightning_memo.engine.memory import Slot, SlotMemory, Stored
+from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import Registry, flat
 from lightning_memo.engine.sharded import ShardedHandle
 from lightning_memo.engine.slice_arguments import ParkedView
+from lightning_memo.engine.slot import Slot, Stored
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
@@ -30,12 +31,15 @@ class Unit:
         engine: Brings units back in the order of the backward.
         number: Position among the units that are alive, in the order of the forward.
         memory: Where the slot is leased; `None` when all stays on the device.
-        swap: Whether the slot leaves for the host.
+        swap: Whether the slot leaves the device.
+        spill_bytes: How much of it goes to the disk; the rest goes to the host.
     """
 
-    def __init__(self, engine: Engine, number: int, memory: SlotMemory | None, swap: bool) -> None:
+    def __init__(
+        self, engine: Engine, number: int, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0
+    ) -> None:
         self.number = number
-        self.slot = None if memory is None else memory.lease(number, swap)
+        self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
         self._engine = engine
         self._memory = memory
         self._registry: Registry[Stored] = Registry()
@@ -49,11 +53,16 @@ class Unit:
         """Whether the unit holds what was put into it."""
         return self._release.alive
 
-    def put(self, t: Tensor) -> Handle:
-        """Copy a tensor into the slot; it stays on the device where there is no slot, or no room in it."""
+    def put(self, t: Tensor, spill: bool = False) -> Handle:
+        """Copy a tensor into the slot; it stays on the device where there is no slot, or no room in it.
+
+        Args:
+            t: The tensor.
+            spill: Whether it is to leave for the disk, rather than for the host.
+        """
         if self.slot is None or t.numel() == 0:
             return t
-        stored = self.slot.put(t)
+        stored = self.slot.put(t, spill)
         if stored is None:
             self._engine.count_overflow(t.nbytes)
             return t
@@ -89,16 +98,16 @@ class Unit:
         memory = self.slot.buffer if self.slot.host is None else self.slot.host
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
-        return Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.offload)
+        return Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
 
-    def offload(self) -> None:
-        """Start copying what was put so far to the host."""
+    def offload(self, last: bool = False) -> None:
+        """Start moving what was put so far off the device; `last`: nothing more is put."""
         if self._memory is not None and self.slot is not None:
-            self._memory.offload(self.slot)
+            self._memory.offload(self.slot, last)
 
     def end_forward(self) -> None:
         """Nothing more is put, and nothing is needed on the device until the backward."""
-        self.offload()
+        self.offload(last=True)
         self._registry.clear()
 
     def begin_backward(self) -> None:

@@ -13,6 +13,7 @@ import highspy
 from lightning_memo.config import format_bytes
 from lightning_memo.plan import Budget, Fingerprint, HostBacked, LayerCosts, Plan, Schedule, StreamedBytes, SwapPlan
 from lightning_memo.planner.plain import plain_plan
+from lightning_memo.planner.spill import calls_to_spill, disk_keeps_up
 from lightning_memo.planner.step_time import steady, step_seconds
 
 Binding = Literal["overlap", "host", "all tokens swapped"]
@@ -20,6 +21,7 @@ Binding = Literal["overlap", "host", "all tokens swapped"]
 _TIME_LIMIT_SECONDS: Final = 10.0
 _GIB: Final = 1024**3
 _MORE_HOST_MEMORY: Final = "raise host_memory or shorten the sequence"
+_MORE_DISK: Final = "raise host_memory or spill_memory, or shorten the sequence"
 _BytesOfAlpha = Callable[[float], int]
 # HiGHS meets rows to 1e-7, so what it calls the best alpha can be this far from it.
 _TOLERANCE: Final = 1e-6
@@ -28,10 +30,12 @@ _TOLERANCE: Final = 1e-6
 class HostMemoryError(ValueError):
     """The host can't hold what has to be swapped."""
 
-    def __init__(self, alpha: float, needed_bytes: int, available_bytes: int, remedy: str) -> None:
+    def __init__(self, alpha: float, needed_bytes: int, budget: Budget, remedy: str = "") -> None:
+        disk = f", and the disk {format_bytes(budget.spill_bytes)}" if budget.spill_bytes else ""
         super().__init__(
             f"alpha={alpha:g} swaps {format_bytes(needed_bytes)} ({needed_bytes} bytes) to the host, which has "
-            f"{format_bytes(available_bytes)} ({available_bytes} bytes) for it: {remedy}"
+            f"{format_bytes(budget.host_bytes)} ({budget.host_bytes} bytes) for it{disk}: "
+            + (remedy or (_MORE_DISK if disk else _MORE_HOST_MEMORY))
         )
 
 
@@ -54,16 +58,17 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
 
     Args:
         costs: bytes and seconds of each layer call.
-        budget: only its host bytes are used.
+        budget: M_host is its host bytes and those of the disk, if there is one.
 
     Raises:
-        HostMemoryError: the host can't even hold layer inputs and attention outputs (alpha = 0).
+        HostMemoryError: they can't even hold layer inputs and attention outputs (alpha = 0).
         RuntimeError: HiGHS failed.
     """
     swapped = range(max(costs.calls - 2, 0))
     least_bytes = sum(costs.swapped_bytes(call, 0.0) for call in swapped)
-    if least_bytes > budget.host_bytes:
-        raise HostMemoryError(0.0, least_bytes, budget.host_bytes, _MORE_HOST_MEMORY)
+    room_bytes = budget.host_bytes + budget.spill_bytes
+    if least_bytes > room_bytes:
+        raise HostMemoryError(0.0, least_bytes, budget)
     bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
     rows = [
         (costs.other_bytes[call], costs.forward_seconds[call] * bandwidth - costs.swapped_bytes(call, 0.0))
@@ -71,7 +76,7 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
     ]
     if any(room < 0 for _, room in rows):
         return AlphaSolution(alpha=0.0, binding="overlap", hidden=False)
-    rows.append((sum(other for other, _ in rows), budget.host_bytes - least_bytes))
+    rows.append((sum(other for other, _ in rows), room_bytes - least_bytes))
     alpha, tight = _maximise(rows)
     if alpha >= 1.0 - _TOLERANCE:
         return AlphaSolution(alpha=1.0, binding="all tokens swapped", hidden=True)
@@ -151,19 +156,34 @@ def plan_swap(
             return plain
     swapped_calls = max(costs.calls - 2, 0)
 
+    def spilled_calls(fraction: float) -> int | None:
+        return calls_to_spill(swapped_calls, slot_bytes(fraction), budget) if swapped_calls else 0
+
     def host_bytes(fraction: float) -> int:
         if streamed_bytes is not None:
             return streamed_bytes(fraction).host
         return swapped_calls * slot_bytes(fraction) if swapped_calls else 0
 
     warm = steady(costs)
+
+    def fits(fraction: float) -> bool:
+        if streamed_bytes is not None:
+            return host_bytes(fraction) <= budget.host_bytes
+        return spilled_calls(fraction) is not None
+
+    def keeps_up(fraction: float) -> bool:
+        spilled = 0 if streamed_bytes is not None else spilled_calls(fraction)
+        return not spilled or disk_keeps_up(warm, slot_bytes(fraction), spilled, fraction)
+
+    room = _Room(budget, host_bytes, fits, keeps_up)
     if alpha == "auto":
-        chosen, reason = _best_alpha(warm, budget, host_bytes, allowed)
+        chosen, reason = _best_alpha(warm, room, allowed)
     else:
-        chosen, reason = _given_alpha(warm, budget, float(alpha), host_bytes, allowed)
+        chosen, reason = _given_alpha(warm, room, float(alpha), allowed)
     swap = SwapPlan(
         mode="memo", alpha=chosen, schedule=schedule, slice_tokens=slice_tokens, calls=costs.calls,
         slot_bytes=slot_bytes(chosen) if streamed_bytes is None else 0,
+        spilled_calls=(spilled_calls(chosen) or 0) if streamed_bytes is None else 0,
     )  # fmt: skip
     if streamed_bytes is not None:
         swap = _streamed(swap, host_backed, streamed_bytes(chosen))
@@ -177,6 +197,23 @@ def plan_swap(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What is off the device, as functions of alpha.
+
+    Attributes:
+        budget: The limits.
+        host_bytes: Bytes of all layer calls that are swapped.
+        fits: Whether host and disk have room for them.
+        keeps_up: Whether no layer waits for the disk.
+    """
+
+    budget: Budget
+    host_bytes: _BytesOfAlpha
+    fits: Callable[[float], bool]
+    keeps_up: Callable[[float], bool]
+
+
 def _streamed(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> SwapPlan:
     return replace(
         swap,
@@ -188,29 +225,28 @@ def _streamed(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> 
     )
 
 
-def _given_alpha(
-    costs: LayerCosts, budget: Budget, alpha: float, host_bytes: _BytesOfAlpha, allowed: tuple[float, ...] | None
-) -> tuple[float, str]:
+def _given_alpha(costs: LayerCosts, room: _Room, alpha: float, allowed: tuple[float, ...] | None) -> tuple[float, str]:
     if allowed is not None and alpha not in allowed:
         raise ValueError(
             f'alpha={alpha:g} is not possible, as the layers allow only {_listed(allowed)}: give one, or "auto"'
         )
-    needed_bytes = host_bytes(alpha)
-    if needed_bytes > budget.host_bytes:
-        raise HostMemoryError(
-            alpha, needed_bytes, budget.host_bytes, 'set a smaller alpha or alpha="auto", or raise host_memory'
-        )
-    return alpha, f"alpha was given; {_overlap_clause(costs, alpha)}."
+    if not room.fits(alpha):
+        remedy = 'set a smaller alpha or alpha="auto", or raise host_memory'
+        raise HostMemoryError(alpha, room.host_bytes(alpha), room.budget, remedy)
+    slow = "" if room.keeps_up(alpha) else "; layers wait for the disk"
+    return alpha, f"alpha was given; {_overlap_clause(costs, alpha)}{slow}."
 
 
-def _best_alpha(
-    costs: LayerCosts, budget: Budget, host_bytes: _BytesOfAlpha, allowed: tuple[float, ...] | None
-) -> tuple[float, str]:
+def _best_alpha(costs: LayerCosts, room: _Room, allowed: tuple[float, ...] | None) -> tuple[float, str]:
+    budget = room.budget
     solution = solve_alpha(costs, budget)
-    fitting = _fitting_alpha(costs, budget, solution.alpha, host_bytes, allowed)
+    fitting = _fitting_alpha(costs, room, solution.alpha, allowed)
+    budgets = f"budget of {format_bytes(budget.host_bytes)}"
+    if budget.spill_bytes:
+        budgets += f" and the disk's of {format_bytes(budget.spill_bytes)}"
     limits = {
         "overlap": f"Above alpha={solution.alpha:.4g} a layer's copy would outlast its forward",
-        "host": f"Above alpha={solution.alpha:.4g} the host budget of {format_bytes(budget.host_bytes)} would overflow",
+        "host": f"Above alpha={solution.alpha:.4g} the host {budgets} would overflow",
         "all tokens swapped": "The copies of all tokens hide under the forward and fit the host",
     }
     if costs.calls <= 2:
@@ -221,34 +257,38 @@ def _best_alpha(
         reason = limits[solution.binding]
     if allowed is not None:
         reason += f"; the layers allow only {_listed(allowed)}"
+    elif not room.keeps_up(fitting):
+        reason += "; layers wait for the disk"
+    elif not room.keeps_up(min(fitting + 1 / costs.tokens, 1.0)):
+        reason += f"; above alpha={fitting:.4g} layers would wait for the disk"
     elif fitting < solution.alpha - 2 / costs.tokens:
         reason += f"; host slots are aligned, so alpha={fitting:.4g} is what fits"
     return fitting, reason + "."
 
 
-def _fitting_alpha(
-    costs: LayerCosts, budget: Budget, limit: float, host_bytes: _BytesOfAlpha, allowed: tuple[float, ...] | None
-) -> float:
-    """Largest fraction up to `limit` whose slots, alignment included, fit the host, in whole tokens."""
+def _fitting_alpha(costs: LayerCosts, room: _Room, limit: float, allowed: tuple[float, ...] | None) -> float:
+    """Largest fraction up to `limit` whose slots, alignment included, find room, in whole tokens.
 
-    def fits(alpha: float) -> bool:
-        return host_bytes(alpha) <= budget.host_bytes
-
+    The disk has to keep up as well, unless the least fraction is too much for it already: that only costs time.
+    """
     limit = min(limit + _TOLERANCE, 1.0)
     if allowed is not None:
-        possible = [alpha for alpha in sorted(allowed) if fits(alpha)]
+        possible = [alpha for alpha in sorted(allowed) if room.fits(alpha)]
         # The overlap limit only costs time, so the smallest fraction may pass it where the layers leave no choice.
         if possible:
-            return max([alpha for alpha in possible if alpha <= limit], default=possible[0])
+            return max([a for a in possible if a <= limit and room.keeps_up(a)], default=possible[0])
         least = min(allowed)
     else:
         # Slots grow with alpha, so the first count of tokens that doesn't fit is found by bisection.
-        counts = range(math.floor(limit * costs.tokens) + 1)
-        fitting = bisect_left(counts, True, key=lambda count: not fits(count / costs.tokens))
+        def too_many(count: int) -> bool:
+            alpha = count / costs.tokens
+            return not room.fits(alpha) or (count > 0 and not room.keeps_up(alpha))
+
+        fitting = bisect_left(range(math.floor(limit * costs.tokens) + 1), True, key=too_many)
         if fitting:
             return (fitting - 1) / costs.tokens
         least = 0.0
-    raise HostMemoryError(least, host_bytes(least), budget.host_bytes, _MORE_HOST_MEMORY)
+    raise HostMemoryError(least, room.host_bytes(least), room.budget)
 
 
 def _overlap_clause(costs: LayerCosts, alpha: float) -> str:

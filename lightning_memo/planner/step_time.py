@@ -7,6 +7,7 @@ from statistics import median
 
 from lightning_memo.costs import LayerCosts
 from lightning_memo.plan import SwapPlan
+from lightning_memo.planner.spill import disk_seconds
 
 
 def steady(costs: LayerCosts) -> LayerCosts:
@@ -34,12 +35,17 @@ def steady(costs: LayerCosts) -> LayerCosts:
 
 
 def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
-    """Expected seconds of a step: each layer's compute or its copy, whichever takes longer (MEMO, section 4.2)."""
-    seconds = costs.outside_seconds
+    """Expected seconds of a step: each layer's compute or its copy, whichever takes longer (MEMO, section 4.2).
+
+    All forwards together last at least as long as the disk writes; it reads while one backward runs, or that waits.
+    """
+    forward_seconds, backward_seconds = 0.0, 0.0
+    writing, reading = disk_seconds(costs, swap.slot_bytes) if swap.spilled_calls else (0.0, 0.0)
     for call in range(costs.calls):
         # The last two calls copy nothing, but recompute like the others.
         copied_bytes = costs.swapped_bytes(call, swap.alpha) if call < swap.swapped_calls else 0
         recomputed = 0.0 if swap.mode == "plain" else (1.0 - swap.alpha) * costs.recompute_seconds[call]
-        seconds += max(costs.forward_seconds[call], copied_bytes / costs.offload_bytes_per_second)
-        seconds += max(costs.backward_seconds[call] + recomputed, copied_bytes / costs.prefetch_bytes_per_second)
-    return seconds
+        arriving = max(copied_bytes / costs.prefetch_bytes_per_second, reading if swap.spills(call) else 0.0)
+        forward_seconds += max(costs.forward_seconds[call], copied_bytes / costs.offload_bytes_per_second)
+        backward_seconds += max(costs.backward_seconds[call] + recomputed, arriving)
+    return costs.outside_seconds + max(forward_seconds, swap.spilled_calls * writing) + backward_seconds

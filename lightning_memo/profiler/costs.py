@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,18 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copies import make_copy_stream
 from lightning_memo.engine.profile import CallProfile, StepProfile
 from lightning_memo.engine.sharded import local_part
+from lightning_memo.engine.spill import Spill
+from lightning_memo.engine.spill_file import free_disk_bytes
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts
 from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+from lightning_memo.spill_sizes import SpillSizes
 from lightning_memo.storage_costs import CallCosts, Product, StorageCosts
 
 _LONGEST_COPY_BYTES = 256 * 2**20
 _BANDWIDTH_SECONDS = 0.2
 # The rest of the host is for the data loader, checkpoints and the system.
 _USABLE_HOST_SHARE = 0.9
+_USABLE_DISK_SHARE = 0.9
 
 
 def layer_costs(
@@ -30,6 +35,7 @@ def layer_costs(
     fixed_device_bytes: int,
     transient_device_bytes: int,
     device: torch.device,
+    spill_path: Path | None = None,
 ) -> LayerCosts:
     """Costs of the layers of a profiled step.
 
@@ -39,12 +45,15 @@ def layer_costs(
         fixed_device_bytes: Parameters, gradients and optimizer state.
         transient_device_bytes: Highest peak above those and skeletal activations.
         device: Where it ran; bandwidth is measured there, with both directions busy.
+        spill_path: Folder on a disk, whose bandwidth is measured likewise.
     """
     recompute = profile.seconds_of("recompute")
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
     attention = profile.bytes_of("out", "lse")
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
-    offload, prefetch = copy_bandwidth(device, min(copied, _LONGEST_COPY_BYTES))
+    copied = min(copied, _LONGEST_COPY_BYTES)
+    offload, prefetch = copy_bandwidth(device, copied)
+    write, read = (0.0, 0.0) if spill_path is None else disk_bandwidth(spill_path, device, copied)
     return LayerCosts(
         batch=profile.batch,
         tokens=profile.tokens,
@@ -59,6 +68,8 @@ def layer_costs(
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,
         transient_device_bytes=transient_device_bytes,
+        spill_write_bytes_per_second=write,
+        spill_read_bytes_per_second=read,
     )
 
 
@@ -121,6 +132,30 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]
             stream.close()
 
 
+def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """Bytes per second from device to disk and back, both at once, by the engine's own way.
+
+    Raises:
+        SpillError: The disk has no room for it, or failed.
+        ValueError: The folder is not usable.
+    """
+    sizes = SpillSizes(max(size_bytes, 1))
+    spill = Spill(folder, 2 * sizes.region_bytes, sizes, device)
+    going, coming = (torch.zeros(sizes.region_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    spill.write(going, sizes.region_bytes).synchronize()
+
+    def write() -> None:
+        spill.write(going, 0).synchronize()
+
+    def read() -> None:
+        spill.read(coming, sizes.region_bytes, ()).synchronize()
+
+    try:
+        return measure_copy_bandwidth(write, read, sizes.region_bytes, _BANDWIDTH_SECONDS)
+    finally:
+        spill.close()
+
+
 def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes that this process has of parameters, buffers, gradients (of what is trained) and optimizer state.
 
@@ -161,7 +196,7 @@ def budget(
         device: Where layers run.
         fixed_device_bytes: What the process has there whatever the plan.
         held_host_bytes: Host memory that the engine holds for the profile and gives back.
-        processes: Processes of this node, which share its host memory evenly.
+        processes: Processes of this node, which share its host memory and its disk evenly.
     """
     host = config.host_memory_bytes
     if host is None:
@@ -169,7 +204,16 @@ def budget(
     limit = config.device_memory_bytes
     if limit is None:
         limit = fixed_device_bytes + free_device_bytes(device) // (processes if device.type == "cpu" else 1)
-    return Budget(device_bytes=limit, host_bytes=host // processes)
+    return Budget(
+        device_bytes=limit, host_bytes=host // processes, spill_bytes=_disk_bytes(config) // processes
+    )  # fmt: skip
+
+
+def _disk_bytes(config: MemoConfig) -> int:
+    if config.spill_path is None:
+        return 0
+    limit = config.spill_memory_bytes
+    return int(_USABLE_DISK_SHARE * free_disk_bytes(Path(config.spill_path))) if limit is None else limit
 
 
 def fingerprint(

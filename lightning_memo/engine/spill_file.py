@@ -1,0 +1,135 @@
+"""A file for swapped activations that the host has no room for, written and read by direct I/O."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from lightning_memo.config import format_bytes
+from lightning_memo.engine.arena import FreeSpace, PageLock
+
+
+class SpillError(OSError):
+    """The disk refuses space, or failed."""
+
+
+class SpillFile:
+    """A file of exactly the planned size, whose space is reserved when it is opened.
+
+    It has no name: when the process ends, killed or not, the kernel gives its space back, and no other process can take
+    it for its own. All methods may be called by several threads at once.
+
+    Args:
+        folder: On the disk.
+        size_bytes: Of the file, a multiple of the block size.
+
+    Raises:
+        SpillError: The disk has not got the space.
+        ValueError: The folder is not usable.
+    """
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self.folder, self.size_bytes = folder, size_bytes
+        self._file = open_unnamed(folder)
+        try:
+            if size_bytes:
+                os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+        except OSError as error:
+            self.close()
+            raise SpillError(_refusal(folder, size_bytes, error)) from error
+        self.direct = _use_direct_io(self._file.fileno())
+        self.space = FreeSpace(size_bytes)
+
+    def write(self, memory: Tensor, offset_bytes: int) -> None:
+        """Write bytes: a multiple of the block size at a multiple of it, from aligned memory.
+
+        Raises:
+            SpillError: The disk failed.
+        """
+        view, done = memoryview(memory.numpy()), 0
+        try:
+            while done < memory.nbytes:
+                done += os.pwritev(self._file.fileno(), [view[done:]], offset_bytes + done)
+        except OSError as error:
+            raise self._failure("writing to", error) from error
+
+    def read(self, memory: Tensor, offset_bytes: int) -> None:
+        """Read bytes that were written, as :meth:`write` takes them.
+
+        Raises:
+            SpillError: The disk failed.
+        """
+        view, done = memoryview(memory.numpy()), 0
+        try:
+            while done < memory.nbytes:
+                count = os.preadv(self._file.fileno(), [view[done:]], offset_bytes + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file ends too early")
+                done += count
+        except OSError as error:
+            raise self._failure("reading from", error) from error
+
+    def _failure(self, doing: str, error: OSError) -> SpillError:
+        return SpillError(
+            f"{doing} the spill file in {self.folder} failed: {error.strerror}; the step is lost: look at the disk, or "
+            "train without spill_path"
+        )
+
+    def close(self) -> None:
+        """Give the space back, also where a forked process still has the file open."""
+        if not self._file.closed:
+            self._file.truncate(0)
+            self._file.close()
+
+
+def open_unnamed(folder: Path) -> IO[bytes]:
+    """An open file that no name in `folder` leads to.
+
+    Raises:
+        ValueError: Files can't be made there.
+    """
+    try:
+        return tempfile.TemporaryFile(dir=folder, prefix="lightning_memo_", buffering=0)
+    except OSError as error:
+        raise ValueError(
+            f'spill_path="{folder}": no file can be made there ({error.strerror}): give a folder on a local disk that '
+            "this process may write to"
+        ) from None
+
+
+def aligned_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]:
+    """Host memory, uint8 `[size_bytes]`, that begins with a page, as direct I/O needs."""
+    memory = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    return memory, PageLock(memory) if pinned else None
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What the file system of a folder has free for this user."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _use_direct_io(descriptor: int) -> bool:
+    """Turn the page cache off, where the file system can: it would take the memory that spilling saves."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _refusal(folder: Path, size_bytes: int, error: OSError) -> str:
+    free = free_disk_bytes(folder)
+    return (
+        f"spilling needs {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, which has {format_bytes(free)} "
+        f"free ({error.strerror}): free space, lower spill_memory, raise host_memory, or give a folder on another disk"
+    )
