@@ -177,7 +177,8 @@ class EngineUnderTest:
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=self.slice_tokens,
             calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
-            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients, staging_bytes=sizes.staging,
+            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
+            state_host_bytes=sizes.states, staging_bytes=sizes.staging,
         )  # fmt: skip
         self.engine.load(plan, profile.batch * profile.tokens)
         return tuple(sum(unit_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())

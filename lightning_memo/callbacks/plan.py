@@ -255,7 +255,8 @@ class PlanAfterFirstStep(Callback):
         Raises:
             ValueError: They have.
         """
-        sizes = ("slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes")  # may differ
+        # Sizes may differ.
+        sizes = ("slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes")
         swaps = self._ranks.gather(None if plan is None else replace(plan.swap, **dict.fromkeys(sizes, 0)))
         for rank, swap in enumerate(swaps):
             if swap != swaps[0]:

@@ -20,6 +20,8 @@ from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.intercept import current_layout, handling, set_layout
 from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
 from lightning_memo.engine.layer_kinds import LayerKinds
+from lightning_memo.engine.lazy_inputs import attach_lazy_inputs
+from lightning_memo.engine.lazy_tensor import real
 from lightning_memo.engine.memory import SlotMemory, TestMode
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
@@ -111,6 +113,8 @@ class Engine:
         for layer in self.layers:
             self._undo.append(replace_forward(layer, self._run))
         self._undo += attach_attention(self._model)
+        if self._wishes.states_on_host:
+            self._undo += attach_lazy_inputs(self._model, self._wishes.slice_tokens or 1)
         if self._wishes.schedule == "slice":
             sliced = SlicedModel(self, self._wishes.slice_tokens or 1)
             self._undo.append(replace_forward(self._language_model(), sliced))
@@ -180,7 +184,7 @@ class Engine:
     def _allocate(self, swap: SwapPlan, pinned: bool = True) -> None:
         self.memory = SlotMemory(
             swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode, whole_slots=not swap.streamed,
-            gradient_bytes=swap.gradient_host_bytes,
+            gradient_bytes=swap.gradient_host_bytes, state_bytes=swap.state_host_bytes,
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
@@ -212,6 +216,8 @@ class Engine:
             return self._run_plainly(layer, forward, args, kwargs)
         if self._sequence is not None:
             return self._run_slice(self._sequence, call, x.contiguous(), alive)
+        if not (self.swap is not None and self.swap.streamed):
+            x = real(x)
         return self._run_slices(call, x.contiguous(), alive)
 
     def _run_plainly(
@@ -349,6 +355,11 @@ class Engine:
         return slice_tokens_by_alpha(tokens, alpha, longest, unit)
 
     @property
+    def states_on_host(self) -> bool:
+        """Whether hidden states between layers, and their gradients, are on the host."""
+        return self.swap is not None and self.swap.host_backed == "all" and self._sequence is None
+
+    @property
     def slices_outside(self) -> bool:
         """Whether slices are ranges of the whole sequence, which context-parallel processes share."""
         return self._context is not None and self._wishes.may_stream
@@ -429,7 +440,7 @@ class Engine:
         return replace(
             plan, schedule=self.kinds.schedule, slice_tokens=self._wishes.slice_tokens, host_backed=host_backed,
             slot_bytes=sizes.slot, streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
-            staging_bytes=sizes.staging,
+            state_host_bytes=sizes.states, staging_bytes=sizes.staging,
         )  # fmt: skip
 
     def streamed_bytes(

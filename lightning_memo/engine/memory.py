@@ -226,11 +226,12 @@ class SlotMemory:
 
     Attributes:
         slot_bytes: Size of a slot.
-        host_bytes: Host memory, gradients of keys and values included.
+        host_bytes: Host memory, gradients of keys and values and hidden states included.
         device: Where layers run.
         whole_slots: Whether a slot's region on the host is as large as the slot, and taken at once; else as large as
             what was put into it, and taken when it leaves, all of it together.
         gradient_bytes: Host memory for gradients of keys and values.
+        state_bytes: Host memory for hidden states between layers, and their gradients.
     """
 
     slot_bytes: int
@@ -240,9 +241,11 @@ class SlotMemory:
     test_mode: TestMode | None = None
     whole_slots: bool = True
     gradient_bytes: int = 0
+    state_bytes: int = 0
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
+    state_arena: HostArena = field(init=False)
     _rooms: weakref.WeakSet[HostRoom] = field(init=False, default_factory=weakref.WeakSet)
     _buffers: list[Tensor] = field(init=False)
     _owners: list[Slot | None] = field(init=False)
@@ -255,9 +258,10 @@ class SlotMemory:
             seed, longest = self.test_mode.seed, self.test_mode.longest_delay_seconds
             delays = [Delays(seed, longest), Delays(seed + 1, longest)]
         pinned = self.pinned and self.device.type == "cuda"
-        self.arena = HostArena(self.host_bytes - self.gradient_bytes, pinned)
+        self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes, pinned)
         # Gradients are born while slots are given back: in an arena of their own they find no gaps that are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)
+        self.state_arena = HostArena(self.state_bytes, pinned)
         self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._owners = [None, None]
         self._offload = make_copy_stream(self.device, "offload", delays[0])
@@ -266,8 +270,12 @@ class SlotMemory:
     @property
     def slots_in_use(self) -> int:
         """Host slots and rounding buffers that some layer call holds."""
-        regions = self.arena.regions_in_use + self.gradient_arena.regions_in_use
+        regions = sum(arena.regions_in_use for arena in self._arenas)
         return regions + sum(owner is not None for owner in self._owners)
+
+    @property
+    def _arenas(self) -> tuple[HostArena, ...]:
+        return self.arena, self.gradient_arena, self.state_arena
 
     def lease(self, call: int, swap: bool) -> Slot:
         """A slot to write into, for layer call `call`; `swap`: it is going to leave for the host."""
@@ -317,14 +325,14 @@ class SlotMemory:
             self.arena.release(slot.host)
             slot.host = None
 
-    def take_room(self, size_bytes: int, gradients: bool = False) -> HostRoom:
+    def take_room(self, size_bytes: int, arena: HostArena | None = None) -> HostRoom:
         """Memory for what is not in slots: on the host, or on the device if there is no room.
 
         Args:
             size_bytes: How much.
-            gradients: Whether it is for gradients of keys and values.
+            arena: Where; `None` is where slots are.
         """
-        arena = self.gradient_arena if gradients else self.arena
+        arena = self.arena if arena is None else arena
         region = arena.acquire(size_bytes)
         if region is None:
             self.stats.overflow_bytes += size_bytes
@@ -348,10 +356,11 @@ class SlotMemory:
         room.last_write = event
         return event
 
-    def read_host(self, destination: Tensor, room: HostRoom) -> CopyEvent:
-        """Start copying the first bytes of a room to the device."""
+    def read_host(self, destination: Tensor, room: HostRoom, start: int = 0) -> CopyEvent:
+        """Start copying bytes of a room, from `start` on, to the device."""
         self.stats.fetched_bytes += destination.nbytes
-        event = self._prefetch.copy(destination, room.memory[: destination.nbytes], room.last_write)
+        source = room.memory[start : start + destination.nbytes]
+        event = self._prefetch.copy(destination, source, room.last_write)
         room.last_read = event
         return event
 
@@ -363,15 +372,15 @@ class SlotMemory:
         """Stop the copy streams and give the memory back."""
         self._offload.close()
         self._prefetch.close()
-        self.arena.close()
-        self.gradient_arena.close()
+        for arena in self._arenas:
+            arena.close()
 
     def _take_host(self, slot: Slot, size_bytes: int) -> None:
         slot.host = self.arena.acquire(size_bytes)
         self._note_peak()
 
     def _note_peak(self) -> None:
-        in_use = self.arena.bytes_in_use + self.gradient_arena.bytes_in_use
+        in_use = sum(arena.bytes_in_use for arena in self._arenas)
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
     def _take_buffer(self, slot: Slot, call: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
+from lightning_memo.engine.lazy_tensor import Assembly, read_parts
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.sharded import local_part
@@ -104,15 +105,14 @@ class LayerRun:
         # x itself must not live until the backward.
         self.x = None if self.unit is None else self.store(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
-        self.x_shape = x.shape
         self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
         self.slices = tuple(slices)
         self._all_slices = self.slices if sequence is None else sequence.slices
         self.cores: list[Core] = [] if sequence is None else sequence.cores(call.layer)
         self._arguments = None if sequence is None else sequence.arguments
-        self.y: Tensor | None = None
-        self.dy: Tensor | None = None
-        self.dx: Tensor | None = None
+        self.y: Assembly | Tensor | None = None
+        self.dx: Assembly | Tensor | None = None
+        self._dy: Iterator[Tensor] = iter(())
         self._started = self._ended = False
 
     @property
@@ -129,6 +129,12 @@ class LayerRun:
     def whole(self) -> bool:
         """Whether the layer runs as a single slice."""
         return len(self.slices) == 1
+
+    @property
+    def states_memory(self) -> SlotMemory | None:
+        """What keeps the layer's output and the gradient of its input on the host; `None`: they are on the device."""
+        on_host = self.streamed and not self.whole and self.engine.states_on_host
+        return self.memory if on_host else None
 
     @property
     def in_backward(self) -> bool:
@@ -169,11 +175,11 @@ class LayerRun:
         return t if keep else unit.put(t)
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
-        """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the layer's."""
+        """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the slice's."""
         if self.unit is not None and self.x is not None:
             return self.unit, self.x
         unit = self.engine.open_unit(self.memory, self.swap)
-        return unit, self.store(unit, "input", self.narrow(local_part(x.detach()), part))
+        return unit, self.store(unit, "input", local_part(x.detach()))
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
         """The tokens of a slice, of a tensor that holds them or all."""
@@ -196,7 +202,7 @@ class LayerRun:
         y, self.y = self.y, None
         assert y is not None
         self.end_forward()
-        return y
+        return y.take() if isinstance(y, Assembly) else y
 
     def end_forward(self) -> None:
         """Nothing of the forward is needed on the device any more."""
@@ -206,6 +212,42 @@ class LayerRun:
             args, kwargs = self._arguments.park((self.call.args, self.call.kwargs))
             self.call = replace(self.call, args=args, kwargs=kwargs)
         self.mark("forward_end")
+
+    # ---- hidden states
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        """The input of each slice, without history."""
+        return read_parts(x, self.call.token_dim, [(part.start, part.stop) for part in self.slices])
+
+    def write_output(self, part: TokenRange, y: Tensor) -> None:
+        """A slice's share of the layer's output."""
+        self.y = y.detach() if self.whole else self._written(self.y, part, y)
+
+    def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
+        """A slice's share of the gradient of the layer's input."""
+        self.dx = dx if self.whole else self._written(self.dx, part, dx)
+
+    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor) -> Assembly:
+        dim, shape = self.call.token_dim, list(t.shape)
+        if not isinstance(into, Assembly):
+            shape[dim] = self.call.tokens
+            at_once = self.slices[0].tokens * self.call.batch
+            into = Assembly(shape, t.dtype, t.device, at_once, self.states_memory)
+        into.write(dim, part.start, t)
+        return into
+
+    def begin_output_gradient(self, dy: Tensor) -> None:
+        """The gradient of the layer's output has come: slices take theirs, last first."""
+        bounds = [(part.start, part.stop) for part in reversed(self.slices)]
+        self._dy = read_parts(dy, self.call.token_dim, bounds)
+        self.begin_backward()
+
+    def next_output_gradient(self) -> Tensor:
+        """The gradient of the output of the slice whose turn it is."""
+        dy = next(self._dy)
+        if self.whole:  # it need not live longer than the slice wants it
+            self._dy = iter(())
+        return dy
 
     # ---- backward
 
@@ -224,15 +266,15 @@ class LayerRun:
 
     def end_backward(self) -> Tensor | None:
         """The layer's last act: give everything back, return the gradient of its input."""
-        dx = self.dx
-        self.dy = self.dx = None
+        dx, self.dx = self.dx, None
+        self._dy = iter(())
         self._ended = True
         while self.cores and self.first_slice == 0:
             self.cores.pop().release()
         self.engine.end_backward(self)
         if self.unit is not None:
             self.unit.release()
-        return dx
+        return dx.take() if isinstance(dx, Assembly) else dx
 
 
 def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

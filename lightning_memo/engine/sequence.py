@@ -181,9 +181,10 @@ class _Step:
             run, token, unit, handle = self._ends.pop()
             for arguments in self._arguments[:-3:-1]:  # of this slice, and of the next one
                 arguments.fetch()
-            run.dy = unit.load(handle) * gradient
+            dy = unit.load(handle) * gradient
             unit.release()
-            run.begin_backward()
+            run.begin_output_gradient(dy)
+            del dy
             torch.autograd.backward(token)
             self._arguments.pop().release()
 

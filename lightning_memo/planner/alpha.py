@@ -176,6 +176,7 @@ def plan_swap(
             slot_bytes=sizes.slot,
             streamed_host_bytes=sizes.host,
             gradient_host_bytes=sizes.gradients,
+            state_host_bytes=sizes.states,
             staging_bytes=sizes.staging,
         )
     return Plan(
