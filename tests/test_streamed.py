@@ -19,11 +19,13 @@ from lightning_memo import MemoStrategy
 from lightning_memo.engine import Engine
 from lightning_memo.engine.block_reader import BlockReader, token_rows
 from lightning_memo.engine.copies import CopyEvent, ThreadCopyStream
+from lightning_memo.engine.lazy_tensor import LazyTensor
 from lightning_memo.engine.slices import Action, TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention
 from lightning_memo.engine.unit import KeysValues, Unit
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.loss.attach import attach_chunked_loss
 from lightning_memo.plan import HostBacked
 from lightning_memo.profiler.meter import PeakMeter
 
@@ -167,22 +169,62 @@ def test_two_forwards_slice_by_slice_are_refused() -> None:
         under_test.assert_empty()
 
 
+# ---- what is on the device
+
+
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
-def test_nothing_on_the_device_grows_with_the_sequence() -> None:
-    torch.manual_seed(0)
-    model = FAMILIES["llama_gqa"].build().train()
-    peaks = {}
-    for tokens in (512, 2048):
-        batch = make_batch(1, tokens)
-        with EngineUnderTest(model, "slice", None, slice_tokens=64, host_backed="all") as under_test:
-            under_test.engine.attention.block_tokens = 128
-            under_test.profile_step(batch)
-            under_test.load(0.0)
-            model.zero_grad(set_to_none=False)
-            with PeakMeter(CPU) as meter:
-                model(**batch).loss.backward()
-        peaks[tokens] = meter.peak_bytes
+@pytest.mark.parametrize("schedule", ["auto", "slice"])
+def test_nothing_on_the_device_grows_with_the_sequence(schedule: str) -> None:
+    model = build("llama_gqa")
+    del model.model.layers[2:]
+    detach = attach_chunked_loss(model, 128)
+    peaks = {tokens: peak_bytes(model, schedule, tokens) for tokens in (512, 2048)}
+    for undo in detach:
+        undo()
+    # Schedule "layer" keeps the positions, of 8 bytes each. A table for rotary embedding would be 32 bytes a token.
+    assert peaks[2048] - peaks[512] <= (4 if schedule == "slice" else 12) * 1536, peaks
     assert peaks[2048] <= 1.05 * peaks[512], peaks
+
+
+def peak_bytes(model: nn.Module, schedule: str, tokens: int) -> int:
+    """Of a step, beside weights and gradients; the plan is made from a step of two slices."""
+    with EngineUnderTest(model, schedule, None, slice_tokens=128, host_backed="all") as under_test:
+        under_test.engine.attention.block_tokens = 128
+        under_test.profile_step(make_batch(1, 256))
+        under_test.load(0.0, tokens=tokens)
+        model.zero_grad(set_to_none=False)
+        batch = make_batch(1, tokens)
+        with PeakMeter(CPU) as meter:
+            model(**batch).loss.backward()
+        under_test.assert_as_planned()
+        assert under_test.engine.swap is not None
+        return meter.peak_bytes + 2 * under_test.engine.swap.slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "real"),
+    [("llama_gqa", 0), ("qwen3_moe", 0), ("gemma3_mixed_windows", 0), ("gpt2", 2), ("block", 2)],
+)
+@pytest.mark.parametrize("amp", [False, True])
+def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`real` of them are not: embeddings to which positions are added and their gradient; what another head gets."""
+    model, batch = build(family), make_batch(2, 61, padded=family == "llama_gqa")
+    plain = loss_and_gradients(model, batch, amp)
+    detach = attach_chunked_loss(model, 8)
+    made_real: list[Tensor] = []
+    materialize = LazyTensor.materialize
+    monkeypatch.setattr(LazyTensor, "materialize", lambda t: made_real.append(t) or materialize(t))
+    with EngineUnderTest(model, slice_tokens=8, host_backed="all") as under_test:
+        under_test.profile_step(batch, amp)
+        under_test.load(0.5)
+        made_real.clear()
+        step = under_test.step(batch, amp)
+        if family != "qwen3_moe":  # what its experts of a slice get is known on the average only
+            under_test.assert_as_planned()
+    for undo in detach:
+        undo()
+    assert len({id(t._source) for t in made_real}) == real, made_real
+    assert step.distance(plain) <= (0.02 if amp else 1.5e-6)
 
 
 # ---- what is fetched

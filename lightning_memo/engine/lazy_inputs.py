@@ -68,21 +68,23 @@ class _LazyEmbedding(torch.autograd.Function):
         return None, None, None, *sums.take(ctx.dtypes)
 
 
-def _rotate(module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+def _rotate(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Stands in for the forward of rotary tables, which makes some `[batch or 1, tokens, features]` of positions."""
     if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or _is_of_the_whole(module):
-        return forward(x, position_ids, **kwargs)
+        return forward(x, position_ids, *args, **kwargs)
     like, positions = torch.empty(0, dtype=x.dtype, device=x.device), position_ids.flatten()
 
     def table(number: int, t: Tensor) -> LazyTensor:
         def compute(ranges: Sequence[range]) -> Tensor:
-            found: Tensor = forward(like, _joined(positions, ranges)[None], **kwargs)[number][0]
+            found: Tensor = forward(like, _joined(positions, ranges)[None], *args, **kwargs)[number][0]
             return found
 
         shape = (*position_ids.shape, t.shape[-1])
         return LazyTensor(ComputedRows(compute), shape, t.dtype, t.device, x.at_once)
 
-    return tuple(table(n, t) for n, t in enumerate(forward(like, position_ids[:1, :1], **kwargs)))
+    return tuple(table(n, t) for n, t in enumerate(forward(like, position_ids[:1, :1], *args, **kwargs)))
 
 
 def _is_rotary(module: nn.Module) -> bool:

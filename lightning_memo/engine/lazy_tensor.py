@@ -206,7 +206,7 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, LazyTensor):
-            if func in _ALIASES or (func is aten.view.default and tuple(args[1]) == tuple(first.shape)):
+            if func in _ALIASES or (func is aten.view.default and _is_shape_of(first, args[1])):
                 return first._alias()
             given = {name for name, value in kwargs.items() if value is not None}
             if func is aten._to_copy.default and given == _CAST_ARGUMENTS:
@@ -217,6 +217,10 @@ class LazyTensor(Tensor):
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
         result = func(*args, **kwargs)
         return first if isinstance(first, LazyTensor) and result is args[0] else result  # changed in place
+
+
+def _is_shape_of(t: Tensor, wished: Sequence[int]) -> bool:
+    return len(wished) == t.dim() and all(size in (-1, own) for size, own in zip(wished, t.shape, strict=True))
 
 
 def _sliced(t: LazyTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
