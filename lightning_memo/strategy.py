@@ -87,7 +87,8 @@ class MemoStrategy(ModelParallelStrategy):
         layers: Dotted name of the `nn.ModuleList` of repeated layers; `None` finds it.
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine".
         schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" runs the whole model on one slice
-            after the other, so that nothing of the sequence's length stays on the device (one process).
+            after the other, so that nothing of the sequence's length stays on the device (data parallelism only, and
+            ZeRO 0 to 2).
         plan: A saved plan to use instead of profiling.
         test_mode: Random delays and poisoned buffers, to bring out copy races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
@@ -208,11 +209,6 @@ class MemoStrategy(ModelParallelStrategy):
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
         _refuse_averaging(self.lightning_module.trainer.callbacks)
-        if self.config.schedule == "slice":
-            raise ValueError(
-                'schedule="slice" runs in one process without ZeRO: use schedule="layer", which takes slice_tokens and '
-                "host_backed too"
-            )
         self._setup_distributed()
         if self._processes is None:
             self._processes = Processes(self.config, self.root_device)

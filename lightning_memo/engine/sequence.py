@@ -25,6 +25,7 @@ from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesC
 from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import RngState
 from lightning_memo.kernels.attention import sums_dtype
+from lightning_memo.parallel.data import as_one_forward
 from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout
 
@@ -127,6 +128,11 @@ class SlicedModel:
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # Also a batch of a single slice: processes may have others, and reduce gradients in the same order.
+        with as_one_forward(self._engine.layers):
+            return self._run(model, forward, args, kwargs)
+
+    def _run(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _named_inputs(forward, args, kwargs)
         tokens = _token_tensor(inputs)
         if tokens.shape[1] <= self._longest:
