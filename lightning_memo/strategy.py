@@ -237,9 +237,12 @@ class MemoStrategy(ModelParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.training
+        if self.config.schedule == "slice" and self._processes is None and training:
+            return batch  # each slice of it goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            assert self.lightning_module is not None
             batch, layout = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
             set_layout(layout)
         return batch

@@ -10,8 +10,10 @@ from unittest.mock import Mock
 import peft
 import pytest
 import torch
+import transformers
 from families import FAMILIES, make_batch
 from harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from trainer_harness import LanguageModel, fit, plain, shorten_measurements
 
@@ -20,6 +22,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.block_reader import BlockReader, token_rows
 from lightning_memo.engine.copies import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.lazy_tensor import LazyTensor
+from lightning_memo.engine.sequence import _Step
 from lightning_memo.engine.slices import Action, TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention
 from lightning_memo.engine.unit import KeysValues, Unit
@@ -158,6 +161,35 @@ def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, 
         with pytest.raises(ValueError, match=message):
             under_test.model(**make_batch(2, 61) | arguments)
         under_test.assert_empty()
+
+
+def test_rotary_tables_that_depend_on_the_length_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**settings, vocab_size=96, rope_parameters=rope, max_position_embeddings=32)
+    model, batch = transformers.AutoModelForCausalLM.from_config(config).train(), make_batch(2, 61)
+    with EngineUnderTest(model, "slice", slice_tokens=8, host_backed="all") as under_test:
+        with pytest.raises(ValueError, match="rotary tables that depend on the length"):
+            model(**batch)
+        under_test.assert_empty()
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, slice_tokens=8, host_backed="all") as under_test:
+        assert_as_good(model, batch, under_test.profile_step(batch), plain)
+
+
+def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    batch = make_batch(2, 61)
+    step = _Step(Mock(device=torch.device("meta")), Mock(), batch)
+    moved = step._cut(TokenRange(8, 16, Action.RECOMPUTE))
+    tensors = {name: (t.device.type, tuple(t.shape)) for name, t in moved.items() if isinstance(t, Tensor)}
+    assert {name: of for name, of in tensors.items() if name != "num_items_in_batch"} == dict.fromkeys(
+        ("input_ids", "labels", "shift_labels"), ("meta", (2, 8))
+    ) | {"position_ids": ("meta", (1, 8))}
+    monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
+    whole = Mock(side_effect=AssertionError("all of a batch was moved"))
+    monkeypatch.setattr(ModelParallelStrategy, "batch_to_device", whole)
+    assert fit(MemoStrategy(slice_tokens=7, schedule="slice"), LanguageModel("llama")).losses
 
 
 def test_two_forwards_slice_by_slice_are_refused() -> None:

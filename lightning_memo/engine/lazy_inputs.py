@@ -15,8 +15,8 @@ from lightning_memo.engine.layer_forward import replace_forward
 from lightning_memo.engine.lazy_tensor import ComputedRows, LazyTensor
 from lightning_memo.engine.token_local import Forward, GradientSums, TokenLocal, chunks
 
-# Kinds of rotary tables whose frequencies depend on how long a sequence is: they are not those of a part.
-_OF_THE_WHOLE = ("dynamic", "longrope")
+# Kinds of rotary tables whose frequencies depend on how long a sequence is: those of a part would be others.
+_DEPENDING = ("dynamic", "longrope")
 
 
 def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None]]:
@@ -72,7 +72,7 @@ def _rotate(
     module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Stands in for the forward of rotary tables, which makes some `[batch or 1, tokens, features]` of positions."""
-    if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or _is_of_the_whole(module):
+    if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or depends_on_length(module):
         return forward(x, position_ids, *args, **kwargs)
     like, positions = torch.empty(0, dtype=x.dtype, device=x.device), position_ids.flatten()
 
@@ -91,9 +91,10 @@ def _is_rotary(module: nn.Module) -> bool:
     return any(kind.__name__.endswith("RotaryEmbedding") for kind in type(module).__mro__)
 
 
-def _is_of_the_whole(module: nn.Module) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module makes rotary tables that are others in a longer sequence."""
     kinds = getattr(module, "rope_type", "default")
-    return any(kind in _OF_THE_WHOLE for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+    return any(kind in _DEPENDING for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
 def _joined(t: Tensor, ranges: Sequence[range]) -> Tensor:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memo.engine.attach import right_padded_lengths
+from lightning_memo.engine.lazy_inputs import depends_on_length
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.slice_arguments import SliceArguments
@@ -136,13 +137,13 @@ class SlicedModel:
         inputs = _named_inputs(forward, args, kwargs)
         tokens = _token_tensor(inputs)
         if tokens.shape[1] <= self._longest:
-            return forward(**inputs)
+            return forward(**_on(self._engine.device, inputs))
         _check(model, inputs)
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]
         step = _Step(self._engine, forward, inputs)
-        loss = _SliceBySlice.apply(step, torch.zeros((), device=tokens.device, requires_grad=True), *tail)
+        loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
         return step.output_type(loss=loss)
 
 
@@ -231,8 +232,9 @@ class _Step:
         inputs = {name: narrow(value) for name, value in self._inputs.items()}
         labels = self._targets(part).contiguous()  # losses of transformers view them
         if inputs.get("position_ids") is None:
-            inputs["position_ids"] = torch.arange(part.start, part.stop, device=labels.device)[None]
-        return inputs | {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
+            inputs["position_ids"] = torch.arange(part.start, part.stop, device=self._engine.device)[None]
+        inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
+        return _on(self._engine.device, inputs)
 
 
 class _SliceBySlice(torch.autograd.Function):
@@ -296,11 +298,21 @@ def _token_tensor(inputs: dict[str, Any]) -> Tensor:
     raise ValueError('schedule="slice" cuts input_ids or inputs_embeds, and the model got neither')
 
 
+def _on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs on the device: a batch may wait on the host, of which a slice is needed at a time."""
+    return {name: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+
+
 def _check(model: nn.Module, inputs: dict[str, Any]) -> None:
     name = type(model).__name__
     cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f'{name} got keys and values of a prefix: schedule="slice" has no place for them; use "layer"')
+    if any(depends_on_length(m) for m in model.modules()):
+        raise ValueError(
+            f"{name} has rotary tables that depend on the length of the sequence, which no slice knows: use "
+            'schedule="layer"'
+        )
     if embeds is not None and embeds.requires_grad:
         raise ValueError(
             f'{name} got inputs_embeds that are trained: schedule="slice" takes input_ids or embeddings without '
