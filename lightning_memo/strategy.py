@@ -79,8 +79,8 @@ class MemoStrategy(ModelParallelStrategy):
         slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
         host_backed: What lives on the host beside swapped activations: "attention": slices swap for themselves, and
             attention gets the keys and values of earlier ones from there, block by block, so that a layer touches
-            no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too; "none"; "auto" is
-            "attention" where `slice_tokens` are given and attention is causal.
+            no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too, and hidden states
+            between layers; "none"; "auto" is "attention" where `slice_tokens` are given and attention is causal.
         loss_chunk_tokens: Tokens whose logits exist at once: the loss of a Hugging Face model is computed in chunks of
             them, and so is one of `F.cross_entropy(logits, ...)` in a step. "auto" is what makes 512 MiB of fp32 logits
             (1024 tokens with 128K words; shorter batches are as without chunks); `None` is all tokens.

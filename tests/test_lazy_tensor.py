@@ -78,6 +78,14 @@ def test_a_part_that_was_never_written_is_an_error(memory: SlotMemory) -> None:
         assembly.take()
 
 
+def test_what_an_abandoned_step_left_is_refused(memory: SlotMemory) -> None:
+    t = on_host(torch.randn(1, 7, 3), memory)
+    memory.abandon()
+    assert memory.slots_in_use == 0
+    with pytest.raises(RuntimeError, match="hidden states of a step that is over"):
+        t[:, :2]
+
+
 def test_what_finds_no_room_on_the_host_stays_on_the_device(memory: SlotMemory) -> None:
     whole = torch.randn(1, 2000, 1)
     t = on_host(whole, memory)

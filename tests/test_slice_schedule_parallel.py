@@ -47,3 +47,10 @@ def test_collectives_of_an_optimizer_step(stage: int) -> None:
 def test_what_would_send_in_every_slice_is_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f'schedule="slice" contradicts {named}'):
         MemoStrategy(schedule="slice", slice_tokens=8, **settings)
+
+
+def test_hidden_states_on_the_host_in_mixed_precision() -> None:
+    """FSDP2 casts what layers get: hidden states and rotary tables that are not there yet."""
+    run = Run(family="llama_gqa", tokens=29, batch=2, steps=3, precision="bf16-mixed")
+    settings = {"slice_tokens": 8, "host_backed": "all", "zero_stage": 3, "alpha": 0.5}
+    assert train_together(2, run, settings).worst_error(train_alone(run))["gradients"] <= 0.05

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -282,48 +285,90 @@ def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypat
         assert [core.slices_fetched for core in cores] == [2 * seen] * 4
 
 
-class RecordingStream(ThreadCopyStream):
-    """Remembers its copies in order, and answers whether one ends by itself."""
+class Timeline:
+    """What began and ended, in order, as several threads noted it."""
 
     def __init__(self) -> None:
+        self.events: list[tuple[str, int, str]] = []
+        self._changed = threading.Condition()
+
+    def note(self, what: str, number: int, event: str) -> None:
+        with self._changed:
+            self.events.append((what, number, event))
+            self._changed.notify_all()
+
+    def wait_for(self, what: str, number: int, event: str) -> None:
+        with self._changed:
+            happened = self._changed.wait_for(lambda: (what, number, event) in self.events, 10.0)
+        assert happened, f"{what} {number} has no {event}: {self.events}"
+
+
+class RecordingStream(ThreadCopyStream):
+    """Copies block `n`, of keys and of values, once kernel call `n` has begun, as a slow copy might."""
+
+    def __init__(self, timeline: Timeline) -> None:
         super().__init__("prefetch")
-        self.events: list[Any] = []
+        self.timeline, self.copies = timeline, 0
 
     def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
-        self.events.append(super().copy(destination, source, *after))
-        return self.events[-1]
+        block, which = divmod(self.copies, 2)
+        self.copies += 1
+        if which == 0:
+            self.timeline.note("copy", block, "issue")
+        super().copy(destination, source, *after, Mock(wait=lambda: self._begin(block, which)))
+        nothing = destination[:0]
+        return super().copy(nothing, nothing, Mock(wait=lambda: self._end(block, which)))
 
-    def ends(self, number: int) -> bool:
-        return len(self.events) > number and bool(self.events[number]._done.wait(10.0))
+    def _begin(self, block: int, which: int) -> None:
+        self.timeline.wait_for("kernel", block, "begin")
+        if which == 0:
+            self.timeline.note("copy", block, "begin")
+
+    def _end(self, block: int, which: int) -> None:
+        if which == 1:
+            self.timeline.note("copy", block, "end")
 
 
-class OverlappingKernel(CpuFlash):
-    """Computes with a block only once the copies of the next one have ended."""
+class RecordingKernel(CpuFlash):
+    """Call 0 is with the slice's own keys, call `n` with block `n - 1`; a call lasts until the next block has come."""
 
-    def __init__(self, stream: RecordingStream, blocks: int) -> None:
-        self.stream, self.blocks, self.calls = stream, blocks, 0
+    def __init__(self, timeline: Timeline, blocks: int) -> None:
+        self.timeline, self.blocks, self.calls = timeline, blocks, 0
 
     def forward(self, *args: Any) -> AttentionResult:
-        self._see_the_next_block_arrive()
-        return super().forward(*args)
+        with self._recorded():
+            return super().forward(*args)
 
     def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self._see_the_next_block_arrive()
-        return super().backward(*args)
+        with self._recorded():
+            return super().backward(*args)
 
-    def _see_the_next_block_arrive(self) -> None:
-        # Call 0 is with the slice's own keys, which are on the device; call n with block n - 1.
-        if self.calls < self.blocks:
-            assert self.stream.ends(2 * self.calls + 1)
-        assert len(self.stream.events) <= 2 * (self.calls + 1)  # and no more than the next one is under way
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        call = self.calls
         self.calls += 1
+        self.timeline.note("kernel", call, "begin")
+        yield
+        if call < self.blocks:
+            self.timeline.wait_for("copy", call, "end")
+        self.timeline.note("kernel", call, "end")
 
 
-def test_the_next_block_arrives_while_the_present_one_is_computed_with() -> None:
+def overlapping(blocks: int) -> list[tuple[str, int, str]]:
+    """The timeline of a double buffer: each block is copied during the kernel call before its own, and no earlier."""
+    events = [("copy", 0, "issue")]
+    for n in range(blocks):
+        during = [("copy", n, "begin"), ("copy", n, "end")]
+        following = [("copy", n + 1, "issue")] if n + 1 < blocks else []
+        events += [("kernel", n, "begin"), *during, ("kernel", n, "end"), *following]
+    return [*events, ("kernel", blocks, "begin"), ("kernel", blocks, "end")]
+
+
+def test_the_next_block_is_copied_while_the_present_one_is_computed_with() -> None:
     count, size = 6, 8
     q, k, v = (torch.randn(1, 2, count * size, 4) for _ in range(3))
-    stream = RecordingStream()
-    kernel = OverlappingKernel(stream, count - 1)
+    timeline = Timeline()
+    stream, kernel = RecordingStream(timeline), RecordingKernel(timeline, count - 1)
     slices = [TokenRange(n * size, (n + 1) * size, Action.RECOMPUTE) for n in range(count)]
     reader = BlockReader(CPU, stream, buffers=2, poison=True)
     core = StreamedAttention(kernel, slices, reader, None, block_tokens=1)
@@ -334,12 +379,12 @@ def test_the_next_block_arrives_while_the_present_one_is_computed_with() -> None
     last = slice((count - 1) * size, None)
     own = (q[:, :, last], k[:, :, last], v[:, :, last])
     result, *_ = core.forward(count - 1, *own, AttentionSpec())
-    assert kernel.calls == count
+    assert timeline.events == overlapping(count - 1)
     torch.testing.assert_close(result.out, CpuFlash().forward(q, k, v, AttentionSpec()).out[:, :, last])
-    stream.events.clear()
-    kernel.calls = 0
+    timeline.events.clear()
+    kernel.calls = stream.copies = 0
     core.backward(count - 1, torch.randn_like(result.out), *own, result, AttentionSpec())
-    assert kernel.calls == count
+    assert timeline.events == overlapping(count - 1)
     stream.close()
 
 

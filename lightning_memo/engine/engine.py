@@ -26,7 +26,7 @@ from lightning_memo.engine.memory import SlotMemory, TestMode
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
-from lightning_memo.engine.schedule import run_last_layer, run_layer_schedule, run_nested
+from lightning_memo.engine.schedule import run_last_layer, run_layer_schedule, run_nested, run_without_backward
 from lightning_memo.engine.sequence import SequenceRun, SlicedModel
 from lightning_memo.engine.slice_arguments import parkable
 from lightning_memo.engine.slices import (
@@ -227,7 +227,9 @@ class Engine:
         if self._context is None and self._shards == 1:
             return forward(*args, **kwargs)
         x, call = self._read_call(layer, forward, args, kwargs)
-        self._refuse_sliced(call)
+        layout = current_layout()
+        if layout is not None and layout.outside and len(layout.bounds) > 1:
+            return self._run_slices_without_backward(call, x.contiguous())
         self.kinds.of(call, x)
 
         def attend_across(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -236,19 +238,13 @@ class Engine:
         with handling(attend_across):
             return forward(*args, **kwargs)
 
-    def _refuse_sliced(self, call: LayerCall) -> None:
-        """A batch that is laid out slice by slice is for layers that run so.
-
-        Raises:
-            ValueError: The layer has nothing to train, or gradients are off.
-        """
-        layout = current_layout()
-        if layout is not None and layout.outside and len(layout.bounds) > 1:
-            raise ValueError(
-                f"{type(call.layer).__name__} runs without gradients on a training batch that is divided slice by "
-                f'slice: with context_parallel_size and host_backed="{self._wishes.host_backed}" all layers have to be '
-                'trained, in every forward of a step; set host_backed="none"'
-            )
+    def _run_slices_without_backward(self, call: LayerCall, x: Tensor) -> Any:
+        """A layer call that nothing is differentiated of, on a training batch that is divided slice by slice."""
+        if not self._runs and self.profiles(call.batch, call.tokens):
+            self._start_profile(call, x)
+        slices = self.slices_for(self.kinds.of(call, x), call.tokens)
+        self._check_layout(slices)
+        return run_without_backward(LayerRun(self, call, x, 0, slices, self.memory, True, True, measured=False), x)
 
     def _read_call(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

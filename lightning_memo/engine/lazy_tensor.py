@@ -106,6 +106,11 @@ class HostRows(Rows):
 
     @override
     def fetch(self, ranges: Sequence[range]) -> Arrival:
+        if not self._room.alive:
+            raise RuntimeError(
+                "hidden states of a step that is over were asked for, and the host keeps them no longer: take what you "
+                'need of them within the step, or set host_backed="attention"'
+            )
         while self._leaving:
             self._leaving.popleft()[1].wait()
         count = sum(map(len, ranges))

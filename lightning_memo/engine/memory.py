@@ -133,6 +133,11 @@ class HostRoom:
     def last_read(self, event: CopyEvent) -> None:
         self._copies["read"] = event
 
+    @property
+    def alive(self) -> bool:
+        """Whether the region is held."""
+        return self._release.alive
+
     def release(self) -> None:
         """Give the region back."""
         self._release()

@@ -76,6 +76,7 @@ class LayerRun:
             else the call has one slot.
         sequence: The forward of the model that this is a part of, where the whole model runs slice after slice.
         key: Position among the layer calls that are alive, of all slices of a sequence; `None`: `index`.
+        measured: Whether whoever measures is told of the call.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class LayerRun:
         streamed: bool = False,
         sequence: SequenceRun | None = None,
         key: int | None = None,
+        measured: bool = True,
     ) -> None:
         self.engine = engine
+        self._measured = measured
         self.call = call
         self.index = index
         self.key = index if key is None else key
@@ -118,7 +121,7 @@ class LayerRun:
     @property
     def profile(self) -> StepProfile | None:
         """Where what is saved now is recorded."""
-        return None if self.recorded else self.engine.profile
+        return None if self.recorded or not self._measured else self.engine.profile
 
     @property
     def attention_slices(self) -> tuple[TokenRange, ...]:
@@ -143,7 +146,8 @@ class LayerRun:
 
     def mark(self, name: str) -> None:
         """The call begins or ends something."""
-        self.engine.mark(self.key, name, self.index, self.first_slice)
+        if self._measured:
+            self.engine.mark(self.key, name, self.index, self.first_slice)
 
     # ---- arguments
 
@@ -269,12 +273,17 @@ class LayerRun:
         dx, self.dx = self.dx, None
         self._dy = iter(())
         self._ended = True
-        while self.cores and self.first_slice == 0:
-            self.cores.pop().release()
+        if self.first_slice == 0:
+            self.release_cores()
         self.engine.end_backward(self)
         if self.unit is not None:
             self.unit.release()
         return dx.take() if isinstance(dx, Assembly) else dx
+
+    def release_cores(self) -> None:
+        """Give back what attention holds."""
+        while self.cores:
+            self.cores.pop().release()
 
 
 def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -37,6 +37,25 @@ def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
     return _with_extras(y, extras, run), SliceOutput(run, token, y)
 
 
+@torch.no_grad()
+def run_without_backward(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer slice after slice, keeping what later slices need until its end; returns what the layer returns."""
+    parts, extras = [], []
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.inputs(x), strict=True)):
+        part = SliceRun(run, number, tokens, x_part)
+        run.rng_start.restore()
+        with part.running(part.attend):
+            y, extra = _split_output(part.call(x_part))
+        run.write_output(part.range, y)
+        part.end_forward()
+        parts.append(part)
+        extras.append(extra)
+    while parts:
+        parts.pop().end_backward()
+    run.release_cores()
+    return _with_extras(run.take_output(), extras, run)
+
+
 def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, extras = _Scatter.apply(run, anchor), []
