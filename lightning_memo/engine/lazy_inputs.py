@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.layer_forward import replace_forward
-from lightning_memo.engine.lazy_tensor import ComputedRows, LazyTensor
+from lightning_memo.engine.lazy_tensor import LazyTensor
+from lightning_memo.engine.rows import ComputedRows
 from lightning_memo.engine.token_local import Forward, GradientSums, TokenLocal, chunks
 
 # Kinds of rotary tables whose frequencies depend on how long a sequence is: those of a part would be others.
