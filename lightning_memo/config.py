@@ -218,6 +218,12 @@ class MemoConfig:
                 f'schedule="slice" contradicts host_backed="{self.host_backed}": all but a slice is on the host; leave '
                 'it "auto"'
             )
+        for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f'schedule="slice" contradicts {name}={getattr(self, name)}: every slice would send weights or '
+                    f'activations of every layer; set {name}={most}, or use schedule="layer" with host_backed="all"'
+                )
 
     def _check_kinds(self) -> None:
         allowed = {

@@ -87,6 +87,9 @@ class SwapPlan:
     gradient_host_bytes: int = 0
     """Those of them that are for gradients of keys and values."""
 
+    state_host_bytes: int = 0
+    """Those of them that are for hidden states between layers, and their gradients."""
+
     staging_bytes: int = 0
     """Device bytes of the buffers through which keys and values pass."""
 
@@ -166,6 +169,9 @@ class StreamedBytes:
 
     staging: int
     """Of the device buffers through which keys and values pass."""
+
+    states: int = 0
+    """Of hidden states between layers; included in `host`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,8 +83,8 @@ class MemoStrategy(ModelParallelStrategy):
         slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
         host_backed: What lives on the host beside swapped activations: "attention": slices swap for themselves, and
             attention gets the keys and values of earlier ones from there, block by block, so that a layer touches
-            no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too; "none"; "auto" is
-            "attention" where `slice_tokens` are given and attention is causal.
+            no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too, and hidden states
+            between layers; "none"; "auto" is "attention" where `slice_tokens` are given and attention is causal.
         storage: What says which activations are swapped: "alpha", a fraction of the tokens; or "kinds", a linear
             program over kinds of tensors, which also stores single matrix products, keeps some on the device, or runs
             attention again instead of storing its output.
@@ -94,7 +94,8 @@ class MemoStrategy(ModelParallelStrategy):
         layers: Dotted name of the `nn.ModuleList` of repeated layers; `None` finds it.
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine".
         schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" runs the whole model on one slice
-            after the other, so that nothing of the sequence's length stays on the device (one process).
+            after the other, so that nothing of the sequence's length stays on the device (data parallelism only, and
+            ZeRO 0 to 2).
         plan: A saved plan to use instead of profiling.
         test_mode: Random delays and poisoned buffers, to bring out copy races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
@@ -223,11 +224,6 @@ class MemoStrategy(ModelParallelStrategy):
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
         _refuse_averaging(self.lightning_module.trainer.callbacks)
-        if self.config.schedule == "slice":
-            raise ValueError(
-                'schedule="slice" runs in one process without ZeRO: use schedule="layer", which takes slice_tokens and '
-                "host_backed too"
-            )
         self._setup_distributed()
         if self._processes is None:
             self._processes = Processes(self.config, self.root_device)
@@ -256,9 +252,12 @@ class MemoStrategy(ModelParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.training
+        if self.config.schedule == "slice" and self._processes is None and training:
+            return batch  # each slice of it goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            assert self.lightning_module is not None
             batch, layout = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
             set_layout(layout)
         return batch

@@ -160,14 +160,18 @@ class EngineUnderTest:
         slice_tokens: int | None = None,
         script: tuple[TokenRange, ...] | None = None,
         spilled_calls: int = 0,
+        tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Plan for the profiled batch; returns the bytes of slot that each layer call is predicted to fill."""
+        """Plan for the profiled batch; returns the bytes of slot that each layer call is predicted to fill.
+
+        Where every slice has a slot of its own, the plan may be for more `tokens` than were profiled.
+        """
         profile, engine = self.profile, self.engine
         assert profile is not None
         engine.script = script
         if script is None:
             longest = None if engine.kinds.why_whole else slice_tokens or self.slice_tokens
-            script = slice_tokens_by_alpha(profile.tokens, alpha, longest)
+            script = slice_tokens_by_alpha(tokens or profile.tokens, alpha, longest)
         if self.host_backed != "none":
             return self._load_streamed(profile, alpha, script)
         schedule = engine.kinds.schedule
@@ -186,9 +190,10 @@ class EngineUnderTest:
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=self.slice_tokens,
             calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
-            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients, staging_bytes=sizes.staging,
+            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
+            state_host_bytes=sizes.states, staging_bytes=sizes.staging,
         )  # fmt: skip
-        self.engine.load(plan, profile.batch * profile.tokens)
+        self.engine.load(plan, profile.batch * slices[-1].stop)
         return tuple(sum(unit_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
 
     def assert_as_planned(self) -> None:

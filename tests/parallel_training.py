@@ -84,7 +84,36 @@ def _mixing() -> nn.Module:
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama_tied": _tied, "llama_lora": _lora, "llama_mixing": _mixing}
+def _frozen_below() -> nn.Module:
+    model = FAMILIES["llama_gqa"].build()
+    for module in (model.model.embed_tokens, *model.model.layers[:2]):
+        module.requires_grad_(False)
+    return model
+
+
+def _with_reference() -> nn.Module:
+    """Each forward is followed by one without gradients, as of a reference model."""
+    model = FAMILIES["llama_gqa"].build()
+
+    class WithReference(type(model)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            with torch.no_grad():
+                again = super().forward(*args, **kwargs)
+            torch.testing.assert_close(again.loss, output.loss)
+            return output
+
+    model.__class__ = WithReference
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama_tied": _tied,
+    "llama_lora": _lora,
+    "llama_mixing": _mixing,
+    "llama_frozen_below": _frozen_below,
+    "llama_with_reference": _with_reference,
+}
 
 
 @dataclass

@@ -116,6 +116,9 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
         ("cp4 ulysses2 x ring2", "llama", "attention", 3),
         ("cp2 x tp2+sp", "llama_gqa", "all", 3),
         ("dp2 x cp2 zero3 ulysses", "llama", "all", 2),
+        ("cp2 ulysses", "llama_frozen_below", "all", 4),
+        ("cp2 ring", "llama_frozen_below", "attention", 4),
+        ("cp2 ring", "llama_with_reference", "all", 4),
     ],
 )
 def test_keys_and_values_on_the_host(configuration: str, family: str, host_backed: str, slice_tokens: int) -> None:

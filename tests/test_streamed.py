@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,8 +13,10 @@ from unittest.mock import Mock
 import peft
 import pytest
 import torch
+import transformers
 from families import FAMILIES, make_batch
 from harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from trainer_harness import LanguageModel, fit, plain, shorten_measurements
 
@@ -19,11 +24,14 @@ from lightning_memo import MemoStrategy
 from lightning_memo.engine import Engine
 from lightning_memo.engine.block_reader import BlockReader, token_rows
 from lightning_memo.engine.copies import CopyEvent, ThreadCopyStream
+from lightning_memo.engine.lazy_tensor import LazyTensor
+from lightning_memo.engine.sequence import _Step
 from lightning_memo.engine.slices import Action, TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention
 from lightning_memo.engine.unit import KeysValues, Unit
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.loss.attach import attach_chunked_loss
 from lightning_memo.plan import HostBacked
 from lightning_memo.profiler.meter import PeakMeter
 
@@ -158,6 +166,35 @@ def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, 
         under_test.assert_empty()
 
 
+def test_rotary_tables_that_depend_on_the_length_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**settings, vocab_size=96, rope_parameters=rope, max_position_embeddings=32)
+    model, batch = transformers.AutoModelForCausalLM.from_config(config).train(), make_batch(2, 61)
+    with EngineUnderTest(model, "slice", slice_tokens=8, host_backed="all") as under_test:
+        with pytest.raises(ValueError, match="rotary tables that depend on the length"):
+            model(**batch)
+        under_test.assert_empty()
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, slice_tokens=8, host_backed="all") as under_test:
+        assert_as_good(model, batch, under_test.profile_step(batch), plain)
+
+
+def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    batch = make_batch(2, 61)
+    step = _Step(Mock(device=torch.device("meta")), Mock(), batch)
+    moved = step._cut(TokenRange(8, 16, Action.RECOMPUTE))
+    tensors = {name: (t.device.type, tuple(t.shape)) for name, t in moved.items() if isinstance(t, Tensor)}
+    assert {name: of for name, of in tensors.items() if name != "num_items_in_batch"} == dict.fromkeys(
+        ("input_ids", "labels", "shift_labels"), ("meta", (2, 8))
+    ) | {"position_ids": ("meta", (1, 8))}
+    monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
+    whole = Mock(side_effect=AssertionError("all of a batch was moved"))
+    monkeypatch.setattr(ModelParallelStrategy, "batch_to_device", whole)
+    assert fit(MemoStrategy(slice_tokens=7, schedule="slice"), LanguageModel("llama")).losses
+
+
 def test_two_forwards_slice_by_slice_are_refused() -> None:
     with EngineUnderTest(build("llama"), "slice", slice_tokens=8, host_backed="all") as under_test:
         first = under_test.model(**make_batch(2, 61)).loss
@@ -167,22 +204,62 @@ def test_two_forwards_slice_by_slice_are_refused() -> None:
         under_test.assert_empty()
 
 
+# ---- what is on the device
+
+
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
-def test_nothing_on_the_device_grows_with_the_sequence() -> None:
-    torch.manual_seed(0)
-    model = FAMILIES["llama_gqa"].build().train()
-    peaks = {}
-    for tokens in (512, 2048):
-        batch = make_batch(1, tokens)
-        with EngineUnderTest(model, "slice", None, slice_tokens=64, host_backed="all") as under_test:
-            under_test.engine.attention.block_tokens = 128
-            under_test.profile_step(batch)
-            under_test.load(0.0)
-            model.zero_grad(set_to_none=False)
-            with PeakMeter(CPU) as meter:
-                model(**batch).loss.backward()
-        peaks[tokens] = meter.peak_bytes
+@pytest.mark.parametrize("schedule", ["auto", "slice"])
+def test_nothing_on_the_device_grows_with_the_sequence(schedule: str) -> None:
+    model = build("llama_gqa")
+    del model.model.layers[2:]
+    detach = attach_chunked_loss(model, 128)
+    peaks = {tokens: peak_bytes(model, schedule, tokens) for tokens in (512, 2048)}
+    for undo in detach:
+        undo()
+    # Schedule "layer" keeps the positions, of 8 bytes each. A table for rotary embedding would be 32 bytes a token.
+    assert peaks[2048] - peaks[512] <= (4 if schedule == "slice" else 12) * 1536, peaks
     assert peaks[2048] <= 1.05 * peaks[512], peaks
+
+
+def peak_bytes(model: nn.Module, schedule: str, tokens: int) -> int:
+    """Of a step, beside weights and gradients; the plan is made from a step of two slices."""
+    with EngineUnderTest(model, schedule, None, slice_tokens=128, host_backed="all") as under_test:
+        under_test.engine.attention.block_tokens = 128
+        under_test.profile_step(make_batch(1, 256))
+        under_test.load(0.0, tokens=tokens)
+        model.zero_grad(set_to_none=False)
+        batch = make_batch(1, tokens)
+        with PeakMeter(CPU) as meter:
+            model(**batch).loss.backward()
+        under_test.assert_as_planned()
+        assert under_test.engine.swap is not None
+        return meter.peak_bytes + 2 * under_test.engine.swap.slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "real"),
+    [("llama_gqa", 0), ("qwen3_moe", 0), ("gemma3_mixed_windows", 0), ("gpt2", 2), ("block", 2)],
+)
+@pytest.mark.parametrize("amp", [False, True])
+def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`real` of them are not: embeddings to which positions are added and their gradient; what another head gets."""
+    model, batch = build(family), make_batch(2, 61, padded=family == "llama_gqa")
+    plain = loss_and_gradients(model, batch, amp)
+    detach = attach_chunked_loss(model, 8)
+    made_real: list[Tensor] = []
+    materialize = LazyTensor.materialize
+    monkeypatch.setattr(LazyTensor, "materialize", lambda t: made_real.append(t) or materialize(t))
+    with EngineUnderTest(model, slice_tokens=8, host_backed="all") as under_test:
+        under_test.profile_step(batch, amp)
+        under_test.load(0.5)
+        made_real.clear()
+        step = under_test.step(batch, amp)
+        if family != "qwen3_moe":  # what its experts of a slice get is known on the average only
+            under_test.assert_as_planned()
+    for undo in detach:
+        undo()
+    assert len({id(t._source) for t in made_real}) == real, made_real
+    assert step.distance(plain) <= (0.02 if amp else 1.5e-6)
 
 
 # ---- what is fetched
@@ -208,48 +285,90 @@ def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypat
         assert [core.slices_fetched for core in cores] == [2 * seen] * 4
 
 
-class RecordingStream(ThreadCopyStream):
-    """Remembers its copies in order, and answers whether one ends by itself."""
+class Timeline:
+    """What began and ended, in order, as several threads noted it."""
 
     def __init__(self) -> None:
+        self.events: list[tuple[str, int, str]] = []
+        self._changed = threading.Condition()
+
+    def note(self, what: str, number: int, event: str) -> None:
+        with self._changed:
+            self.events.append((what, number, event))
+            self._changed.notify_all()
+
+    def wait_for(self, what: str, number: int, event: str) -> None:
+        with self._changed:
+            happened = self._changed.wait_for(lambda: (what, number, event) in self.events, 10.0)
+        assert happened, f"{what} {number} has no {event}: {self.events}"
+
+
+class RecordingStream(ThreadCopyStream):
+    """Copies block `n`, of keys and of values, once kernel call `n` has begun, as a slow copy might."""
+
+    def __init__(self, timeline: Timeline) -> None:
         super().__init__("prefetch")
-        self.events: list[Any] = []
+        self.timeline, self.copies = timeline, 0
 
     def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
-        self.events.append(super().copy(destination, source, *after))
-        return self.events[-1]
+        block, which = divmod(self.copies, 2)
+        self.copies += 1
+        if which == 0:
+            self.timeline.note("copy", block, "issue")
+        super().copy(destination, source, *after, Mock(wait=lambda: self._begin(block, which)))
+        nothing = destination[:0]
+        return super().copy(nothing, nothing, Mock(wait=lambda: self._end(block, which)))
 
-    def ends(self, number: int) -> bool:
-        return len(self.events) > number and bool(self.events[number]._done.wait(10.0))
+    def _begin(self, block: int, which: int) -> None:
+        self.timeline.wait_for("kernel", block, "begin")
+        if which == 0:
+            self.timeline.note("copy", block, "begin")
+
+    def _end(self, block: int, which: int) -> None:
+        if which == 1:
+            self.timeline.note("copy", block, "end")
 
 
-class OverlappingKernel(CpuFlash):
-    """Computes with a block only once the copies of the next one have ended."""
+class RecordingKernel(CpuFlash):
+    """Call 0 is with the slice's own keys, call `n` with block `n - 1`; a call lasts until the next block has come."""
 
-    def __init__(self, stream: RecordingStream, blocks: int) -> None:
-        self.stream, self.blocks, self.calls = stream, blocks, 0
+    def __init__(self, timeline: Timeline, blocks: int) -> None:
+        self.timeline, self.blocks, self.calls = timeline, blocks, 0
 
     def forward(self, *args: Any) -> AttentionResult:
-        self._see_the_next_block_arrive()
-        return super().forward(*args)
+        with self._recorded():
+            return super().forward(*args)
 
     def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self._see_the_next_block_arrive()
-        return super().backward(*args)
+        with self._recorded():
+            return super().backward(*args)
 
-    def _see_the_next_block_arrive(self) -> None:
-        # Call 0 is with the slice's own keys, which are on the device; call n with block n - 1.
-        if self.calls < self.blocks:
-            assert self.stream.ends(2 * self.calls + 1)
-        assert len(self.stream.events) <= 2 * (self.calls + 1)  # and no more than the next one is under way
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        call = self.calls
         self.calls += 1
+        self.timeline.note("kernel", call, "begin")
+        yield
+        if call < self.blocks:
+            self.timeline.wait_for("copy", call, "end")
+        self.timeline.note("kernel", call, "end")
 
 
-def test_the_next_block_arrives_while_the_present_one_is_computed_with() -> None:
+def overlapping(blocks: int) -> list[tuple[str, int, str]]:
+    """The timeline of a double buffer: each block is copied during the kernel call before its own, and no earlier."""
+    events = [("copy", 0, "issue")]
+    for n in range(blocks):
+        during = [("copy", n, "begin"), ("copy", n, "end")]
+        following = [("copy", n + 1, "issue")] if n + 1 < blocks else []
+        events += [("kernel", n, "begin"), *during, ("kernel", n, "end"), *following]
+    return [*events, ("kernel", blocks, "begin"), ("kernel", blocks, "end")]
+
+
+def test_the_next_block_is_copied_while_the_present_one_is_computed_with() -> None:
     count, size = 6, 8
     q, k, v = (torch.randn(1, 2, count * size, 4) for _ in range(3))
-    stream = RecordingStream()
-    kernel = OverlappingKernel(stream, count - 1)
+    timeline = Timeline()
+    stream, kernel = RecordingStream(timeline), RecordingKernel(timeline, count - 1)
     slices = [TokenRange(n * size, (n + 1) * size, Action.RECOMPUTE) for n in range(count)]
     reader = BlockReader(CPU, stream, buffers=2, poison=True)
     core = StreamedAttention(kernel, slices, reader, None, block_tokens=1)
@@ -260,12 +379,12 @@ def test_the_next_block_arrives_while_the_present_one_is_computed_with() -> None
     last = slice((count - 1) * size, None)
     own = (q[:, :, last], k[:, :, last], v[:, :, last])
     result, *_ = core.forward(count - 1, *own, AttentionSpec())
-    assert kernel.calls == count
+    assert timeline.events == overlapping(count - 1)
     torch.testing.assert_close(result.out, CpuFlash().forward(q, k, v, AttentionSpec()).out[:, :, last])
-    stream.events.clear()
-    kernel.calls = 0
+    timeline.events.clear()
+    kernel.calls = stream.copies = 0
     core.backward(count - 1, torch.randn_like(result.out), *own, result, AttentionSpec())
-    assert kernel.calls == count
+    assert timeline.events == overlapping(count - 1)
     stream.close()
 
 

@@ -281,8 +281,8 @@ class PlanAfterFirstStep(Callback):
             ValueError: They have.
         """
         sizes = (
-            "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "staging_bytes", "stored_host_bytes",
-            "kept_bytes", "spilled_calls",
+            "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes",
+            "stored_host_bytes", "kept_bytes", "spilled_calls",
         )  # fmt: skip
         own = None if plan is None else replace(plan.swap.executed, **dict.fromkeys(sizes, 0))
         swaps = self._ranks.gather(own)  # sizes may differ

@@ -133,6 +133,11 @@ class HostRoom:
         self._release = weakref.finalize(self, _give_back, memory, arena, poison, self.copies)
         self._release.atexit = False
 
+    @property
+    def alive(self) -> bool:
+        """Whether the region is held."""
+        return self._release.alive
+
     def release(self) -> None:
         """Give the region back."""
         self._release()

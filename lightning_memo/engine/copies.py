@@ -190,6 +190,7 @@ class ThreadCopyStream:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             destination, source, after, event = job
+            error: BaseException | None = None
             try:
                 for before in after:
                     if before is not None:
@@ -197,11 +198,12 @@ class ThreadCopyStream:
                 if self._delays is not None:
                     time.sleep(self._delays.seconds())
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
-            except BaseException as error:  # handed to whoever waits
-                event.finish(error)
-            else:
-                event.finish()
-            del job, destination, source, after, event  # else the last job's tensors live until the next one
+            except BaseException as raised:  # handed to whoever waits
+                error = raised
+            # Whoever waits may count memory: the tensors live until then, and the last job's until the next one else.
+            del job, destination, source, after
+            event.finish(error)
+            del event, error
 
 
 class CudaCopyEvent:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from lightning_memo.engine.intercept import current_layout
 from lightning_memo.engine.slices import TokenRange
 
@@ -28,19 +26,10 @@ def check_tokens(tokens: int) -> None:
         )
 
 
-def refuse_sliced(layer: nn.Module, host_backed: str) -> None:
-    """A batch that is laid out slice by slice is for layers that run so.
-
-    Raises:
-        ValueError: The layer has nothing to train, or gradients are off.
-    """
+def divided_by_slices() -> bool:
+    """Whether the batch is laid out slice by slice: it is for layers that run so, those without gradients too."""
     layout = current_layout()
-    if layout is not None and layout.outside and len(layout.bounds) > 1:
-        raise ValueError(
-            f"{type(layer).__name__} runs without gradients on a training batch that is divided slice by "
-            f'slice: with context_parallel_size and host_backed="{host_backed}" all layers have to be '
-            'trained, in every forward of a step; set host_backed="none"'
-        )
+    return layout is not None and layout.outside and len(layout.bounds) > 1
 
 
 def check_bounds(slices: Sequence[TokenRange]) -> None:

@@ -17,16 +17,18 @@ from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
 from lightning_memo.engine.copies import TestMode
-from lightning_memo.engine.divided_batch import check_bounds, check_tokens, refuse_sliced
+from lightning_memo.engine.divided_batch import check_bounds, check_tokens, divided_by_slices
 from lightning_memo.engine.first_step import first_plan
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
 from lightning_memo.engine.layer_kinds import LayerKinds
+from lightning_memo.engine.lazy_inputs import attach_lazy_inputs
+from lightning_memo.engine.lazy_tensor import real
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.run import LayerCall, LayerRun
-from lightning_memo.engine.schedule import run_layer_schedule, run_nested
+from lightning_memo.engine.schedule import run_layer_schedule, run_nested, run_without_backward
 from lightning_memo.engine.sequence import SequenceRun, SlicedModel
 from lightning_memo.engine.sequence_layers import find_causal_lm, run_slice, slice_by_slice
 from lightning_memo.engine.slice_arguments import parkable
@@ -120,6 +122,8 @@ class Engine:
         for layer in self.layers:
             self._undo.append(replace_forward(layer, self._run))
         self._undo += attach_attention(self._model)
+        if self.wishes.states_on_host:
+            self._undo += attach_lazy_inputs(self._model, self.wishes.slice_tokens or 1)
         if self.wishes.schedule == "slice":
             sliced = SlicedModel(self, self.wishes.slice_tokens or 1)
             self._undo.append(replace_forward(find_causal_lm(self._model), sliced))
@@ -183,7 +187,7 @@ class Engine:
         self.memory = SlotMemory(
             swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode,
             whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
-            spill=self._open_spill(swap),
+            state_bytes=swap.state_host_bytes, spill=self._open_spill(swap),
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
@@ -219,6 +223,8 @@ class Engine:
             return self._run_plainly(layer, forward, args, kwargs)
         if self.sequence is not None:
             return run_slice(self, self.sequence, call, x.contiguous(), alive)
+        if not (self.swap is not None and self.swap.streamed):
+            x = real(x)
         return self._run_slices(call, x.contiguous(), alive)
 
     def _run_plainly(
@@ -228,7 +234,8 @@ class Engine:
         if not self._divided:
             return forward(*args, **kwargs)
         x, call = self._read_call(layer, forward, args, kwargs)
-        refuse_sliced(call.layer, self.wishes.host_backed)
+        if divided_by_slices():
+            return self._run_slices_without_backward(call, x.contiguous())
         self.kinds.of(call, x)
 
         def attend_across(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -236,6 +243,14 @@ class Engine:
 
         with handling(attend_across):
             return forward(*args, **kwargs)
+
+    def _run_slices_without_backward(self, call: LayerCall, x: Tensor) -> Any:
+        """A layer call that nothing is differentiated of, on a training batch that is divided slice by slice."""
+        if not self._runs and self.profiles(call.batch, call.tokens):
+            self._start_profile(call, x)
+        slices = self.slices_for(self.kinds.of(call, x), call.tokens)
+        check_bounds(slices)
+        return run_without_backward(LayerRun(self, call, x, 0, slices, self.memory, True, True, measured=False), x)
 
     def _read_call(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -292,6 +307,11 @@ class Engine:
         groups = self._context if self.slices_outside else None
         unit = 1 if groups is None else slice_multiple(groups.ring_size, groups.ulysses_size, self._shards)
         return slice_tokens_by_alpha(tokens, alpha, longest, unit)
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether hidden states between layers, and their gradients, are on the host."""
+        return self.swap is not None and self.swap.host_backed == "all" and self.sequence is None
 
     @property
     def slices_outside(self) -> bool:

@@ -37,5 +37,5 @@ def first_plan(
     return replace(
         plan, schedule=engine.kinds.schedule, slice_tokens=engine.wishes.slice_tokens, host_backed=host_backed,
         slot_bytes=sizes.slot, streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
-        staging_bytes=sizes.staging,
+        state_host_bytes=sizes.states, staging_bytes=sizes.staging,
     )  # fmt: skip

@@ -67,7 +67,7 @@ class HostGradients:
             dv: To be added.
         """
         if self._room is None:
-            self._room = self._memory.take_room(sum(self._tokens) * sum(self._row_bytes), gradients=True)
+            self._room = self._memory.take_room(sum(self._tokens) * sum(self._row_bytes), self._memory.gradient_arena)
         for which, (part, gradient) in enumerate(zip(block.parts[-2:], (dk, dv), strict=True)):
             heads_first(part, gradient, self._dtype).add_(gradient)
             block.leaving = self._memory.write_host(self._room, self._start(slices[0], which), part)

@@ -41,11 +41,12 @@ class SlotMemory:
 
     Attributes:
         slot_bytes: Size of a slot.
-        host_bytes: Host memory, gradients of keys and values included.
+        host_bytes: Host memory, gradients of keys and values and hidden states included.
         device: Where layers run.
         whole_slots: Whether a slot's region on the host is as large as the slot, and taken at once; else as large as
             what was put into it, and taken when it leaves, all of it together.
         gradient_bytes: Host memory for gradients of keys and values.
+        state_bytes: Host memory for hidden states between layers, and their gradients.
         spill: The file for what does not go to the host; its bounce buffers are part of `host_bytes`.
     """
 
@@ -57,9 +58,11 @@ class SlotMemory:
     whole_slots: bool = True
     gradient_bytes: int = 0
     spill: Spill | None = None
+    state_bytes: int = 0
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
+    state_arena: HostArena = field(init=False)
     _rooms: weakref.WeakSet[HostRoom] = field(init=False, default_factory=weakref.WeakSet)
     _buffers: list[Tensor] = field(init=False)
     _owners: list[Slot | None] = field(init=False)
@@ -68,9 +71,10 @@ class SlotMemory:
 
     def __post_init__(self) -> None:
         pinned = self.pinned and self.device.type == "cuda"
-        self.arena = HostArena(self.host_bytes - self.gradient_bytes - self._bounce_bytes, pinned)
+        self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
         # Gradients are born while slots are given back: in an arena of their own they find no gaps that are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)
+        self.state_arena = HostArena(self.state_bytes, pinned)
         self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._owners = [None, None]
         self._offload = make_copy_stream(self.device, "offload", delays_of(self.test_mode, 0))
@@ -83,9 +87,13 @@ class SlotMemory:
     @property
     def slots_in_use(self) -> int:
         """Regions of the host and of the spill file, and rounding buffers, that some layer call holds."""
-        regions = self.arena.regions_in_use + self.gradient_arena.regions_in_use
+        regions = sum(arena.regions_in_use for arena in self._arenas)
         regions += 0 if self.spill is None else len(self.spill.file.space)
         return regions + sum(owner is not None for owner in self._owners)
+
+    @property
+    def _arenas(self) -> tuple[HostArena, ...]:
+        return self.arena, self.gradient_arena, self.state_arena
 
     def lease(self, call: int, swap: bool, spill_bytes: int = 0) -> Slot:
         """A slot to write into.
@@ -179,14 +187,14 @@ class SlotMemory:
             self.spill.give_back(slot.disk)
             slot.disk = None
 
-    def take_room(self, size_bytes: int, gradients: bool = False) -> HostRoom:
+    def take_room(self, size_bytes: int, arena: HostArena | None = None) -> HostRoom:
         """Memory for what is not in slots: on the host, or on the device if there is no room.
 
         Args:
             size_bytes: How much.
-            gradients: Whether it is for gradients of keys and values.
+            arena: Where; `None` is where slots are.
         """
-        arena = self.gradient_arena if gradients else self.arena
+        arena = self.arena if arena is None else arena
         region = arena.acquire(size_bytes)
         if region is None:
             self.stats.overflow_bytes += size_bytes
@@ -212,10 +220,11 @@ class SlotMemory:
         room.copies.write = event
         return event
 
-    def read_host(self, destination: Tensor, room: HostRoom) -> CopyEvent:
-        """Start copying the first bytes of a room to the device."""
+    def read_host(self, destination: Tensor, room: HostRoom, start: int = 0) -> CopyEvent:
+        """Start copying bytes of a room, from `start` on, to the device."""
         self.stats.fetched_bytes += destination.nbytes
-        event = self._prefetch.copy(destination, room.memory[: destination.nbytes], room.copies.write)
+        source = room.memory[start : start + destination.nbytes]
+        event = self._prefetch.copy(destination, source, room.copies.write)
         room.copies.read = event
         return event
 
@@ -229,15 +238,15 @@ class SlotMemory:
             self.spill.close()
         self._offload.close()
         self._prefetch.close()
-        self.arena.close()
-        self.gradient_arena.close()
+        for arena in self._arenas:
+            arena.close()
 
     def _take_host(self, slot: Slot, size_bytes: int) -> None:
         slot.host = self.arena.acquire(size_bytes)
         self._note_peak()
 
     def _note_peak(self) -> None:
-        in_use = self.arena.bytes_in_use + self.gradient_arena.bytes_in_use + self._bounce_bytes
+        in_use = sum(arena.bytes_in_use for arena in self._arenas) + self._bounce_bytes
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
     def _take_buffer(self, slot: Slot, call: int) -> None:

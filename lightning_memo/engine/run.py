@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
 from lightning_memo.engine.kept import KeptTensors
+from lightning_memo.engine.lazy_tensor import Assembly, read_parts
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.sharded import local_part
@@ -78,6 +79,7 @@ class LayerRun:
         sequence: The forward of the model that this is a part of, where the whole model runs slice after slice.
         key: Position among the layer calls that are alive, of all slices of a sequence; `None`: `index`.
         spill: Whether they go to the disk, rather than to the host.
+        measured: Whether whoever measures is told of the call.
     """
 
     def __init__(
@@ -93,8 +95,10 @@ class LayerRun:
         sequence: SequenceRun | None = None,
         key: int | None = None,
         spill: bool = False,
+        measured: bool = True,
     ) -> None:
         self.engine = engine
+        self._measured = measured
         self.call = call
         self.index = index
         self.key = index if key is None else key
@@ -110,21 +114,20 @@ class LayerRun:
         by_kind = slices[0].places is not None  # slices then store their parts of it, each in its place
         self.x = None if self.unit is None or by_kind else self.store(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
-        self.x_shape = x.shape
         self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
         self.slices = tuple(slices)
         self._all_slices = self.slices if sequence is None else sequence.slices
         self.cores: list[Core] = [] if sequence is None else sequence.cores(call.layer)
         self._arguments = None if sequence is None else sequence.arguments
-        self.y: Tensor | None = None
-        self.dy: Tensor | None = None
-        self.dx: Tensor | None = None
+        self.y: Assembly | Tensor | None = None
+        self.dx: Assembly | Tensor | None = None
+        self._dy: Iterator[Tensor] = iter(())
         self._started = self._ended = False
 
     @property
     def profile(self) -> StepProfile | None:
         """Where what is saved now is recorded."""
-        return None if self.recorded else self.engine.profile
+        return None if self.recorded or not self._measured else self.engine.profile
 
     @property
     def attention_slices(self) -> tuple[TokenRange, ...]:
@@ -159,13 +162,20 @@ class LayerRun:
             )
 
     @property
+    def states_memory(self) -> SlotMemory | None:
+        """What keeps the layer's output and the gradient of its input on the host; `None`: they are on the device."""
+        on_host = self.streamed and not self.whole and self.engine.states_on_host
+        return self.memory if on_host else None
+
+    @property
     def in_backward(self) -> bool:
         """Whether the backward has begun, and not ended."""
         return self._started and not self._ended
 
     def mark(self, name: str) -> None:
         """The call begins or ends something."""
-        self.engine.mark(self.key, name, self.index, self.first_slice)
+        if self._measured:
+            self.engine.mark(self.key, name, self.index, self.first_slice)
 
     # ---- arguments
 
@@ -197,11 +207,11 @@ class LayerRun:
         return self.kept.put(t) if place == "keep" else unit.put(t, self._spill)
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
-        """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the layer's."""
+        """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the slice's."""
         if self.unit is not None and self.x is not None:
             return self.unit, self.x
         unit = self.unit or self.engine.open_unit(self.memory, self.swap)
-        return unit, self.store(unit, "input", self.narrow(local_part(x.detach()), part), part.place("input"))
+        return unit, self.store(unit, "input", local_part(x.detach()), part.place("input"))
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
         """The tokens of a slice, of a tensor that holds them or all."""
@@ -236,7 +246,7 @@ class LayerRun:
         y, self.y = self.y, None
         assert y is not None
         self.end_forward()
-        return y
+        return y.take() if isinstance(y, Assembly) else y
 
     def end_forward(self) -> None:
         """Nothing of the forward is needed on the device any more."""
@@ -249,6 +259,42 @@ class LayerRun:
             args, kwargs = self._arguments.park((self.call.args, self.call.kwargs))
             self.call = replace(self.call, args=args, kwargs=kwargs)
         self.mark("forward_end")
+
+    # ---- hidden states
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        """The input of each slice, without history."""
+        return read_parts(x, self.call.token_dim, [(part.start, part.stop) for part in self.slices])
+
+    def write_output(self, part: TokenRange, y: Tensor) -> None:
+        """A slice's share of the layer's output."""
+        self.y = y.detach() if self.whole else self._written(self.y, part, y)
+
+    def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
+        """A slice's share of the gradient of the layer's input."""
+        self.dx = dx if self.whole else self._written(self.dx, part, dx)
+
+    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor) -> Assembly:
+        dim, shape = self.call.token_dim, list(t.shape)
+        if not isinstance(into, Assembly):
+            shape[dim] = self.call.tokens
+            at_once = self.slices[0].tokens * self.call.batch
+            into = Assembly(shape, t.dtype, t.device, at_once, self.states_memory)
+        into.write(dim, part.start, t)
+        return into
+
+    def begin_output_gradient(self, dy: Tensor) -> None:
+        """The gradient of the layer's output has come: slices take theirs, last first."""
+        bounds = [(part.start, part.stop) for part in reversed(self.slices)]
+        self._dy = read_parts(dy, self.call.token_dim, bounds)
+        self.begin_backward()
+
+    def next_output_gradient(self) -> Tensor:
+        """The gradient of the output of the slice whose turn it is."""
+        dy = next(self._dy)
+        if self.whole:  # it need not live longer than the slice wants it
+            self._dy = iter(())
+        return dy
 
     # ---- backward
 
@@ -267,15 +313,20 @@ class LayerRun:
 
     def end_backward(self) -> Tensor | None:
         """The layer's last act: give everything back, return the gradient of its input."""
-        dx = self.dx
-        self.dy = self.dx = None
+        dx, self.dx = self.dx, None
+        self._dy = iter(())
         self._ended = True
-        while self.cores and self.first_slice == 0:
-            self.cores.pop().release()
+        if self.first_slice == 0:
+            self.release_cores()
         self.engine.end_backward(self)
         if self.unit is not None:
             self.unit.release()
-        return dx
+        return dx.take() if isinstance(dx, Assembly) else dx
+
+    def release_cores(self) -> None:
+        """Give back what attention holds."""
+        while self.cores:
+            self.cores.pop().release()
 
 
 def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:

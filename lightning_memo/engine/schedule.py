@@ -37,23 +37,42 @@ def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
     return _with_extras(y, extras, run), SliceOutput(run, token, y)
 
 
+@torch.no_grad()
+def run_without_backward(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer slice after slice, keeping what later slices need until its end; returns what the layer returns."""
+    parts, extras = [], []
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.inputs(x), strict=True)):
+        part = SliceRun(run, number, tokens, x_part)
+        run.rng_start.restore()
+        with part.running(part.attend):
+            y, extra = _split_output(part.call(x_part))
+        run.write_output(part.range, y)
+        part.end_forward()
+        parts.append(part)
+        extras.append(extra)
+    while parts:
+        parts.pop().end_backward()
+    run.release_cores()
+    return _with_extras(run.take_output(), extras, run)
+
+
 def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, extras = _Scatter.apply(run, anchor), []
-    for number, tokens in enumerate(run.slices):
-        part = SliceRun(run, number, tokens, x)
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.inputs(x), strict=True)):
+        part = SliceRun(run, number, tokens, x_part)
         if not run.whole:
             run.rng_start.restore()
-        token, extra = _run_slice(part, x, token)
+        token, extra = _run_slice(part, x_part, token)
         extras.append(extra)
         part.end_forward()
     return token, extras
 
 
 def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
-    x_part = _Fetch.apply(part, x, token)
+    x = _Fetch.apply(part, x, token)
     with part.running(part.attend):
-        y, extra = _split_output(part.call(x_part))
+        y, extra = _split_output(part.call(x))
     return _Store.apply(part, y), extra
 
 
@@ -181,7 +200,7 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, part: SliceRun, x: Tensor, token: Tensor) -> Tensor:
         ctx.part = part
         ctx.set_materialize_grads(False)
-        return x.detach().narrow(part.run.call.token_dim, part.range.start, part.range.tokens)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None) -> tuple[Any, ...]:
@@ -194,26 +213,13 @@ class _Store(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: SliceRun, y: Tensor) -> Tensor:
-        run = ctx.run = part.run
         ctx.part = part
-        if run.whole:
-            run.y = y.detach()
-        else:
-            if run.y is None:
-                shape = list(y.shape)
-                shape[run.call.token_dim] = run.call.tokens
-                run.y = y.new_empty(shape)
-            run.y.narrow(run.call.token_dim, part.range.start, part.range.tokens).copy_(y)
+        part.run.write_output(part.range, y)
         return torch.zeros((), device=y.device)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
-        part = ctx.part
-        dy = part.run.dy
-        if part.run.whole:
-            part.run.dy = None
-            return None, dy
-        return None, dy.narrow(part.run.call.token_dim, part.range.start, part.range.tokens)
+        return None, ctx.part.run.next_output_gradient()
 
 
 class _Gather(torch.autograd.Function):
@@ -226,22 +232,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        ctx.run.dy = dy
-        ctx.run.begin_backward()
+        ctx.run.begin_output_gradient(dy)
         return None, torch.zeros((), device=dy.device)
 
 
 def _take_input_gradient(part: SliceRun, dx: Tensor | None) -> None:
     run = part.run
     part.end_backward()
-    if not run.x_requires_grad or dx is None:
-        return
-    if run.whole:
-        run.dx = dx
-        return
-    if run.dx is None:
-        run.dx = dx.new_zeros(run.x_shape)
-    run.dx.narrow(run.call.token_dim, part.range.start, part.range.tokens).copy_(dx)
+    if run.x_requires_grad and dx is not None:
+        run.write_input_gradient(part.range, dx)
 
 
 class _Enter(torch.autograd.Function):

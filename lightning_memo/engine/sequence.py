@@ -7,7 +7,6 @@ backward needs of it is a gradient of the last layer's output, which waits on th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,22 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.engine.attach import right_padded_lengths
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.run import LayerCall, LayerRun
+from lightning_memo.engine.sequence_inputs import (
+    IGNORED,
+    check_sliceable,
+    named_inputs,
+    on_device,
+    token_tensor,
+    without_labels,
+)
 from lightning_memo.engine.slice_arguments import SliceArguments
 from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import RngState
 from lightning_memo.kernels.attention import sums_dtype
+from lightning_memo.parallel.data import as_one_forward
 from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
-
-IGNORED = -100
 
 
 @dataclass(slots=True)
@@ -127,16 +132,21 @@ class SlicedModel:
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        inputs = _named_inputs(forward, args, kwargs)
-        tokens = _token_tensor(inputs)
+        # Also a batch of a single slice: processes may have others, and reduce gradients in the same order.
+        with as_one_forward(self._engine.layers):
+            return self._run(model, forward, args, kwargs)
+
+    def _run(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = named_inputs(forward, args, kwargs)
+        tokens = token_tensor(inputs)
         if tokens.shape[1] <= self._longest:
-            return forward(**inputs)
-        _check(model, inputs)
+            return forward(**on_device(self._engine.device, inputs))
+        check_sliceable(model, inputs)
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]
         step = _Step(self._engine, forward, inputs)
-        loss = _SliceBySlice.apply(step, torch.zeros((), device=tokens.device, requires_grad=True), *tail)
+        loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
         return step.output_type(loss=loss)
 
 
@@ -144,9 +154,9 @@ class _Step:
     """The forwards and backwards of one call of the model."""
 
     def __init__(self, engine: Engine, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
-        tokens = _token_tensor(inputs)
+        tokens = token_tensor(inputs)
         self._engine, self._forward = engine, forward
-        self._inputs, self._count = _without_labels(inputs)
+        self._inputs, self._count = without_labels(inputs)
         self._labels, self._shifted = inputs.get("labels"), inputs.get("shift_labels")
         self._layout = TokenLayout(tokens.shape[1], documents=packed_documents(inputs, tokens.shape[0]))
         self._batch = tokens.shape[0]
@@ -181,9 +191,10 @@ class _Step:
             run, token, unit, handle = self._ends.pop()
             for arguments in self._arguments[:-3:-1]:  # of this slice, and of the next one
                 arguments.fetch()
-            run.dy = unit.load(handle) * gradient
+            dy = unit.load(handle) * gradient
             unit.release()
-            run.begin_backward()
+            run.begin_output_gradient(dy)
+            del dy
             torch.autograd.backward(token)
             self._arguments.pop().release()
 
@@ -224,8 +235,9 @@ class _Step:
         inputs = {name: narrow(value) for name, value in self._inputs.items()}
         labels = self._targets(part).contiguous()  # losses of transformers view them
         if inputs.get("position_ids") is None:
-            inputs["position_ids"] = torch.arange(part.start, part.stop, device=labels.device)[None]
-        return inputs | {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
+            inputs["position_ids"] = torch.arange(part.start, part.stop, device=self._engine.device)[None]
+        inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
+        return on_device(self._engine.device, inputs)
 
 
 class _SliceBySlice(torch.autograd.Function):
@@ -274,57 +286,3 @@ def _refuse_other_losses(loss: Tensor) -> None:
                 'compute by itself: use schedule="layer"'
             )
         waiting.extend(following for following, _ in node.next_functions)
-
-
-def _named_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = list(inspect.signature(forward).parameters)
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _token_tensor(inputs: dict[str, Any]) -> Tensor:
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(inputs.get(name), Tensor):
-            tokens: Tensor = inputs[name]
-            return tokens
-    raise ValueError('schedule="slice" cuts input_ids or inputs_embeds, and the model got neither')
-
-
-def _check(model: nn.Module, inputs: dict[str, Any]) -> None:
-    name = type(model).__name__
-    cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(f'{name} got keys and values of a prefix: schedule="slice" has no place for them; use "layer"')
-    if embeds is not None and embeds.requires_grad:
-        raise ValueError(
-            f'{name} got inputs_embeds that are trained: schedule="slice" takes input_ids or embeddings without '
-            'gradient; use schedule="layer"'
-        )
-    if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-        raise ValueError(
-            f'schedule="slice" computes the loss of each slice by itself, and {name} got no labels: pass labels, or '
-            'use schedule="layer"'
-        )
-    if inputs.get("output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)):
-        raise ValueError(
-            f"{name} has an auxiliary loss over the routers of all tokens, which no slice can compute: set "
-            'output_router_logits=False, or use schedule="layer"'
-        )
-
-
-def _without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int]:
-    """The inputs that are not about the loss, and the number of labels. Padding on the right is seen by no other token.
-
-    Raises:
-        ValueError: Padding is not on the right.
-    """
-    rest = dict(inputs)
-    count = rest.pop("num_items_in_batch", None)
-    if count is None:
-        shifted = inputs.get("shift_labels")
-        count = ((inputs["labels"][:, 1:] if shifted is None else shifted) != IGNORED).sum()
-    mask = rest.pop("attention_mask", None)
-    if mask is not None:
-        right_padded_lengths(mask)
-    for name in ("labels", "shift_labels", "past_key_values"):
-        rest.pop(name, None)
-    return rest | {"use_cache": False}, count

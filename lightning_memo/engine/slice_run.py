@@ -40,7 +40,7 @@ class SavedAttention:
 
 
 class SliceRun:
-    """Some tokens of a layer call: how their saved tensors are packed, unpacked, and recomputed."""
+    """Some tokens of a layer call: how their saved tensors are packed, unpacked, and recomputed; `x` is their input."""
 
     def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
         self.run, self.index, self.range = run, index, part

@@ -10,6 +10,9 @@ from lightning_memo.engine.slices import SavedBytes, TokenRange, unit_bytes
 from lightning_memo.engine.streamed_attention import blocks_of
 from lightning_memo.plan import HostBacked, StreamedBytes
 
+# Hidden states on the host at once: a layer's input and output, or their gradients, and what the last norm was given.
+STATES = 3
+
 
 def streamed_sizes(
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
@@ -34,18 +37,22 @@ def streamed_sizes(
     """
     units = [unit_bytes(saved, tokens, slices) for saved, tokens in calls]
     largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
-    block, buffers, gradients, beside = largest * max(_per_token(*call, "key", "value") for call in calls), 2, 0, 0
+    block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
+    gradients = beside = states = 0
     if host_backed == "all":
         per_token = max(-(-each.key_value_gradient_bytes // each.tokens) for each in traits)
         block, buffers, gradients = block + per_token * largest, 3, per_token * slices[-1].stop
+        states = STATES * max(_per_token(*call, "input") for call in calls) * slices[-1].stop
     if schedule == "slice":
         output = [item for item in calls[-1][0] if item.kind == "input"]
-        gradients, beside = gradients * len(calls), sum(unit_bytes([*output, *shared], calls[-1][1], slices))
+        gradients, states = gradients * len(calls), 0
+        beside = sum(unit_bytes([*output, *shared], calls[-1][1], slices))
     return StreamedBytes(
         slot=max(max(sizes) for sizes in units),
-        host=sum(sum(sizes) for sizes in units) + beside + gradients,
+        host=sum(sum(sizes) for sizes in units) + beside + gradients + states,
         gradients=gradients,
         staging=buffers * aligned(block),
+        states=states,
     )
 
 

@@ -58,6 +58,11 @@ class Wishes:
         return self.slice_tokens is not None and (by_name or (self.host_backed == "auto" and not self.divided))
 
     @property
+    def states_on_host(self) -> bool:
+        """Whether hidden states between layers shall be on the host."""
+        return self.may_stream and self.host_backed == "all" and self.schedule != "slice"
+
+    @property
     def probed_tokens(self) -> int | None:
         """Most tokens on which a layer is looked at: where no more than a slice may be on the device, two of them."""
         return 2 * self.slice_tokens if self.slice_tokens is not None and self.may_stream else None

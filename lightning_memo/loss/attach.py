@@ -10,10 +10,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memo.engine.find import find_hugging_face, find_layers
 from lightning_memo.engine.layer_forward import replace_forward
+from lightning_memo.engine.token_local import Forward, chunk_tokens_of
 from lightning_memo.loss.chunked_module import attach_chunks
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.loss.recipe import Head
-from lightning_memo.loss.token_local import Forward
 
 # Of the logits of a chunk in fp32. Every chunk reads and writes the fp32 gradient of the head's weights once, which is
 # hidden by its matrix products from about a thousand tokens on: those are 512 MiB for a vocabulary of 128K.
@@ -54,7 +54,7 @@ def attach_chunked_loss(
 def _attach_head(head: Head, vocabulary: int) -> list[Callable[[], None]]:
     def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         lazy = not kwargs and len(args) == 1 and args[0].dim() == 3 and not _has_backward_hooks(module)
-        if not lazy or args[0].shape[:-1].numel() <= head.chunk_tokens:
+        if not lazy or args[0].shape[:-1].numel() <= chunk_tokens_of(args[0], head.chunk_tokens):
             return forward(*args, **kwargs)
         return LazyLogits.of(head, args[0], vocabulary)
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor
 from lightning_memo.engine.sharded import awaited
-from lightning_memo.loss.token_local import GradientSums, TokenLocal, chunks, noting_saved
+from lightning_memo.engine.token_local import GradientSums, TokenLocal, chunks, noting_saved
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -90,18 +91,18 @@ class _Parts:
 
     def run(self, x: Tensor, of_x: bool = False, of_head: bool = False) -> tuple[Tensor, Tensor | None, GradientSums]:
         """The loss, and the gradients that are wished: of `x`, and of the head's parameters."""
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else None
+        dx, tokens = Assembly.like(x) if of_x else None, self.logits.chunk_tokens
         losses, sums = [], GradientSums()
-        parts = chunks(x, self.logits.chunk_tokens)
-        parts_dx = parts if dx is None else chunks(dx, self.logits.chunk_tokens)
-        for part, into, target, weight in zip(parts, parts_dx, self.targets, self.weights, strict=True):
+        for number, (part, target, weight) in enumerate(
+            zip(chunks(x, tokens), self.targets, self.weights, strict=True)
+        ):
             part = part.detach().requires_grad_(of_x)
             loss, part_dx, gradients = self._run_chunk(part, target, weight, of_x or of_head)
             losses.append(loss)
             sums.add(gradients)
-            if part_dx is not None:
-                into.copy_(part_dx)
-        return torch.cat(losses).sum(), dx, sums
+            if dx is not None and part_dx is not None:
+                dx.write_rows(number * tokens, part_dx)
+        return torch.cat(losses).sum(), None if dx is None else dx.take(), sums
 
     def _run_chunk(
         self, x: Tensor, target: Tensor, weight: Tensor, needs_gradient: bool
@@ -194,4 +195,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "a second backward through the same loss (retain_graph) is not supported; run the forward again"
             )
         (dx, sums), ctx.gradients = ctx.gradients, None
-        return None, None if dx is None else dx.mul_(upstream), *sums.take(ctx.dtypes, upstream)
+        return None, None if dx is None else _scaled(dx, upstream), *sums.take(ctx.dtypes, upstream)
+
+
+def _scaled(dx: Tensor, upstream: Tensor) -> Tensor:
+    return dx.mapped(lambda rows: rows * upstream, dx.dtype) if isinstance(dx, LazyTensor) else dx.mul_(upstream)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_memo.engine.layer_forward import replace_forward
+from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor
 from lightning_memo.engine.sharded import awaited
-from lightning_memo.loss.token_local import Forward, GradientSums, TokenLocal, chunks
+from lightning_memo.engine.token_local import Forward, GradientSums, TokenLocal, chunk_tokens_of, chunks
 
 
 def attach_chunks(module: nn.Module, chunk_tokens: int) -> Callable[[], None]:
@@ -26,9 +27,12 @@ def attach_chunks(module: nn.Module, chunk_tokens: int) -> Callable[[], None]:
     """
 
     def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or args[0].shape[:-1].numel() <= chunk_tokens:
+        if kwargs or len(args) != 1:
             return forward(*args, **kwargs)
-        return run_in_chunks(module, forward, args[0], chunk_tokens)
+        tokens = chunk_tokens_of(args[0], chunk_tokens)
+        if args[0].shape[:-1].numel() <= tokens:
+            return forward(*args)
+        return run_in_chunks(module, forward, args[0], tokens)
 
     return replace_forward(module, run)
 
@@ -45,24 +49,29 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, module: TokenLocal, chunk_tokens: int, x: Tensor, *trained: Tensor) -> Tensor:
         ctx.module, ctx.chunk_tokens, ctx.dtypes = module, chunk_tokens, [p.dtype for p in trained]
         ctx.save_for_backward(x)
-        parts = chunks(x, chunk_tokens)
-        first = module(parts[0])
-        y = first.new_empty(x.shape)
-        for part, into in zip(parts, chunks(y, chunk_tokens), strict=True):
-            into.copy_(first if part is parts[0] else module(part))
-        return y
+        if isinstance(x, LazyTensor):  # so is what is made of it: nobody reads it more than once
+            dtype = module(torch.zeros(1, 1, x.shape[-1], dtype=x.dtype, device=x.device)).dtype
+            return x.mapped(lambda rows: module(rows[None])[0], dtype)
+        y: Assembly | None = None
+        for number, part in enumerate(chunks(x, chunk_tokens)):
+            part_y = module(part)
+            y = y or Assembly(x.shape, part_y.dtype, part_y.device)
+            y.write_rows(number * chunk_tokens, part_y)
+        assert y is not None
+        return y.take()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        dx, sums = torch.empty_like(x, memory_format=torch.contiguous_format), GradientSums()
-        for part, part_gradient, into in zip(*(chunks(t, ctx.chunk_tokens) for t in (x, gradient, dx)), strict=True):
+        dx, sums = Assembly.like(x), GradientSums()
+        pairs = zip(chunks(x, ctx.chunk_tokens), chunks(gradient, ctx.chunk_tokens), strict=True)
+        for number, (part, part_gradient) in enumerate(pairs):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 y = ctx.module(part)
             part_dx, gradients = ctx.module.gradients(y, part, part_gradient)
             assert part_dx is not None
-            into.copy_(part_dx)
+            dx.write_rows(number * ctx.chunk_tokens, part_dx)
             sums.add(gradients)
-        return None, None, dx, *sums.take(ctx.dtypes)
+        return None, None, dx.take(), *sums.take(ctx.dtypes)

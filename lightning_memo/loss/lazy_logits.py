@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self, override
 
 from lightning_memo.engine.sharded import awaited
+from lightning_memo.engine.token_local import ambient_autocast
 from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
 from lightning_memo.loss.recipe import Head, Recipe, leaves_vocabulary
-from lightning_memo.loss.token_local import ambient_autocast
 
 # Names of functions, as methods and in `torch`.
 _CASTS = ("float", "bfloat16", "half", "double", "to", "type")

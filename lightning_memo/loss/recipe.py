@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_memo.engine.token_local import Forward, TokenLocal, chunk_tokens_of, chunks
 from lightning_memo.loss.chunked_cross_entropy import ChunkedLogits, Pointwise
-from lightning_memo.loss.token_local import Forward, TokenLocal, chunks
 
 
 @dataclass(eq=False, slots=True)
@@ -96,13 +96,14 @@ class Recipe:
         self.check()
         with self.autocast():
             local = TokenLocal(self.head.module, self.head.forward)
-        return ChunkedLogits(local, self.pointwise, self.head.chunk_tokens, self.head.shards)
+        tokens = chunk_tokens_of(self.x, self.head.chunk_tokens)
+        return ChunkedLogits(local, self.pointwise, tokens, self.head.shards)
 
     def argmax(self) -> Tensor:
         """The token of the largest logit, `[*leading]`; of one shard only."""
         logits, found = self.in_chunks(), []
         with torch.no_grad():
-            for part in chunks(self.x, self.head.chunk_tokens):
+            for part in chunks(self.x, logits.chunk_tokens):
                 whole = logits.head(part)
                 for function in logits.pointwise:
                     whole = function(whole)

@@ -15,7 +15,7 @@ rest. Layers differ by stage in what they do around a step; the others are whole
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,25 @@ def shard_state(
         register_fsdp_forward_method(module, name)
 
 
+@contextlib.contextmanager
+def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, all calls of a layer are one forward to FSDP2, which would gather weights and reduce gradients for each.
+
+    Weights are gathered at entry, and gradients are reduced together, when the backward of the root is over: in the
+    same order on every process, however many calls there were.
+    """
+    units = fsdp_units_among(layers)
+    states = [unit._get_fsdp_state() for unit in units]
+    for unit, state in zip(units, states, strict=True):
+        unit.unshard()
+        state._training_state = TrainingState.PRE_BACKWARD  # as in a recomputation: its hooks only cast
+    try:
+        yield
+    finally:
+        for state in states:
+            state._training_state = TrainingState.IDLE
+
+
 def _is_container(module: nn.Module) -> bool:
     """Whether a module has no forward, which FSDP2 needs."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
@@ -110,7 +129,12 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """The units of a sharded module; none if it is not sharded."""
-    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    return fsdp_units_among(module.modules())
+
+
+def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Those modules that are units themselves."""
+    return [unit for unit in modules if isinstance(unit, FSDPModule)]
 
 
 @contextlib.contextmanager

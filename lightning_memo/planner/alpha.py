@@ -221,6 +221,7 @@ def _streamed(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> 
         slot_bytes=sizes.slot,
         streamed_host_bytes=sizes.host,
         gradient_host_bytes=sizes.gradients,
+        state_host_bytes=sizes.states,
         staging_bytes=sizes.staging,
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_memo.engine.lazy_tensor import LazyTensor, read_rows
 from lightning_memo.engine.sharded import ShardedHandle, local_part
 
 Forward = Callable[[Tensor], Any]
@@ -103,9 +104,16 @@ def ambient_autocast(device_type: str) -> Callable[[], contextlib.AbstractContex
     return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
 
 
-def chunks(x: Tensor, tokens: int) -> tuple[Tensor, ...]:
-    """Views `[1, at most tokens, hidden]` of all tokens of `x` `[..., hidden]`, in order."""
-    return x.reshape(1, -1, x.shape[-1]).split(tokens, 1)
+def chunks(x: Tensor, tokens: int) -> Iterator[Tensor]:
+    """All tokens of `x` `[..., hidden]` in order, `[1, at most tokens, hidden]`, without history."""
+    if isinstance(x, LazyTensor):
+        return (rows[None] for rows in read_rows(x, tokens))
+    return iter(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1))
+
+
+def chunk_tokens_of(x: Tensor, wished: int) -> int:
+    """Tokens of `x` that may be computed with at once, of `wished` ones."""
+    return min(wished, x.at_once) if isinstance(x, LazyTensor) else wished
 
 
 @contextlib.contextmanager

@@ -1,0 +1,166 @@
+"""Device memory of a training step against the length of the sequence, where everything else is on the host.
+
+    python benchmarks/growth.py
+    python benchmarks/growth.py --layers 2 --kv-heads 2 --lengths 8192 65536
+    python benchmarks/growth.py --quick
+
+A Llama with random weights trains one sequence with slices of fixed length, `host_backed="all"` and the loss in chunks,
+on a CPU, where "device" and "host" are both main memory, told apart by who allocates. A peak is the highest level
+of a step beside weights and gradients: what the step allocates on the device, and the buffers that the plan set aside.
+The batch is not in it: 8 bytes for each token and each label. The results are printed, and written to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from circumstances import circumstances
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from lightning_memo.config import format_bytes
+from lightning_memo.engine import Engine
+from lightning_memo.engine.find import find_layers
+from lightning_memo.files import replacing
+from lightning_memo.loss.attach import attach_chunked_loss
+from lightning_memo.plan import SwapPlan
+from lightning_memo.profiler.meter import PeakMeter
+
+CPU = torch.device("cpu")
+_RESULTS = Path(__file__).parent / "results"
+_QUICK = [
+    "--layers",
+    "2",
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--slice-tokens",
+    "128",
+    "--block-tokens",
+    "256",
+    "--lengths",
+    "1024",
+    "2048",
+]
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for schedule in options.schedules:
+        for tokens in options.lengths:
+            rows.append({"schedule": schedule, "tokens": tokens, **_measure(options, schedule, tokens)})
+    names = ("layers", "hidden", "heads", "kv_heads", "vocab", "slice_tokens", "block_tokens", "alpha", "threads")
+    report = {
+        **circumstances(("torch", "transformers", "lightning_memo")),
+        "settings": {name: getattr(options, name) for name in names},
+        "results": rows,
+    }
+    path = options.output / f"{options.name}.json"
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _show(rows)
+    Console().print(f"Results: {path}", highlight=False, soft_wrap=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 8, "hidden": 256, "heads": 8, "vocab": 264, "slice-tokens": 512, "block-tokens": 2048}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kv-heads", type=int, help="(default: as many as heads)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--schedules", choices=("layer", "slice"), nargs="+", default=["layer", "slice"])
+    parser.add_argument("--alpha", type=float, default=0.0, help="share of the tokens whose activations are swapped")
+    parser.add_argument("--threads", type=int, default=1, help="that compute")
+    parser.add_argument("--quick", action="store_true", help="sizes that take seconds; other sizes still count")
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
+    parser.add_argument("--name", default="growth", help="of the file")
+    options = parser.parse_args()
+    if options.quick:
+        options = parser.parse_args([*_QUICK, *sys.argv[1:]])
+    options.kv_heads = options.kv_heads or options.heads
+    return options
+
+
+def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[str, Any]:
+    """Peak and host bytes of a step, and how long it took while it was metered."""
+    model, longest = _model(options), options.slice_tokens
+    ids = torch.randint(0, options.vocab, (1, tokens))
+    batch = {"input_ids": ids, "labels": ids}
+    attach_chunked_loss(model, longest)
+    engine = Engine(
+        model, find_layers(model)[1], CPU, schedule=schedule, slice_tokens=longest, host_backed="all"
+    )  # fmt: skip
+    engine.attention.block_tokens = options.block_tokens
+    engine.attach()
+    # Two slices tell what a layer saves; what depends on their number is reckoned.
+    model(**{name: t[:, : 2 * longest] for name, t in batch.items()}).loss.backward()
+    swap = _plan(engine, options, tokens)
+    engine.load(swap, tokens)
+    model.zero_grad(set_to_none=False)
+    started = time.perf_counter()
+    with PeakMeter(CPU) as meter:
+        model(**batch).loss.backward()
+    assert engine.memory is not None
+    stats = engine.memory.stats
+    engine.detach()
+    return {
+        "peak_bytes": meter.peak_bytes + 2 * swap.slot_bytes,  # the others are allocated within the step
+        "host_bytes": stats.peak_host_bytes,
+        "overflow_bytes": stats.overflow_bytes,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=options.hidden, intermediate_size=options.hidden * 43 // 16, num_hidden_layers=options.layers,
+        num_attention_heads=options.heads, num_key_value_heads=options.kv_heads, vocab_size=options.vocab,
+        max_position_embeddings=2**20, use_cache=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).train()
+    return model
+
+
+def _plan(engine: Engine, options: argparse.Namespace, tokens: int) -> SwapPlan:
+    profile = engine.profile
+    assert profile is not None
+    slices = engine.cut(tokens, options.alpha, options.slice_tokens)
+    sizes = engine.streamed_bytes(profile.saved_by_calls, slices, "all")
+    return SwapPlan(
+        mode="memo", alpha=options.alpha, schedule=engine.kinds.schedule, slice_tokens=options.slice_tokens,
+        calls=options.layers, slot_bytes=sizes.slot, host_backed="all", streamed_host_bytes=sizes.host,
+        gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
+    )  # fmt: skip
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table("schedule", "tokens", "device peak", "of the shortest", "host peak", "overflow", "seconds")
+    for row in rows:
+        first = next(r for r in rows if r["schedule"] == row["schedule"])
+        table.add_row(
+            row["schedule"],
+            f"{row['tokens']:,}",
+            format_bytes(row["peak_bytes"]),
+            f"{row['peak_bytes'] / first['peak_bytes']:.4f}",
+            format_bytes(row["host_bytes"]),
+            format_bytes(row["overflow_bytes"]),
+            f"{row['seconds']:.1f}",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
