@@ -147,6 +147,12 @@ def test_a_full_disk_gives_one_clear_line(tmp_path: Path, full_disk: None) -> No
     SpillFile(tmp_path, 4 * BLOCK_BYTES).close()  # what fits still works
 
 
+def test_more_than_is_free_is_refused_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("would take all that is free"))
+    with pytest.raises(SpillError, match=r"needs 4\.0 PiB .* free \(No space left on device\): free space"):
+        SpillFile(tmp_path, 2**52)
+
+
 @pytest.mark.parametrize("folder", ["/proc", "missing", "file"])
 def test_a_folder_that_takes_no_files_is_told(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
