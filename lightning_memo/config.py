@@ -120,8 +120,8 @@ class MemoConfig:
 
     host_backed: str = "auto"
     """What lives on the host beside swapped activations: "none", "attention" (keys and values: attention gets those of
-    earlier slices in blocks), or "all" (their gradients too, and hidden states between layers); "auto": "attention" with
-    `slice_tokens`, else "none"."""
+    earlier slices in blocks), or "all" (their gradients too, and hidden states between layers); "auto": "attention"
+    with `slice_tokens`, else "none"."""
 
     loss_chunk_tokens: int | str | None = "auto"
     """Tokens whose logits exist at once; "auto": as many as fit a fixed number of bytes; None: all of them."""
