@@ -136,7 +136,8 @@ class MemoConfig:
 
     host_backed: str = "auto"
     """What lives on the host beside swapped activations: "none", "attention" (keys and values: attention gets those of
-    earlier slices in blocks), or "all" (their gradients too); "auto": "attention" with `slice_tokens`, else "none"."""
+    earlier slices in blocks), or "all" (their gradients too, and hidden states between layers); "auto": "attention"
+    with `slice_tokens`, else "none"."""
 
     storage: str = "alpha"
     """What says which activations are swapped: "alpha", one fraction of the tokens (MEMO), or "kinds": a linear program

@@ -79,7 +79,7 @@ class SwapPlan:
 
     host_backed: HostBacked = "none"
     """What lives on the host beside what is swapped: "attention": slices swap for themselves, and earlier keys and
-    values come back for each of them; "all": their gradients too."""
+    values come back for each of them; "all": their gradients too, and hidden states between layers."""
 
     streamed_host_bytes: int = 0
     """Host bytes of all layer calls where slices swap for themselves."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,12 @@ def test_a_full_disk_gives_one_clear_line(tmp_path: Path, full_disk: None) -> No
     SpillFile(tmp_path, 4 * BLOCK_BYTES).close()  # what fits still works
 
 
+def test_more_than_is_free_is_refused_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("would take all that is free"))
+    with pytest.raises(SpillError, match=r"needs 4\.0 PiB .* free \(No space left on device\): free space"):
+        SpillFile(tmp_path, 2**52)
+
+
 @pytest.mark.parametrize("folder", ["/proc", "missing", "file"])
 def test_a_folder_that_takes_no_files_is_told(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
@@ -179,30 +185,32 @@ def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., 
 
 # ---- what is left on the disk
 
-_OWNER = f"""
-import os, sys, pathlib
-from lightning_memo.engine.spill_file import SpillFile
-file = SpillFile(pathlib.Path(sys.argv[1]), {BLOCK_BYTES})
-print(os.listdir(sys.argv[1]), os.fstat(file._file.fileno()).st_nlink, flush=True)
-sys.stdin.readline()
-raise KeyError("an exception")
-"""
+
+def own(folder: Path, ready: Connection) -> None:
+    """A process that has a spill file, until it is told to end."""
+    file = SpillFile(folder, BLOCK_BYTES)
+    ready.send(([path.name for path in folder.iterdir()], os.fstat(file._file.fileno()).st_nlink))
+    ready.recv()
+    raise KeyError("an exception")
 
 
-@pytest.mark.parametrize("end", ["exception", "kill"])
-def test_nothing_is_left_when_a_process_ends(tmp_path: Path, end: str) -> None:
+def test_nothing_is_left_when_processes_end(tmp_path: Path) -> None:
+    """One by an exception, one killed; both have a file in the folder."""
     (tmp_path / "lightning_memo_notes").touch()  # not ours, whatever its name
-    owner = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert owner.stdout is not None
-    # No name leads to the file and no other process has it open, so the kernel frees it with the process.
-    assert owner.stdout.readline() == "['lightning_memo_notes'] 0\n"
-    if end == "kill":
-        owner.send_signal(signal.SIGKILL)
-    _, errors = owner.communicate("\n")
-    assert owner.returncode == (-signal.SIGKILL if end == "kill" else 1), errors
+    context = multiprocessing.get_context("fork")
+    owners = []
+    for _ in range(2):
+        here, there = context.Pipe()
+        owner = context.Process(target=own, args=(tmp_path, there))
+        owner.start()
+        owners.append(owner)
+        # No name leads to the file and no other process has it open, so the kernel frees it with the process.
+        assert here.poll(60) and here.recv() == (["lightning_memo_notes"], 0)
+    owners[0].kill()
+    here.send("end")
+    for owner in owners:
+        owner.join()
+    assert [owner.exitcode for owner in owners] == [-signal.SIGKILL, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["lightning_memo_notes"]
     SpillFile(tmp_path, BLOCK_BYTES).close()
 

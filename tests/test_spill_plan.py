@@ -57,6 +57,12 @@ def test_a_small_disk_limits_alpha() -> None:
     assert "the host budget of 4.0 GiB and the disk's of 3.0 GiB would overflow" in made.reason
 
 
+def test_room_for_the_way_to_the_disk_limits_alpha() -> None:
+    made = plan(costs(), host=1, disk=100)
+    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls == 10
+    assert f"the way to the disk takes host memory, too, so alpha={made.swap.alpha:.4g} is what fits" in made.reason
+
+
 def test_too_little_of_both_is_told() -> None:
     told = r"alpha=0 swaps 2\.0 GiB .* and the disk 819\.2 MiB: raise host_memory or spill_memory, or shorten"
     with pytest.raises(HostMemoryError, match=told):

@@ -237,10 +237,16 @@ def peak_bytes(model: nn.Module, schedule: str, tokens: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "real"),
-    [("llama_gqa", 0), ("qwen3_moe", 0), ("gemma3_mixed_windows", 0), ("gpt2", 2), ("block", 2)],
+    ("family", "real", "amp"),
+    [
+        ("llama_gqa", 0, False),
+        ("llama_gqa", 0, True),
+        ("qwen3_moe", 0, False),
+        ("gemma3_mixed_windows", 0, False),
+        ("gpt2", 2, False),
+        ("block", 2, True),
+    ],
 )
-@pytest.mark.parametrize("amp", [False, True])
 def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`real` of them are not: embeddings to which positions are added and their gradient; what another head gets."""
     model, batch = build(family), make_batch(2, 61, padded=family == "llama_gqa")

@@ -280,7 +280,7 @@ class LayerRun:
             shape[dim] = self.call.tokens
             at_once = self.slices[0].tokens * self.call.batch
             into = Assembly(shape, t.dtype, t.device, at_once, self.states_memory)
-        into.write(dim, part.start, t)
+        into.write(dim, part.start, local_part(t))
         return into
 
     def begin_output_gradient(self, dy: Tensor) -> None:

@@ -40,8 +40,7 @@ class SpillFile:
         self.folder, self.size_bytes = folder, size_bytes
         self._file = open_unnamed(folder)
         try:
-            if size_bytes:
-                os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+            _reserve(self._file.fileno(), size_bytes)
         except OSError as error:
             self.close()
             raise SpillError(_refusal(folder, size_bytes, error)) from error
@@ -115,6 +114,16 @@ def free_disk_bytes(folder: Path) -> int:
     """What the file system of a folder has free for this user."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Give an open file its space."""
+    status = os.fstatvfs(descriptor)
+    # Asked for more than there is, file systems take all of it before they refuse: others would find the disk full.
+    if size_bytes > status.f_bavail * status.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if size_bytes:
+        os.posix_fallocate(descriptor, 0, size_bytes)
 
 
 def _use_direct_io(descriptor: int) -> bool:

@@ -242,13 +242,13 @@ def _best_alpha(costs: LayerCosts, room: _Room, allowed: tuple[float, ...] | Non
     budget = room.budget
     solution = solve_alpha(costs, budget)
     fitting = _fitting_alpha(costs, room, solution.alpha, allowed)
-    budgets = f"budget of {format_bytes(budget.host_bytes)}"
+    host, tiers = f"the host budget of {format_bytes(budget.host_bytes)}", "the host"
     if budget.spill_bytes:
-        budgets += f" and the disk's of {format_bytes(budget.spill_bytes)}"
+        host, tiers = f"{host} and the disk's of {format_bytes(budget.spill_bytes)}", "host and disk"
     limits = {
         "overlap": f"Above alpha={solution.alpha:.4g} a layer's copy would outlast its forward",
-        "host": f"Above alpha={solution.alpha:.4g} the host {budgets} would overflow",
-        "all tokens swapped": "The copies of all tokens hide under the forward and fit the host",
+        "host": f"Above alpha={solution.alpha:.4g} {host} would overflow",
+        "all tokens swapped": f"The copies of all tokens hide under the forward and fit {tiers}",
     }
     if costs.calls <= 2:
         reason = "The last two layer calls stay on the device, and there are no others"
@@ -263,7 +263,8 @@ def _best_alpha(costs: LayerCosts, room: _Room, allowed: tuple[float, ...] | Non
     elif not room.keeps_up(min(fitting + 1 / costs.tokens, 1.0)):
         reason += f"; above alpha={fitting:.4g} layers would wait for the disk"
     elif fitting < solution.alpha - 2 / costs.tokens:
-        reason += f"; host slots are aligned, so alpha={fitting:.4g} is what fits"
+        why = "the way to the disk takes host memory, too" if budget.spill_bytes else "host slots are aligned"
+        reason += f"; {why}, so alpha={fitting:.4g} is what fits"
     return fitting, reason + "."
 
 
