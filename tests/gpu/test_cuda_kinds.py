@@ -14,11 +14,13 @@ from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
 from lightning_memo.plan import SwapPlan
+from lightning_memo.storage_costs import Place
 from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 
+Row = tuple[str, Place, int, int]
 NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
-BASE = [("input", "swap", 0, TOKENS), ("attention", "swap", 0, TOKENS)]
-MIXED = [
+BASE: list[Row] = [("input", "swap", 0, TOKENS), ("attention", "swap", 0, TOKENS)]
+MIXED: list[Row] = [
     ("input", "keep", 0, 128),
     ("input", "swap", 128, TOKENS),
     ("attention", "swap", 64, TOKENS),
@@ -30,7 +32,7 @@ MIXED = [
 ]
 
 
-def load(engine: Engine, rows: list[tuple[str, str, int, int]], profile: StepProfile) -> None:
+def load(engine: Engine, rows: list[Row], profile: StepProfile) -> None:
     ranges = tuple(StoredRange(kind=kind, place=place, start=start, stop=stop) for kind, place, start, stop in rows)
     plan = StoragePlan(
         tokens=TOKENS, call_classes=(0,) * len(engine.layers), calls=(CallPlan(ranges=ranges),), needs=NOTHING,
@@ -47,13 +49,13 @@ def load(engine: Engine, rows: list[tuple[str, str, int, int]], profile: StepPro
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_gradients_where_everything_is_somewhere(window, device):
+def test_gradients_where_everything_is_somewhere(window: int | None, device: torch.device) -> None:
     model, batch = make_model(device, window=window), make_batch(device)
     in_double = copy.deepcopy(model).to("cpu", torch.float64)
     truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
     plain = distance(gradients(model, batch), truth)
     test_mode = TestMode(seed=1, longest_delay_seconds=0.002)
-    engine = Engine(model, find_layers(model)[1], device, test_mode=test_mode, by_kind=True)
+    engine = Engine(model, list(find_layers(model)[1]), device, test_mode=test_mode, by_kind=True)
     engine.attach()
     try:
         gradients(model, batch)
@@ -70,9 +72,9 @@ def test_gradients_where_everything_is_somewhere(window, device):
         engine.detach()
 
 
-def test_a_stored_product_is_not_computed_again(device):
+def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
     model, batch = make_model(device), make_batch(device)
-    engine = Engine(model, find_layers(model)[1], device, by_kind=True)
+    engine = Engine(model, list(find_layers(model)[1]), device, by_kind=True)
     engine.attach()
     try:
         gradients(model, batch)
