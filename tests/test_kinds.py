@@ -37,6 +37,7 @@ NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_
 FARTHER = 1.25
 
 Rows = dict[str, list[tuple[Place, int, int]]]
+BASE: Rows = {"input": [("swap", 0, TOKENS)], "attention": [("swap", 0, TOKENS)]}
 
 
 def lora() -> nn.Module:
@@ -50,13 +51,22 @@ def build(name: str) -> nn.Module:
     return (lora() if name == "lora" else FAMILIES[name].build()).train()
 
 
-def storage_plan(rows: Rows, calls: int, tokens: int = TOKENS) -> StoragePlan:
-    """All layer calls store the same."""
+def call_plan(rows: Rows) -> CallPlan:
     ranges = (StoredRange(kind=kind, place=p, start=a, stop=b) for kind, of in rows.items() for p, a, b in of)
+    return CallPlan(ranges=tuple(ranges))
+
+
+def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
+    """Layer calls are of the given classes in turns."""
     return StoragePlan(
-        tokens=tokens, call_classes=(0,) * calls, calls=(CallPlan(ranges=tuple(ranges)),), needs=NOTHING,
-        bound_seconds=0.0, alpha_seconds=None, prices=(),
-    )  # fmt: skip
+        tokens=TOKENS,
+        call_classes=tuple(n % len(classes) for n in range(calls)),
+        calls=tuple(call_plan(rows) for rows in classes),
+        needs=NOTHING,
+        bound_seconds=0.0,
+        alpha_seconds=None,
+        prices=(),
+    )
 
 
 def everything(names: list[str]) -> Rows:
@@ -83,11 +93,11 @@ class ByKind(EngineUnderTest):
         assert self.profile is not None
         return [product.name for product in self.profile.in_order()[1].products]
 
-    def load_storage(self, rows: Rows) -> tuple[list[int], list[int]]:
+    def load_storage(self, *classes: Rows) -> tuple[list[int], list[int]]:
         """Returns the bytes that each layer call is predicted to swap and to keep."""
         profile = self.profile
         assert profile is not None
-        plan = storage_plan(rows, len(profile.calls))
+        plan = storage_plan(classes, len(profile.calls))
         swapped, kept = (predicted_bytes(profile, plan, place) for place in ("swap", "keep"))
         swap = SwapPlan(
             mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(profile.calls),
@@ -98,9 +108,11 @@ class ByKind(EngineUnderTest):
 
 
 def predicted_bytes(profile: StepProfile, plan: StoragePlan, place: Place) -> list[int]:
-    slices = stored_slices(plan, 0, profile.tokens)
     calls = ([*call.saved, *(product.saved for product in call.products)] for call in profile.in_order())
-    return [stored_bytes(saved, profile.tokens, slices, place) for saved in calls]
+    return [
+        stored_bytes(saved, profile.tokens, stored_slices(plan, n, profile.tokens), place)
+        for n, saved in enumerate(calls)
+    ]
 
 
 @dataclass
@@ -130,7 +142,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
     under_test, engine = case.under_test, case.under_test.engine
-    swapped, kept = under_test.load_storage(everything(under_test.products))
+    swapped, kept = under_test.load_storage(everything(under_test.products), BASE)
     model = under_test.model
     model.zero_grad()
     torch.manual_seed(5)
@@ -143,6 +155,7 @@ def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
     loss.backward()
     assert engine.memory is not None
     assert engine.memory.stats.peak_host_bytes == engine.host_bytes == sum(swapped[:-2])
+    assert len(set(swapped)) == 2
     under_test.assert_as_planned()
     under_test.assert_empty()
     assert_as_good(case, Step(loss.detach(), gradients_of(model)))
@@ -174,6 +187,19 @@ def test_a_shorter_batch_runs_in_the_same_slots() -> None:
         assert under_test.step(shorter).distance(plain) <= 1e-6
 
 
+def test_a_dropped_graph_gives_its_memory_back(llama: ByKind) -> None:
+    llama.load_storage(everything(llama.products))
+    batch = make_batch(2, TOKENS)
+    loss = llama.model(**batch).loss
+    assert llama.engine.slots_in_use > 0
+    del loss
+    llama.assert_empty()
+    loss = llama.model(**batch).loss
+    torch.autograd.grad(loss, list(llama.engine.layers[-1].parameters()))  # recomputes in no other layer
+    del loss
+    llama.assert_empty()
+
+
 # ---- what is computed again
 
 
@@ -195,9 +221,6 @@ def llama() -> Iterator[ByKind]:
     with ByKind(build("llama"), test_mode=None) as under_test:
         under_test.profile_step(make_batch(2, TOKENS))
         yield under_test
-
-
-BASE: Rows = {"input": [("swap", 0, TOKENS)], "attention": [("swap", 0, TOKENS)]}
 
 
 def flops_of(under_test: ByKind, rows: Rows) -> float:

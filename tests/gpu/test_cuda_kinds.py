@@ -1,0 +1,91 @@
+"""What is stored kind by kind on a GPU: gradients, bytes, and products that are not computed again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_cuda_engine import FARTHER, TOKENS, distance, gradients, make_batch, make_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.find import find_layers
+from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
+from lightning_memo.plan import SwapPlan
+from lightning_memo.storage_costs import Place
+from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+
+Row = tuple[str, Place, int, int]
+NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+BASE: list[Row] = [("input", "swap", 0, TOKENS), ("attention", "swap", 0, TOKENS)]
+MIXED: list[Row] = [
+    ("input", "keep", 0, 128),
+    ("input", "swap", 128, TOKENS),
+    ("attention", "swap", 64, TOKENS),
+    ("all", "swap", 384, 448),
+    ("all", "keep", 448, TOKENS),
+    ("self_attn.q_proj", "swap", 64, 384),
+    ("self_attn.v_proj", "keep", 0, 384),
+    ("mlp.up_proj", "swap", 128, 384),
+]
+
+
+def load(engine: Engine, rows: list[Row], profile: StepProfile) -> None:
+    ranges = tuple(StoredRange(kind=kind, place=place, start=start, stop=stop) for kind, place, start, stop in rows)
+    plan = StoragePlan(
+        tokens=TOKENS, call_classes=(0,) * len(engine.layers), calls=(CallPlan(ranges=ranges),), needs=NOTHING,
+        bound_seconds=0.0, alpha_seconds=None, prices=(),
+    )  # fmt: skip
+    slices = stored_slices(plan, 0, TOKENS)
+    saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
+    swapped, kept = ([stored_bytes(of, TOKENS, slices, place) for of in saved] for place in ("swap", "keep"))
+    swap = SwapPlan(
+        mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(engine.layers), slot_bytes=max(swapped),
+        storage=plan, stored_host_bytes=sum(swapped[:-2]), kept_bytes=sum(kept),
+    )  # fmt: skip
+    engine.load(swap, profile.batch * TOKENS)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_gradients_where_everything_is_somewhere(window: int | None, device: torch.device) -> None:
+    model, batch = make_model(device, window=window), make_batch(device)
+    in_double = copy.deepcopy(model).to("cpu", torch.float64)
+    truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
+    plain = distance(gradients(model, batch), truth)
+    test_mode = TestMode(seed=1, longest_delay_seconds=0.002)
+    engine = Engine(model, list(find_layers(model)[1]), device, test_mode=test_mode, by_kind=True)
+    engine.attach()
+    try:
+        gradients(model, batch)
+        profile = engine.profile
+        assert profile is not None and all(product.seconds > 0 for product in profile.in_order()[1].products)
+        load(engine, MIXED, profile)
+        for _ in range(3):
+            assert distance(gradients(model, batch), truth) <= FARTHER * plain
+        assert engine.memory is not None and engine.slots_in_use == 0
+        stats = engine.memory.stats
+        assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
+        assert stats.peak_host_bytes == engine.host_bytes > 0
+    finally:
+        engine.detach()
+
+
+def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
+    model, batch = make_model(device), make_batch(device)
+    engine = Engine(model, list(find_layers(model)[1]), device, by_kind=True)
+    engine.attach()
+    try:
+        gradients(model, batch)
+        profile, flops = engine.profile, []
+        assert profile is not None
+        for rows in (BASE, [*BASE, ("mlp.up_proj", "swap", 0, TOKENS)]):
+            load(engine, rows, profile)
+            loss = model(**batch).loss
+            with FlopCounterMode(display=False) as counter:
+                loss.backward()
+            flops.append(counter.get_total_flops())
+    finally:
+        engine.detach()
+    assert flops[0] - flops[1] == len(engine.layers) * 2 * 2 * TOKENS * 256 * 512
