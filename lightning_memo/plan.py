@@ -81,7 +81,10 @@ class LayerCosts:
     """On the device whatever the plan: parameters, gradients, optimizer state."""
 
     transient_device_bytes: int
-    """Highest peak seen above fixed bytes and skeletal activations."""
+    """Highest peak above fixed bytes and skeletal activations in the forward, the loss and the optimizer."""
+
+    backward_device_bytes: int = 0
+    """Highest peak in a layer's backward, above the same and above what the layer recomputed."""
 
     def __post_init__(self) -> None:
         _check_range(self, {"batch": 1, "tokens": 1})
@@ -102,6 +105,15 @@ class LayerCosts:
     def skeletal_bytes(self) -> int:
         """Bytes that plain training keeps on the device for the backward of all layers."""
         return sum(self.input_bytes) + sum(self.attention_bytes) + sum(self.other_bytes)
+
+    def working_bytes(self, recomputed: float) -> int:
+        """Highest peak of a step above fixed bytes and what a plan keeps or buffers.
+
+        Args:
+            recomputed: fraction of the tokens whose activations a layer recomputes at once.
+        """
+        largest = max(self.other_bytes)
+        return max(self.transient_device_bytes, self.backward_device_bytes + math.ceil(recomputed * largest))
 
     def swapped_bytes(self, call: int, alpha: float) -> int:
         """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.
@@ -317,8 +329,15 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
-        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes
-        return self.costs.fixed_device_bytes + self.costs.transient_device_bytes + kept
+        return self.costs.fixed_device_bytes + self.working_set_bytes
+
+    @property
+    def working_set_bytes(self) -> int:
+        """Device bytes beside the model state: the highest transient peak, and the activations kept."""
+        if self.swap.mode == "plain":
+            return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
+        slice_share = min((self.swap.slice_tokens or self.costs.tokens) / self.costs.tokens, 1.0 - self.swap.alpha)
+        return self.costs.working_bytes(slice_share) + self.swap.buffer_bytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.

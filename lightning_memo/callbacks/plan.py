@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_memo.callbacks.step_meter import StepMeter, meter_step
 from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
@@ -24,12 +25,13 @@ from lightning_memo.plan import HostBacked, Plan, StreamedBytes
 from lightning_memo.planner import plan_swap
 from lightning_memo.profiler.costs import (
     budget,
+    estimated_working_set,
     fingerprint,
     layer_costs,
     run_fingerprint,
     state_bytes,
-    transient_bytes,
 )
+from lightning_memo.profiler.meter import WorkingSet
 from lightning_memo.report import plan_table
 
 PLAN_FILE = "memo_plan.json"
@@ -54,6 +56,7 @@ class PlanAfterFirstStep(Callback):
         self._config = config
         self._ranks = ranks or Ranks()
         self._started_seconds = 0.0
+        self._meter: StepMeter | None = None
         self._resumed: str | None = None
         self._folder = Path()
 
@@ -84,10 +87,20 @@ class PlanAfterFirstStep(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._engine.device.type == "cuda" and self.plan is None:
+        if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
-            torch.cuda.reset_peak_memory_stats(self._engine.device)
+        if self.plan is None:
+            self._meter = meter_step(self._engine)
         self._started_seconds = time.perf_counter()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._meter is not None:
+            self._meter.end_layers()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop_meter()
 
     @override
     def on_train_batch_end(
@@ -95,6 +108,7 @@ class PlanAfterFirstStep(Callback):
     ) -> None:
         profile = self._engine.profile
         if profile is None or not profile.complete:
+            self._stop_meter()
             return
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
@@ -109,7 +123,7 @@ class PlanAfterFirstStep(Callback):
         schedules = [schedule for _, schedule in findings]
         engine.kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
         fixed = state_bytes(pl_module, trainer.optimizers)
-        costs = layer_costs(profile, step_seconds, fixed, transient_bytes(profile, fixed, device), device)
+        costs = layer_costs(profile, step_seconds, fixed, self._working_set(profile), device)
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 
@@ -136,6 +150,15 @@ class PlanAfterFirstStep(Callback):
         engine.load(plan.swap, profile.batch * profile.tokens)
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
+
+    def _stop_meter(self) -> WorkingSet | None:
+        """What was metered, if anything was."""
+        meter, self._meter = self._meter, None
+        return None if meter is None else meter.stop()
+
+    def _working_set(self, profile: StepProfile) -> WorkingSet:
+        metered = self._stop_meter()
+        return metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
 
     @property
     def _slice_tokens(self) -> int | None:

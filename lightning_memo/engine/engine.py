@@ -183,7 +183,7 @@ class Engine:
             gradient_bytes=swap.gradient_host_bytes,
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
-        self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
+        self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
 
     @property
     def host_bytes(self) -> int:

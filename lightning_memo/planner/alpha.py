@@ -152,7 +152,7 @@ def plan_swap(
             return streamed_bytes(fraction).host
         return swapped_calls * slot_bytes(fraction) if swapped_calls else 0
 
-    plain_bytes = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
+    plain_bytes = costs.fixed_device_bytes + costs.working_bytes(0.0) + costs.skeletal_bytes
     mode: Literal["memo", "plain"] = "memo"
     if alpha != "auto":
         chosen, reason = _given_alpha(steady, budget, float(alpha), host_bytes, allowed)
