@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -44,6 +44,7 @@ from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.plan import HostBacked, Plan
+from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing
 
 
 class MemoStrategy(ModelParallelStrategy):
@@ -207,7 +208,7 @@ class MemoStrategy(ModelParallelStrategy):
             # One process reads all the data in the user's own order, as it would without this strategy.
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
-        _refuse_averaging(self.lightning_module.trainer.callbacks)
+        refuse_averaging(self.lightning_module.trainer.callbacks)
         if self.config.schedule == "slice":
             raise ValueError(
                 'schedule="slice" runs in one process without ZeRO: use schedule="layer", which takes slice_tokens and '
@@ -296,7 +297,7 @@ class MemoStrategy(ModelParallelStrategy):
 
     def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
         _, layers = find_layers(model, self.config.layers)
-        _refuse_gradient_checkpointing(model)
+        refuse_gradient_checkpointing(model)
         processes = self._processes
         self.engine = engine = Engine(
             model,
@@ -430,23 +431,6 @@ class MemoStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             remove_checkpoint(Path(filepath))
-
-
-def _refuse_averaging(callbacks: Iterable[Callback]) -> None:
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} averages whole weights, and several processes have parts of them: leave "
-                "the callback out, or train in one process"
-            )
-
-
-def _refuse_gradient_checkpointing(model: nn.Module) -> None:
-    if any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules()):
-        raise ValueError(
-            "gradient checkpointing is on in the model, and MemoStrategy recomputes by itself: call "
-            "model.gradient_checkpointing_disable(), or use MemoStrategy(alpha=0) for full recomputation"
-        )
 
 
 StrategyRegistry.register(MemoStrategy.strategy_name, MemoStrategy, description="Token-wise swapping and recomputation")
