@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -175,6 +175,53 @@ class MemoStrategy(ModelParallelStrategy):
     def plan(self) -> Plan | None:
         """The plan in force; `None` until the first batch is over."""
         return None if self._planning is None else self._planning.plan
+
+    def max_sequence_length(
+        self,
+        module: pl.LightningModule,
+        batch_of: Callable[[int], Any] | None = None,
+        *,
+        low: int = 1024,
+        high: int = 2**20,
+        multiple_of: int = 1024,
+        steps_per_trial: int = 3,
+        results: str | Path | None = None,
+        resume: bool = False,
+        **trainer: Any,
+    ) -> int:
+        """Find the longest sequence that trains on this machine with these settings: by plan, and then by trying.
+
+        Each length is tried by training steps in another process, on a copy of the module: running out of memory ends
+        nothing, and weights, optimizers and random numbers stay as they are. Scripts that call it need the guard
+        `if __name__ == "__main__":`. Memory is not planned meanwhile (`plan_memory`).
+
+        Args:
+            module: What is going to be trained; it, and `batch_of`, can be pickled.
+            batch_of: Makes the batch for `training_step` of a number of tokens; `None`: random tokens, as `input_ids`
+                and `labels`, `[1, tokens]`, for a module that holds a Hugging Face model.
+            low: The least length of interest.
+            high: The longest.
+            multiple_of: Lengths are multiples of it.
+            steps_per_trial: Optimizer steps at each length.
+            results: A JSON file of all attempts, written after each.
+            resume: Whether to go on with the attempts that `results` holds.
+            trainer: Arguments of `Trainer`, like `accelerator` and `precision`.
+
+        Returns:
+            Tokens of a sequence. Those of all that were tried are printed as a table.
+
+        Raises:
+            ValueError: A setting is wrong, or nothing fits.
+            RuntimeError: An attempt failed for another reason than memory.
+        """
+        from lightning_memo.lengths.find import find_longest  # it trains by this strategy
+
+        path = None if results is None else Path(results)
+        span = (low, high, multiple_of)
+        found = find_longest(
+            self.config, module, batch_of, span, trainer, steps_per_trial=steps_per_trial, results=path, resume=resume
+        )
+        return found.tokens
 
     # ---- processes
 
