@@ -205,7 +205,8 @@ class MemoStrategy(ModelParallelStrategy):
             steps_per_trial: Optimizer steps at each length.
             results: A JSON file of all attempts, written after each.
             resume: Whether to go on with the attempts that `results` holds.
-            trainer: Arguments of `Trainer`, like `accelerator` and `precision`.
+            trainer: Arguments of `Trainer`, like `accelerator` and `precision`; what is said there of steps, callbacks
+                and loggers is not used.
 
         Returns:
             Tokens of a sequence. Those of all that were tried are printed as a table.

@@ -48,6 +48,14 @@ def test_a_prediction_that_holds_is_confirmed_and_no_more():
     assert [a.tokens for a in search.attempts] == [1024, 2048, longest, longest + 1024]
 
 
+def test_attempts_of_another_range_are_taken_where_they_help():
+    earlier = [Attempt(tokens=1024, fits=False), Attempt(tokens=512, fits=True), Attempt(tokens=700, fits=True)]
+    assert LengthSearch(256, 600, 128, earlier).next_tokens() is None
+    assert LengthSearch(512, 4096, 512, earlier).next_tokens() is None
+    assert LengthSearch(256, 4096, 256, earlier[:1]).next_tokens() == 256
+    assert LengthSearch(1024, 4096, 256, earlier[:1]).next_tokens() is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

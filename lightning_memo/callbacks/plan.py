@@ -87,9 +87,9 @@ class PlanAfterFirstStep(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
         if self.plan is None:
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.device)
             self._meter = meter_step(self._engine)
         self._started_seconds = time.perf_counter()
 

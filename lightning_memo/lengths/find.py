@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -83,7 +84,7 @@ def _answer(search: LengthSearch) -> Attempt:
     longest = search.longest
     if longest is None:
         raise ValueError(
-            f"not even low={search.low} tokens train ({search.attempts[0].reason}): give a smaller low, slice_tokens, "
+            f"not even low={search.low} tokens train ({search.attempts[-1].reason}): give a smaller low, slice_tokens, "
             "or more memory"
         )
     return longest
@@ -114,6 +115,6 @@ def _describe(
 
 
 def _memory_bytes(trainer: Mapping[str, Any]) -> int | None:
-    """What an attempt may take of the host; `None` on a GPU, where addresses of the device count as the host's."""
+    """What an attempt on a CPU may take of the host, where Linux can be told; on a GPU its own memory ends first."""
     on_gpu = torch.cuda.is_available() and trainer.get("accelerator", "auto") != "cpu"
-    return None if on_gpu else int(_USABLE_SHARE * available_host_bytes())
+    return None if on_gpu or sys.platform != "linux" else int(_USABLE_SHARE * available_host_bytes())

@@ -41,7 +41,7 @@ class LengthSearch:
         low: The least length of interest.
         high: The longest.
         multiple_of: What lengths are multiples of.
-        attempts: Made before, of the same search.
+        attempts: Made before, with the same settings; those at lengths that are of no interest now are left out.
 
     Raises:
         ValueError: There is no such length, or a number is not positive.
@@ -59,7 +59,8 @@ class LengthSearch:
                 f"no multiple of {multiple_of} lies between low={low} and high={high}: give a smaller multiple_of"
             )
         self.multiple_of = multiple_of
-        self.attempts: list[Attempt] = list(attempts)
+        lengths = range(self.low, self.high + 1, multiple_of)
+        self.attempts = [attempt for attempt in attempts if attempt.tokens in lengths]
 
     @property
     def longest(self) -> Attempt | None:
@@ -72,11 +73,9 @@ class LengthSearch:
 
     def next_tokens(self) -> int | None:
         """The length to try next; `None` when the search is over."""
-        if not self.attempts:
-            return self.low
         longest = self.longest
         if longest is None:
-            return None
+            return None if any(attempt.tokens == self.low for attempt in self.attempts) else self.low
         least = longest.tokens + self.multiple_of
         failed = min((a.tokens for a in self.attempts if not a.fits), default=self.high + self.multiple_of)
         most = failed - self.multiple_of
