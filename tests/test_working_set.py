@@ -15,7 +15,7 @@ from trainer_harness import LanguageModel, batches, fit, listening, shorten_meas
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.profiler.meter import AllocationRecorder, PeakMeter, Request, WorkingSet, working_set
+from lightning_memo.profiler.meter import AllocationRecorder, PeakMeter, Request, StepTimes, WorkingSet, working_set
 
 TOKENS = 512
 SLICES = {"slice_tokens": 64}
@@ -81,15 +81,22 @@ def test_what_stays_is_no_part_of_the_working_set():
         Request(10, kept, 1000),
         Request(11, forward, 50),
         Request(20, backward, 30),
-        Request(21, gradient, 2000),
+        Request(21, gradient, 20),
         Request(22, forward, -50),
         Request(30, backward, -30),
         Request(31, forward, 60),  # the address again
         Request(32, forward, -60),
         Request(33, 9, -500),  # from before
     ]
-    assert working_set(requests, begin_ns=20, end_ns=30) == WorkingSet(layers=80, outside=60)
-    assert working_set(requests, begin_ns=0, end_ns=0) == WorkingSet(layers=0, outside=80)
+    times = StepTimes(backward=20, layers=20, end=30)
+    # A gradient that is not there yet leaves room, unless it was there before.
+    assert working_set(requests[:3] + requests[4:], times) == WorkingSet(layers=80, outside=60)
+    assert working_set(requests, times) == WorkingSet(layers=80, outside=60)
+    early = [requests[0], requests[1], requests[2], requests[4], requests[3], *requests[5:]]
+    early[3], early[4] = Request(21, forward, -50), Request(22, gradient, 20)
+    assert working_set(early, times) == WorkingSet(layers=60, outside=60)
+    assert working_set(early, times, accumulating=True) == WorkingSet(layers=80, outside=60)
+    assert working_set(requests, StepTimes()) == WorkingSet(layers=0, outside=80)
 
 
 def test_a_profiler_of_the_user_leaves_an_estimate(monkeypatch):

@@ -94,13 +94,18 @@ class PlanAfterFirstStep(Callback):
         self._started_seconds = time.perf_counter()
 
     @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self._meter is not None:
+            self._meter.begin_backward()
+
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._meter is not None:
-            self._meter.end_layers()
+            self._meter.end_backward()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._stop_meter()
+        self._stop_meter(trainer)
 
     @override
     def on_train_batch_end(
@@ -108,7 +113,7 @@ class PlanAfterFirstStep(Callback):
     ) -> None:
         profile = self._engine.profile
         if profile is None or not profile.complete:
-            self._stop_meter()
+            self._stop_meter(trainer)
             return
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
@@ -123,7 +128,7 @@ class PlanAfterFirstStep(Callback):
         schedules = [schedule for _, schedule in findings]
         engine.kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
         fixed = state_bytes(pl_module, trainer.optimizers)
-        costs = layer_costs(profile, step_seconds, fixed, self._working_set(profile), device)
+        costs = layer_costs(profile, step_seconds, fixed, self._working_set(profile, trainer), device)
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 
@@ -151,13 +156,13 @@ class PlanAfterFirstStep(Callback):
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
 
-    def _stop_meter(self) -> WorkingSet | None:
+    def _stop_meter(self, trainer: pl.Trainer) -> WorkingSet | None:
         """What was metered, if anything was."""
         meter, self._meter = self._meter, None
-        return None if meter is None else meter.stop()
+        return None if meter is None else meter.stop(accumulating=trainer.accumulate_grad_batches > 1)
 
-    def _working_set(self, profile: StepProfile) -> WorkingSet:
-        metered = self._stop_meter()
+    def _working_set(self, profile: StepProfile, trainer: pl.Trainer) -> WorkingSet:
+        metered = self._stop_meter(trainer)
         return metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
 
     @property

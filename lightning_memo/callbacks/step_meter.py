@@ -23,14 +23,18 @@ class StepMeter:
         self._engine, self._listener = engine, engine.on_mark
         engine.on_mark = self._mark
 
-    def end_layers(self) -> None:
-        """The backward is over."""
-        self._meter.end_layers()
+    def begin_backward(self) -> None:
+        """The forward is over."""
+        self._meter.begin_backward()
 
-    def stop(self) -> WorkingSet:
-        """What the step took."""
+    def end_backward(self) -> None:
+        """The backward is over."""
+        self._meter.end_backward()
+
+    def stop(self, accumulating: bool) -> WorkingSet:
+        """What the step took; `accumulating`: later ones begin with gradients."""
         self._engine.on_mark = self._listener
-        return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes)
+        return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
 
     def _mark(self, key: int, name: str) -> None:
         if name == "backward_begin":

@@ -76,7 +76,9 @@ def _run(search: LengthSearch, attempt: Callable[[int], Attempt], save: Callable
             made = attempt(tokens)
         search.add(made)
         save()
-        console.print(f"{tokens:,} tokens: {'fits' if made.fits else made.reason}", highlight=False, markup=False)
+        console.print(
+            f"{tokens:,} tokens: {'fits' if made.fits else made.reason}", highlight=False, markup=False, soft_wrap=True
+        )
     console.print(attempts_table(search.attempts))
 
 

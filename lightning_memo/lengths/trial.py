@@ -136,6 +136,16 @@ class LastStep(Callback):
             self._started = time.perf_counter()
 
     @override
+    def on_before_backward(self, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.begin_backward()
+
+    @override
+    def on_after_backward(self, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.end_backward()
+
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step < self._steps:
             return
@@ -145,14 +155,14 @@ class LastStep(Callback):
         if self._meter is None:
             self.peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
             return
-        used, self._meter = self._meter.stop(kept_bytes=0), None
+        used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
         buffers = trainer.strategy.plan.swap.buffer_bytes
         self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._meter is not None:
-            self._meter.stop(kept_bytes=0)
+            self._meter.stop(kept_bytes=0, accumulating=False)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -96,7 +96,7 @@ class PeakMeter:
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Highest peaks, in bytes, of what a step allocates and gives back: no weights, gradients or optimizer state."""
+    """Highest peaks of a step in bytes, above its weights, all their gradients, and the optimizer's state."""
 
     layers: int
     """In the backward of the layers."""
@@ -108,8 +108,7 @@ class WorkingSet:
 class WorkingSetMeter:
     """Measures the working set of a training step, from construction to `stop`.
 
-    On the CPU, what is still alive at the end does not count. On CUDA, where only levels are known, gradients count as
-    there throughout the backward, and what the step was given to keep is told at the end.
+    What is still alive at the end does not count. In the backward, gradients that are not there yet leave room.
 
     Args:
         device: A CPU or a GPU of CUDA.
@@ -122,62 +121,93 @@ class WorkingSetMeter:
     def __init__(self, device: torch.device) -> None:
         _check_device(device)
         self._device = device
-        self._layers: list[int] = []  # when their backward begins and ends: times, or on CUDA peaks
-        self._entry_bytes = self._before = self._during = 0
+        self._times = StepTimes()
+        self._levels: dict[str, int] = {}  # on CUDA: peaks by phase, and the level at the end of the backward
         self._recorder = AllocationRecorder() if device.type == "cpu" else None
         if self._recorder is None:
             self._entry_bytes = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
+    def begin_backward(self) -> None:
+        """The backward begins; the first call counts."""
+        if not self._times.backward:
+            self._times.backward = time.time_ns()
+            self._take_peak("forward")
+
     def begin_layers(self) -> None:
-        """The backward of the layers begins; only the first call counts."""
-        if self._layers:
-            return
-        self._layers.append(time.time_ns())
-        if self._recorder is None:
-            self._before = self._take_peak() - self._entry_bytes
+        """The backward of the layers begins; the first call counts."""
+        if not self._times.layers:
+            self._times.layers = time.time_ns()
+            self._take_peak("loss")
 
-    def end_layers(self) -> None:
+    def end_backward(self) -> None:
         """The backward is over; the last call counts."""
-        self._layers.append(time.time_ns())
-        if self._recorder is None:
-            self._during = max(self._during, self._take_peak() - torch.cuda.memory_allocated(self._device))
+        self._times.end = time.time_ns()
+        self._take_peak("layers")
 
-    def stop(self, kept_bytes: int) -> WorkingSet:
+    def stop(self, kept_bytes: int, accumulating: bool) -> WorkingSet:
         """What was measured.
 
         Args:
             kept_bytes: Device memory that was allocated in the forward, and stays.
+            accumulating: Whether gradients of an earlier backward are there in others.
         """
+        if self._recorder is not None:
+            return working_set(self._recorder.stop(), self._times, accumulating)
+        self._take_peak("optimizer")
+        levels, at_first = self._levels, self._entry_bytes + kept_bytes
+        at_end = at_first if accumulating else levels.get("end of layers", at_first)
+        outside = (
+            levels.get("forward", 0) - at_first,
+            levels.get("loss", 0) - at_end,
+            levels["optimizer"] - levels["end of optimizer"],
+        )
+        return WorkingSet(max(levels.get("layers", 0) - at_end, 0), max(*outside, 0))
+
+    def _take_peak(self, phase: str) -> None:
         if self._recorder is None:
-            after = self._take_peak() - torch.cuda.memory_allocated(self._device)
-            return WorkingSet(self._during, max(self._before - kept_bytes, after))
-        requests = self._recorder.stop()
-        begin_ns, end_ns = (self._layers[0], self._layers[-1]) if self._layers else (0, 0)
-        return working_set(requests, begin_ns, end_ns)
-
-    def _take_peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return int(peak)
+            self._levels[phase] = max(torch.cuda.max_memory_allocated(self._device), self._levels.get(phase, 0))
+            self._levels[f"end of {phase}"] = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def working_set(requests: Iterable[Request], begin_ns: int, end_ns: int) -> WorkingSet:
-    """The working set of a step whose layers have their backward from `begin_ns` to `end_ns`."""
+@dataclass(slots=True)
+class StepTimes:
+    """When phases of a step begin, in nanoseconds of the system's clock; 0 if they did not."""
+
+    backward: int = 0
+    layers: int = 0
+    end: int = 0
+    """Of the backward."""
+
+
+def working_set(requests: Iterable[Request], times: StepTimes, accumulating: bool = False) -> WorkingSet:
+    """The working set of a step that made these requests; see `WorkingSetMeter`."""
     requests = list(requests)
     freed = _freed(requests)
+    layers_begin = times.layers or times.end
+    backward = range(times.backward or layers_begin, times.end)
+    # Gradients; where they are accumulated, they are there from the start.
+    born = {
+        number: request.size_bytes
+        for number, request in enumerate(requests)
+        if request.size_bytes > 0 and request.time_ns in backward and number not in freed and not accumulating
+    }
+    missing = sum(born.values())
     alive: dict[int, int] = {}
     level = layers = outside = 0
     for number, (time_ns, address, size_bytes) in enumerate(requests):
+        missing -= born.get(number, 0)
         if size_bytes <= 0:
             level -= alive.pop(address, 0)
         elif number in freed:
             alive[address] = size_bytes
             level += size_bytes
-            if begin_ns <= time_ns < end_ns:
-                layers = max(layers, level)
-            else:
-                outside = max(outside, level)
+        peak = level - missing if time_ns in backward else level
+        if layers_begin <= time_ns < times.end:
+            layers = max(layers, peak)
+        else:
+            outside = max(outside, peak)
     return WorkingSet(layers, outside)
 
 
