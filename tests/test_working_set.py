@@ -108,6 +108,25 @@ def test_a_profiler_of_the_user_leaves_an_estimate(monkeypatch):
     assert any("another profiler runs" in line for line in heard)
 
 
+def test_only_the_first_step_is_metered():
+    """Where no layer is trained there is nothing to plan; others can meter."""
+
+    def frozen() -> nn.Module:
+        model = build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lm_head" in name)
+        return model
+
+    class Metering(Callback):
+        @override
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                assert AllocationRecorder().stop() == []
+
+    result = fit(MemoStrategy(plan_memory=False), LanguageModel(frozen), max_steps=2, callbacks=[Metering()])
+    assert result.plan is None
+
+
 def test_an_interrupted_step_leaves_no_recorder_running():
     class Broken(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -57,6 +57,7 @@ class PlanAfterFirstStep(Callback):
         self._ranks = ranks or Ranks()
         self._started_seconds = 0.0
         self._meter: StepMeter | None = None
+        self._is_first = True
         self._resumed: str | None = None
         self._folder = Path()
 
@@ -87,10 +88,11 @@ class PlanAfterFirstStep(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.plan is None:
+        if self.plan is None and self._is_first:  # later ones may be measured by others
             if self._engine.device.type == "cuda":
                 torch.cuda.synchronize(self._engine.device)
             self._meter = meter_step(self._engine)
+        self._is_first = False
         self._started_seconds = time.perf_counter()
 
     @override

@@ -156,7 +156,8 @@ class LastStep(Callback):
             self.peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
             return
         used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
-        buffers = trainer.strategy.plan.swap.buffer_bytes
+        plan = trainer.strategy.plan  # none where no layer is trained
+        buffers = 0 if plan is None else plan.swap.buffer_bytes
         self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
 
     @override
