@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import LightningModule
 from torch import nn
 from trainer_harness import LanguageModel, shorten_measurements
 
 from lightning_memo import MemoStrategy
+from lightning_memo.assemble import build_strategy, module_settings
+from lightning_memo.cli import config_dir
+from lightning_memo.lengths import find
 from lightning_memo.lengths.process import TrialProcess
-from lightning_memo.lengths.search import LengthSearch
+from lightning_memo.lengths.search import Attempt, LengthSearch
 from lightning_memo.lengths.trial import RandomTokens, Trial
 from lightning_memo.longest import main
 
 TRAINER = {"accelerator": "cpu", "devices": 1}
 BUDGET = {"device_memory": 1_200_000, "alpha": 0.0}
 WORDS = 64
+PAGE = (Path(__file__).parents[1] / "docs" / "long_sequences.md").read_text()
+COMMANDS = re.findall(r"^python -m lightning_memo\.longest ?(.*)$", PAGE, re.MULTILINE)
 
 
 def build() -> nn.Module:
@@ -99,6 +108,36 @@ def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeyp
         MemoStrategy().max_sequence_length(module, **arguments, resume=True)
 
 
+class FakeProcess:
+    """Tries lengths by a rule, and is interrupted at one of them."""
+
+    def __init__(self, interrupted_at: int | None = None) -> None:
+        self.tried: list[int] = []
+        self._interrupted_at = interrupted_at
+
+    def __call__(self, tokens: int) -> Attempt:
+        if tokens == self._interrupted_at:
+            raise KeyboardInterrupt
+        self.tried.append(tokens)
+        return Attempt(tokens=tokens, fits=tokens <= 300)
+
+
+def test_an_interrupted_search_goes_on(monkeypatch, tmp_path):
+    def search(process: FakeProcess) -> int:
+        monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(process))
+        return MemoStrategy().max_sequence_length(
+            NoTokens(), build, low=100, high=1000, multiple_of=100, results=tmp_path / "a.json", resume=True, **TRAINER
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        search(interrupted := FakeProcess(interrupted_at=1000))
+    assert interrupted.tried == [100, 200]
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert (content["longest"], content["finished"]) == (200, False)
+    assert search(second := FakeProcess()) == 300
+    assert not {100, 200} & set(second.tried)
+
+
 class NoTokens(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -144,3 +183,13 @@ def test_the_command(monkeypatch, tmp_path, capfd):
     assert command(monkeypatch, tmp_path, *lengths, "strategy.device_memory=1MiB") == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("error: not even low=32 tokens train (a step takes")
+
+
+def test_commands_of_the_docs_are_understood():
+    assert len(COMMANDS) >= 2
+    for arguments in COMMANDS:
+        with initialize_config_dir(config_dir(), version_base="1.3"):
+            cfg = compose("longest", arguments.split())
+        assert isinstance(build_strategy(cfg.strategy), MemoStrategy)
+        assert module_settings(cfg)["model"]["config"]
+        assert LengthSearch(cfg.low, cfg.high, cfg.multiple_of).next_tokens() == cfg.low
