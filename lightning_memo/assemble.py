@@ -35,10 +35,10 @@ def build_trainer(cfg: DictConfig, *callbacks: Callback) -> Trainer:
     Raises:
         ValueError: The precision is not allowed, or there are more or fewer processes than the trainer's.
     """
-    _check_precision(cfg.trainer.precision)
+    check_precision(cfg.trainer.precision)
     trainer: Trainer = instantiate(
         cfg.trainer,
-        strategy=_build_strategy(cfg.strategy),
+        strategy=build_strategy(cfg.strategy),
         callbacks=[*_build_group(cfg.callbacks), *callbacks],
         logger=_build_group(cfg.logger),
     )
@@ -114,7 +114,8 @@ def plain_container(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items() if key != "_target_"}
 
 
-def _build_strategy(cfg: DictConfig) -> Strategy | str:
+def build_strategy(cfg: DictConfig) -> Strategy | str:
+    """Returns the configured strategy, or the name of one of Lightning's own."""
     if "_target_" in cfg:
         return instantiate(cfg)
     ignored = sorted(set(cfg) - {"name"})
@@ -127,7 +128,12 @@ def _build_group(cfg: DictConfig) -> list[Any]:
     return [instantiate(item) for item in cfg.values() if item is not None]
 
 
-def _check_precision(precision: Any) -> None:
+def check_precision(precision: Any) -> None:
+    """Refuses a precision that the strategy does not know.
+
+    Raises:
+        ValueError: It is one.
+    """
     if precision not in PRECISIONS:
         raise ValueError(f"trainer.precision={precision}: give one of {', '.join(PRECISIONS)}")
 

@@ -49,7 +49,10 @@ class LayerCosts:
     """On the device whatever the plan: parameters, gradients, optimizer state."""
 
     transient_device_bytes: int
-    """Highest peak seen above fixed bytes and skeletal activations."""
+    """Highest peak above fixed bytes and skeletal activations in the forward, the loss and the optimizer."""
+
+    backward_device_bytes: int = 0
+    """Highest peak in a layer's backward, above the same and above what the layer recomputed."""
 
     spill_write_bytes_per_second: float = 0.0
     """Device to disk, measured with both directions busy; 0: there is no disk."""
@@ -76,6 +79,15 @@ class LayerCosts:
     def skeletal_bytes(self) -> int:
         """Bytes that plain training keeps on the device for the backward of all layers."""
         return sum(self.input_bytes) + sum(self.attention_bytes) + sum(self.other_bytes)
+
+    def working_bytes(self, recomputed: float) -> int:
+        """Highest peak of a step above fixed bytes and what a plan keeps or buffers.
+
+        Args:
+            recomputed: fraction of the tokens whose activations a layer recomputes at once.
+        """
+        largest = max(self.other_bytes)
+        return max(self.transient_device_bytes, self.backward_device_bytes + math.ceil(recomputed * largest))
 
     def swapped_bytes(self, call: int, alpha: float) -> int:
         """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.

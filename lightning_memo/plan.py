@@ -297,8 +297,15 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
-        kept = self.costs.skeletal_bytes if self.swap.mode == "plain" else self.swap.buffer_bytes + self.swap.kept_bytes
-        return self.costs.fixed_device_bytes + self.costs.transient_device_bytes + kept
+        return self.costs.fixed_device_bytes + self.working_set_bytes
+
+    @property
+    def working_set_bytes(self) -> int:
+        """Device bytes beside the model state: the highest transient peak, and the activations kept."""
+        if self.swap.mode == "plain":
+            return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
+        slice_share = min((self.swap.slice_tokens or self.costs.tokens) / self.costs.tokens, 1.0 - self.swap.alpha)
+        return self.costs.working_bytes(slice_share) + self.swap.buffer_bytes + self.swap.kept_bytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,6 +45,7 @@ from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.plan import HostBacked, Plan
+from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing
 
 
 class MemoStrategy(ModelParallelStrategy):
@@ -191,6 +192,54 @@ class MemoStrategy(ModelParallelStrategy):
         """The plan in force; `None` until the first batch is over."""
         return None if self._planning is None else self._planning.plan
 
+    def max_sequence_length(
+        self,
+        module: pl.LightningModule,
+        batch_of: Callable[[int], Any] | None = None,
+        *,
+        low: int = 1024,
+        high: int = 2**20,
+        multiple_of: int = 1024,
+        steps_per_trial: int = 3,
+        results: str | Path | None = None,
+        resume: bool = False,
+        **trainer: Any,
+    ) -> int:
+        """Find the longest sequence that trains on this machine with these settings: by plan, and then by trying.
+
+        Each length is tried by training steps in another process, on a copy of the module: running out of memory ends
+        nothing, and weights, optimizers and random numbers stay as they are. Scripts that call it need the guard
+        `if __name__ == "__main__":`. Memory is not planned meanwhile (`plan_memory`).
+
+        Args:
+            module: What is going to be trained; it, and `batch_of`, can be pickled.
+            batch_of: Makes the batch for `training_step` of a number of tokens; `None`: random tokens, as `input_ids`
+                and `labels`, `[1, tokens]`, for a module that holds a Hugging Face model.
+            low: The least length of interest.
+            high: The longest.
+            multiple_of: Lengths are multiples of it.
+            steps_per_trial: Optimizer steps at each length.
+            results: A JSON file of all attempts, written after each.
+            resume: Whether to go on with the attempts that `results` holds.
+            trainer: Arguments of `Trainer`, like `accelerator` and `precision`; what is said there of steps, callbacks
+                and loggers is not used.
+
+        Returns:
+            Tokens of a sequence. Those of all that were tried are printed as a table.
+
+        Raises:
+            ValueError: A setting is wrong, or nothing fits.
+            RuntimeError: An attempt failed for another reason than memory.
+        """
+        from lightning_memo.lengths.find import find_longest  # it trains by this strategy
+
+        path = None if results is None else Path(results)
+        span = (low, high, multiple_of)
+        found = find_longest(
+            self.config, module, batch_of, span, trainer, steps_per_trial=steps_per_trial, results=path, resume=resume
+        )
+        return found.tokens
+
     # ---- processes
 
     @property
@@ -223,7 +272,7 @@ class MemoStrategy(ModelParallelStrategy):
             # One process reads all the data in the user's own order, as it would without this strategy.
             self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
-        _refuse_averaging(self.lightning_module.trainer.callbacks)
+        refuse_averaging(self.lightning_module.trainer.callbacks)
         self._setup_distributed()
         if self._processes is None:
             self._processes = Processes(self.config, self.root_device)
@@ -310,7 +359,7 @@ class MemoStrategy(ModelParallelStrategy):
 
     def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
         _, layers = find_layers(model, self.config.layers)
-        _refuse_gradient_checkpointing(model)
+        refuse_gradient_checkpointing(model)
         processes = self._processes
         self.engine = engine = Engine(
             model,
@@ -446,23 +495,6 @@ class MemoStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             remove_checkpoint(Path(filepath))
-
-
-def _refuse_averaging(callbacks: Iterable[Callback]) -> None:
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} averages whole weights, and several processes have parts of them: leave "
-                "the callback out, or train in one process"
-            )
-
-
-def _refuse_gradient_checkpointing(model: nn.Module) -> None:
-    if any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules()):
-        raise ValueError(
-            "gradient checkpointing is on in the model, and MemoStrategy recomputes by itself: call "
-            "model.gradient_checkpointing_disable(), or use MemoStrategy(alpha=0) for full recomputation"
-        )
 
 
 StrategyRegistry.register(MemoStrategy.strategy_name, MemoStrategy, description="Token-wise swapping and recomputation")

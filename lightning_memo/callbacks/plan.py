@@ -16,6 +16,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from lightning_memo.callbacks.kinds import plan_by_kind
+from lightning_memo.callbacks.step_meter import StepMeter, meter_step
 from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
@@ -26,12 +27,13 @@ from lightning_memo.plan import HostBacked, Plan, StreamedBytes
 from lightning_memo.planner import plan_swap
 from lightning_memo.profiler.costs import (
     budget,
+    estimated_working_set,
     fingerprint,
     layer_costs,
     run_fingerprint,
     state_bytes,
-    transient_bytes,
 )
+from lightning_memo.profiler.meter import WorkingSet
 from lightning_memo.report import plan_tables
 
 PLAN_FILE = "memo_plan.json"
@@ -57,6 +59,8 @@ class PlanAfterFirstStep(Callback):
         self._config = config
         self._ranks = ranks or Ranks()
         self._started_seconds = 0.0
+        self._meter: StepMeter | None = None
+        self._is_first = True
         self._resumed: str | None = None
         self._folder = Path()
 
@@ -87,10 +91,26 @@ class PlanAfterFirstStep(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._engine.device.type == "cuda" and self.plan is None:
-            torch.cuda.synchronize(self._engine.device)
-            torch.cuda.reset_peak_memory_stats(self._engine.device)
+        if self.plan is None and self._is_first:  # later ones may be measured by others
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.device)
+            self._meter = meter_step(self._engine)
+        self._is_first = False
         self._started_seconds = time.perf_counter()
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self._meter is not None:
+            self._meter.begin_backward()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._meter is not None:
+            self._meter.end_backward()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop_meter(trainer)
 
     @override
     def on_train_batch_end(
@@ -98,6 +118,7 @@ class PlanAfterFirstStep(Callback):
     ) -> None:
         profile = self._engine.profile
         if profile is None or not profile.complete:
+            self._stop_meter(trainer)
             return
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
@@ -112,9 +133,9 @@ class PlanAfterFirstStep(Callback):
         schedules = [schedule for _, schedule in findings]
         engine.kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
         fixed = state_bytes(pl_module, trainer.optimizers)
-        transient = transient_bytes(profile, fixed, device)
+        working_set = self._working_set(profile, trainer)
         costs = self._together(
-            lambda: layer_costs(profile, step_seconds, fixed, transient, device, engine.spill_path), everyone=first
+            lambda: layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone=first
         )
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
@@ -159,6 +180,15 @@ class PlanAfterFirstStep(Callback):
             error = refused
         self._ranks.raise_together(error, everyone)
         return cast(T, result)
+
+    def _stop_meter(self, trainer: pl.Trainer) -> WorkingSet | None:
+        """What was metered, if anything was."""
+        meter, self._meter = self._meter, None
+        return None if meter is None else meter.stop(accumulating=trainer.accumulate_grad_batches > 1)
+
+    def _working_set(self, profile: StepProfile, trainer: pl.Trainer) -> WorkingSet:
+        metered = self._stop_meter(trainer)
+        return metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
 
     @property
     def _slice_tokens(self) -> int | None:

@@ -47,12 +47,16 @@ class BlockReader:
         prefetch: The stream that brings blocks.
         buffers: How many: one is computed with, one arrives; a third where blocks are also written back.
         poison: Whether a buffer is filled with NaN before it is used again.
+        size_bytes: Of all of them; they grow where a block turns out larger.
     """
 
-    def __init__(self, device: torch.device, prefetch: CopyStream, buffers: int, poison: bool) -> None:
+    def __init__(
+        self, device: torch.device, prefetch: CopyStream, buffers: int, poison: bool, size_bytes: int = 0
+    ) -> None:
         self._prefetch = prefetch
         self._poison = poison
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(buffers)]
+        each = size_bytes // buffers
+        self._buffers = [torch.empty(each, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self._leaving: list[CopyEvent | None] = [None] * buffers
         self._next = 0
         self.blocks_read = 0

@@ -190,7 +190,7 @@ class Engine:
             state_bytes=swap.state_host_bytes, spill=self._open_spill(swap),
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
-        self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2)
+        self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
 
     def _open_spill(self, swap: SwapPlan) -> Spill | None:
         if self.spill_path is None or not swap.spilled_calls:

@@ -228,9 +228,9 @@ class SlotMemory:
         room.copies.read = event
         return event
 
-    def reader(self, buffers: int) -> BlockReader:
-        """Device buffers through which blocks of the host pass."""
-        return BlockReader(self.device, self._prefetch, buffers, poison=self.test_mode is not None)
+    def reader(self, buffers: int, size_bytes: int) -> BlockReader:
+        """Device buffers through which blocks of the host pass, of `size_bytes` together."""
+        return BlockReader(self.device, self._prefetch, buffers, self.test_mode is not None, size_bytes)
 
     def close(self) -> None:
         """Stop the copy streams and give the memory and the file back."""

@@ -20,7 +20,7 @@ def plain_plan(
         schedule: order in which the slices of other plans run.
         slice_tokens: most tokens of these.
     """
-    needed_bytes = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
+    needed_bytes = costs.fixed_device_bytes + costs.working_bytes(0.0) + costs.skeletal_bytes
     if needed_bytes > budget.device_bytes:
         return None
     swap = SwapPlan(

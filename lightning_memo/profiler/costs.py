@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.spill_file import free_disk_bytes
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts
 from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+from lightning_memo.profiler.meter import WorkingSet
 from lightning_memo.spill_sizes import SpillSizes
 from lightning_memo.storage_costs import CallCosts, Product, StorageCosts
 
@@ -27,13 +29,15 @@ _BANDWIDTH_SECONDS = 0.2
 # The rest of the host is for the data loader, checkpoints and the system.
 _USABLE_HOST_SHARE = 0.9
 _USABLE_DISK_SHARE = 0.9
+# Kinds of tensors that a slice recomputes, where it is not swapped.
+_RECOMPUTED = ("query", "key", "value", "other")
 
 
 def layer_costs(
     profile: StepProfile,
     step_seconds: float,
     fixed_device_bytes: int,
-    transient_device_bytes: int,
+    working_set: WorkingSet,
     device: torch.device,
     spill_path: Path | None = None,
 ) -> LayerCosts:
@@ -43,7 +47,7 @@ def layer_costs(
         profile: The step.
         step_seconds: How long it took, optimizer included.
         fixed_device_bytes: Parameters, gradients and optimizer state.
-        transient_device_bytes: Highest peak above those and skeletal activations.
+        working_set: What it took beside those, all layers recomputed.
         device: Where it ran; bandwidth is measured there, with both directions busy.
         spill_path: Folder on a disk, whose bandwidth is measured likewise.
     """
@@ -59,7 +63,7 @@ def layer_costs(
         tokens=profile.tokens,
         input_bytes=profile.bytes_of("input"),
         attention_bytes=attention,
-        other_bytes=profile.bytes_of("query", "key", "value", "other"),
+        other_bytes=profile.bytes_of(*_RECOMPUTED),
         forward_seconds=forward,
         backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, recompute, strict=True)),
         recompute_seconds=recompute,
@@ -67,7 +71,8 @@ def layer_costs(
         offload_bytes_per_second=offload,
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,
-        transient_device_bytes=transient_device_bytes,
+        transient_device_bytes=working_set.outside,
+        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
         spill_write_bytes_per_second=write,
         spill_read_bytes_per_second=read,
     )
@@ -89,7 +94,7 @@ def storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
         offload_bytes_per_second=costs.offload_bytes_per_second,
         prefetch_bytes_per_second=costs.prefetch_bytes_per_second,
         fixed_device_bytes=costs.fixed_device_bytes,
-        transient_device_bytes=costs.transient_device_bytes,
+        transient_device_bytes=costs.working_bytes(1.0),
     )
 
 
@@ -174,16 +179,20 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(local_part(t).nbytes for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
 
 
-def transient_bytes(profile: StepProfile, fixed_device_bytes: int, device: torch.device) -> int:
-    """The step's highest peak above model state and what the plan governs.
+def estimated_working_set(profile: StepProfile, earlier: LayerCosts | None) -> WorkingSet:
+    """What a profiled step takes that was not metered: it grows with the tokens of the batch.
 
-    On CUDA from the allocator's statistics, which count the layer that was being recomputed, logits and loss. On the
-    CPU, where PyTorch keeps none, the activations of that layer stand for it: too little where logits are larger.
+    Args:
+        profile: The step.
+        earlier: Costs of a shorter batch; `None`: the largest layer's activations stand for what it takes, which is too
+            little where logits are larger.
     """
-    largest = max(profile.slice_bytes_of("input", "out", "lse", "query", "key", "value", "other"))
-    if device.type != "cuda":
-        return largest
-    return max(torch.cuda.max_memory_allocated(device) - fixed_device_bytes, largest)
+    if earlier is None:
+        kinds = ("input", "out", "lse", *_RECOMPUTED)
+        return WorkingSet(layers=max(profile.slice_bytes_of(*kinds)), outside=0)
+    grown = profile.batch * profile.tokens / (earlier.batch * earlier.tokens)
+    layers = math.ceil(earlier.backward_device_bytes * grown) + max(profile.slice_bytes_of(*_RECOMPUTED))
+    return WorkingSet(layers=layers, outside=math.ceil(earlier.transient_device_bytes * grown))
 
 
 def budget(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile
@@ -12,15 +14,51 @@ from torch.autograd.profiler import profile
 _ALLOCATION: Final = "Allocation"
 
 
+class Request(NamedTuple):
+    """Memory of the CPU that is allocated, or freed (its size is then negative)."""
+
+    time_ns: int
+    address: int
+    size_bytes: int
+
+
+class AllocationRecorder:
+    """Records each allocation on the CPU of the calling thread and of autograd's backward, by PyTorch's profiler.
+
+    The profiler is asked for memory only, not for operations, so that it hardly slows them: a step of many tiny ones
+    takes a tenth longer. What it saw is kept in memory until `stop`.
+
+    Raises:
+        RuntimeError: Another profiler is running.
+    """
+
+    def __init__(self) -> None:
+        if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+            raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
+        settings, activities = profile(profile_memory=True).config(), {torch.profiler.ProfilerActivity.CPU}
+        torch._C._autograd._prepare_profiler(settings, activities)
+        torch._C._autograd._enable_profiler(settings, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+
+    def stop(self) -> list[Request]:
+        """The requests since the start, in the order of time."""
+        requests = []
+        waiting = list(torch._C._autograd._disable_profiler().experimental_event_tree())
+        while waiting:
+            event = waiting.pop()
+            waiting.extend(event.children)
+            tag, allocation = event.typed
+            if tag.name == _ALLOCATION and allocation.device.type == "cpu":
+                requests.append(Request(event.start_time_ns, allocation.ptr, allocation.alloc_size))
+        return sorted(requests, key=lambda request: request.time_ns)
+
+
 class PeakMeter:
     """Measures the peak of device bytes allocated above the level at entry, inside a `with` block.
 
     On CUDA the allocator's own counter is read: its peak is reset at entry, and the block takes no longer. On the
-    CPU, where there is no counter, PyTorch's profiler records each allocation of the calling thread and of autograd's
-    backward. The events of a step are kept in memory and read when the block ends: a block of many small operations
-    takes up to ten times as long, one of large operations slightly longer. So don't time a step that is metered.
+    CPU, where there is no counter, allocations are recorded; see `AllocationRecorder`.
 
-    What was allocated before the block and is freed inside it lowers the level on CUDA. The CPU profiler doesn't know
+    What was allocated before the block and is freed inside it lowers the level on CUDA. The CPU's recorder doesn't know
     such blocks, so there the level stays and the peak is an upper bound: free gradients before the block.
 
     Attributes:
@@ -32,47 +70,157 @@ class PeakMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"peak memory of device {str(device)!r} can't be measured: use a CPU or a CUDA device")
+        _check_device(device)
         self.peak_bytes = 0
         self._device = device
         self._entry_bytes = 0
-        self._profile: Any = None
+        self._recorder: AllocationRecorder | None = None
 
     def __enter__(self) -> PeakMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._entry_bytes = torch.cuda.memory_allocated(self._device)
         else:
-            if torch.autograd.profiler._is_profiler_enabled:
-                raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
-            self._profile = profile(profile_memory=True)
-            self._profile.__enter__()
+            self._recorder = AllocationRecorder()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._profile is None:
+        if self._recorder is None:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._entry_bytes
             return
-        self._profile.__exit__(kind, error, trace)
-        self.peak_bytes = _peak_bytes(_requests(self._profile.kineto_results.experimental_event_tree()))
-        self._profile = None
+        self.peak_bytes = _peak_bytes((address, size) for _, address, size in self._recorder.stop())
+        self._recorder = None
 
 
-def _requests(roots: list[Any]) -> Iterator[tuple[int, int]]:
-    """Address and bytes (negative: freed) of each CPU allocation event, in the order of time."""
-    events = []
-    waiting = list(reversed(roots))
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(reversed(event.children))
-        tag, allocation = event.typed
-        if tag.name == _ALLOCATION and allocation.device.type == "cpu":
-            events.append((event.start_time_ns, allocation.ptr, allocation.alloc_size))
-    for _, address, size_bytes in sorted(events, key=lambda event: event[0]):
-        yield address, size_bytes
+@dataclass(frozen=True, slots=True)
+class WorkingSet:
+    """Highest peaks of a step in bytes, above its weights, all their gradients, and the optimizer's state."""
+
+    layers: int
+    """In the backward of the layers."""
+
+    outside: int
+    """Before and after it: in the forward, the loss, and the optimizer's step."""
+
+
+class WorkingSetMeter:
+    """Measures the working set of a training step, from construction to `stop`.
+
+    What is still alive at the end does not count. In the backward, gradients that are not there yet leave room.
+
+    Args:
+        device: A CPU or a GPU of CUDA.
+
+    Raises:
+        ValueError: Another device.
+        RuntimeError: On the CPU, another profiler is running.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        _check_device(device)
+        self._device = device
+        self._times = StepTimes()
+        self._levels: dict[str, int] = {}  # on CUDA: peaks by phase, and the level at the end of the backward
+        self._recorder = AllocationRecorder() if device.type == "cpu" else None
+        if self._recorder is None:
+            self._entry_bytes = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def begin_backward(self) -> None:
+        """The backward begins; the first call counts."""
+        if not self._times.backward:
+            self._times.backward = time.time_ns()
+            self._take_peak("forward")
+
+    def begin_layers(self) -> None:
+        """The backward of the layers begins; the first call counts."""
+        if not self._times.layers:
+            self._times.layers = time.time_ns()
+            self._take_peak("loss")
+
+    def end_backward(self) -> None:
+        """The backward is over; the last call counts."""
+        self._times.end = time.time_ns()
+        self._take_peak("layers")
+
+    def stop(self, kept_bytes: int, accumulating: bool) -> WorkingSet:
+        """What was measured.
+
+        Args:
+            kept_bytes: Device memory that was allocated in the forward, and stays.
+            accumulating: Whether gradients of an earlier backward are there in others.
+        """
+        if self._recorder is not None:
+            return working_set(self._recorder.stop(), self._times, accumulating)
+        self._take_peak("optimizer")
+        levels, at_first = self._levels, self._entry_bytes + kept_bytes
+        at_end = at_first if accumulating else levels.get("end of layers", at_first)
+        outside = (
+            levels.get("forward", 0) - at_first,
+            levels.get("loss", 0) - at_end,
+            levels["optimizer"] - levels["end of optimizer"],
+        )
+        return WorkingSet(max(levels.get("layers", 0) - at_end, 0), max(*outside, 0))
+
+    def _take_peak(self, phase: str) -> None:
+        if self._recorder is None:
+            self._levels[phase] = max(torch.cuda.max_memory_allocated(self._device), self._levels.get(phase, 0))
+            self._levels[f"end of {phase}"] = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When phases of a step begin, in nanoseconds of the system's clock; 0 if they did not."""
+
+    backward: int = 0
+    layers: int = 0
+    end: int = 0
+    """Of the backward."""
+
+
+def working_set(requests: Iterable[Request], times: StepTimes, accumulating: bool = False) -> WorkingSet:
+    """The working set of a step that made these requests; see `WorkingSetMeter`."""
+    requests = list(requests)
+    freed = _freed(requests)
+    layers_begin = times.layers or times.end
+    backward = range(times.backward or layers_begin, times.end)
+    # Gradients; where they are accumulated, they are there from the start.
+    born = {
+        number: request.size_bytes
+        for number, request in enumerate(requests)
+        if request.size_bytes > 0 and request.time_ns in backward and number not in freed and not accumulating
+    }
+    missing = sum(born.values())
+    alive: dict[int, int] = {}
+    level = layers = outside = 0
+    for number, (time_ns, address, size_bytes) in enumerate(requests):
+        missing -= born.get(number, 0)
+        if size_bytes <= 0:
+            level -= alive.pop(address, 0)
+        elif number in freed:
+            alive[address] = size_bytes
+            level += size_bytes
+        peak = level - missing if time_ns in backward else level
+        if layers_begin <= time_ns < times.end:
+            layers = max(layers, peak)
+        else:
+            outside = max(outside, peak)
+    return WorkingSet(layers, outside)
+
+
+def _freed(requests: Iterable[Request]) -> set[int]:
+    """Which of the requests allocate what a later one frees."""
+    alive: dict[int, int] = {}
+    freed = set()
+    for number, (_, address, size_bytes) in enumerate(requests):
+        if size_bytes > 0:
+            alive[address] = number
+        elif address in alive:
+            freed.add(alive.pop(address))
+    return freed
 
 
 def _peak_bytes(requests: Iterable[tuple[int, int]]) -> int:
@@ -89,3 +237,8 @@ def _peak_bytes(requests: Iterable[tuple[int, int]]) -> int:
             # that address, which may be another block's.
             level_bytes -= alive.pop(address, 0)
     return peak_bytes
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"peak memory of device {str(device)!r} can't be measured: use a CPU or a CUDA device")

@@ -1,0 +1,52 @@
+"""The working set of a profiled step, measured while the engine runs it."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memo.engine import Engine
+from lightning_memo.profiler.meter import WorkingSet, WorkingSetMeter
+
+
+class StepMeter:
+    """Measures a step from construction to `stop`, and listens to the engine for when the backward of layers begins.
+
+    Args:
+        engine: Runs the step.
+
+    Raises:
+        RuntimeError: On a CPU, another profiler is running.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._meter = WorkingSetMeter(engine.device)
+        self._engine, self._listener = engine, engine.on_mark
+        engine.on_mark = self._mark
+
+    def begin_backward(self) -> None:
+        """The forward is over."""
+        self._meter.begin_backward()
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        self._meter.end_backward()
+
+    def stop(self, accumulating: bool) -> WorkingSet:
+        """What the step took; `accumulating`: later ones begin with gradients."""
+        self._engine.on_mark = self._listener
+        return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
+
+    def _mark(self, key: int, name: str) -> None:
+        if name == "backward_begin":
+            self._meter.begin_layers()
+        if self._listener is not None:
+            self._listener(key, name)
+
+
+def meter_step(engine: Engine) -> StepMeter | None:
+    """Starts measuring; `None` where another profiler is running already."""
+    try:
+        return StepMeter(engine)
+    except RuntimeError:
+        rank_zero_info("MemoStrategy: another profiler runs, so the memory of the first step is only estimated.")
+        return None

@@ -1,0 +1,60 @@
+"""Command line: ``python -m lightning_memo.longest [overrides]`` finds the longest sequence that trains here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+
+from lightning_memo.assemble import build_strategy, check_precision, module_settings, trainer_settings
+from lightning_memo.cli import config_dir, run_command
+from lightning_memo.lengths.trial import RandomTokens
+from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
+from lightning_memo.strategy import MemoStrategy
+
+
+def longest(cfg: DictConfig) -> int:
+    """Searches as configured, and returns the tokens of the longest sequence.
+
+    Args:
+        cfg: The composed configuration, see ``conf/longest.yaml``.
+
+    Raises:
+        ValueError: A setting is not allowed, or nothing fits.
+    """
+    check_precision(cfg.trainer.precision)
+    strategy = build_strategy(cfg.strategy)
+    if not isinstance(strategy, MemoStrategy):
+        raise ValueError(
+            f"strategy={cfg.strategy.name}: lengths are tried by MemoStrategy; give memo or full_recompute"
+        )
+    settings = module_settings(cfg)
+    vocabulary = load_hf_config(ModelConfig(**settings["model"])).get_text_config().vocab_size
+    tokens = strategy.max_sequence_length(
+        CausalLM(**settings),
+        RandomTokens(vocabulary=vocabulary, batch_size=cfg.batch_size),
+        low=cfg.low,
+        high=cfg.high,
+        multiple_of=cfg.multiple_of,
+        steps_per_trial=cfg.steps_per_trial,
+        results=Path(cfg.results),
+        resume=cfg.resume,
+        **trainer_settings(cfg),
+    )
+    Console().print(f"longest sequence: {tokens:,} tokens ({cfg.results})", highlight=False, soft_wrap=True)
+    return tokens
+
+
+def main() -> None:
+    """Runs the search; a user's mistake ends it with one line on stderr and exit status 2."""
+
+    def task(cfg: DictConfig) -> None:
+        longest(cfg)
+
+    run_command(lambda: hydra.main(version_base="1.3", config_path=config_dir(), config_name="longest")(task)())
+
+
+if __name__ == "__main__":
+    main()
