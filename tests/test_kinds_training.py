@@ -16,7 +16,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.costs import Budget
 from lightning_memo.plan import Fingerprint, LayerCosts, Plan, StoredBytes
-from lightning_memo.planner.kinds import common_problem, plan_kinds
+from lightning_memo.planner.kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.storage_search import StorageError
 from lightning_memo.report import plan_tables
 from lightning_memo.storage_costs import CallCosts, Product, StorageCosts
@@ -174,6 +174,13 @@ def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None
     assert found == (slow, Budget(device_bytes=3000 + 500 + 8500, host_bytes=70))
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
     assert common_problem([*problems, (other, problems[0][1])]) is None
+
+
+def test_some_of_the_free_device_memory_is_left() -> None:
+    left = with_spare_device(Budget(device_bytes=11_500, host_bytes=7), LAYERS)
+    assert left == Budget(device_bytes=1500 + 9000, host_bytes=7)
+    too_little = Budget(device_bytes=1200, host_bytes=7)
+    assert with_spare_device(too_little, LAYERS) == too_little
 
 
 # ---- tables

@@ -7,14 +7,20 @@ from lightning_memo.engine.slices import TILE_TOKENS, TILED_FROM_TOKENS
 from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts, Plan, StoredBytes
-from lightning_memo.planner.kinds import common_problem, plan_kinds
+from lightning_memo.planner.kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.plain import plain_plan
 from lightning_memo.profiler.costs import storage_costs
 from lightning_memo.storage_plan import StoragePlan
 
 
 def plan_by_kind(
-    profile: StepProfile, costs: LayerCosts, budget: Budget, label: Fingerprint, ranks: Ranks, everyone: bool
+    profile: StepProfile,
+    costs: LayerCosts,
+    budget: Budget,
+    label: Fingerprint,
+    ranks: Ranks,
+    everyone: bool,
+    device_measured: bool,
 ) -> Plan:
     """Plain training if every process has room for it, else what the stronger linear program finds.
 
@@ -28,6 +34,7 @@ def plan_by_kind(
         label: What the plan is valid for.
         ranks: Who has to agree.
         everyone: All processes, or those that work on the same sequences.
+        device_measured: Whether the budget's device memory is what was free, rather than what the user gave.
 
     Raises:
         ValueError: Some process finds no plan.
@@ -35,7 +42,7 @@ def plan_by_kind(
     plain = plain_plan(costs, budget, label, "layer")
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
-    own = storage_costs(profile, costs), budget
+    own = storage_costs(profile, costs), with_spare_device(budget, costs) if device_measured else budget
     problem, limits = common_problem(ranks.gather(own, everyone)) or own
     tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
     plan, error = None, None

@@ -160,7 +160,7 @@ class PlanAfterFirstStep(Callback):
             )
 
         if self._config.storage == "kinds":
-            plan = plan_by_kind(profile, costs, limits, label, ranks, everyone=first)
+            plan = plan_by_kind(profile, costs, limits, label, ranks, first, self._config.device_memory is None)
         else:
             plan = agree_on_plan(solve, ranks, everyone=first)
         self._together(lambda: engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)

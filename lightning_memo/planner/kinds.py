@@ -16,6 +16,8 @@ from lightning_memo.storage_plan import StoragePlan
 
 # Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first.
 _ATTEMPTS: Final = 10
+# Of the device memory that was measured to be free: allocators fragment, and libraries take workspaces.
+_USABLE_DEVICE_SHARE: Final = 0.9
 
 
 def plan_kinds(
@@ -61,6 +63,18 @@ def plan_kinds(
         reason=_reason(storage),
         storage_costs=storage_costs,
     )
+
+
+def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
+    """Leave some of the device memory that was measured to be free.
+
+    Args:
+        budget: all that is free.
+        costs: what is needed whatever the plan.
+    """
+    always = costs.fixed_device_bytes + costs.transient_device_bytes
+    room = max(budget.device_bytes - always, 0)
+    return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_DEVICE_SHARE * room))
 
 
 def common_problem(problems: Sequence[tuple[StorageCosts, Budget]]) -> tuple[StorageCosts, Budget] | None:
