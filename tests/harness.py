@@ -104,6 +104,7 @@ class EngineUnderTest:
         test_mode: Delays and poison.
         slice_tokens: Longest slice of the profiled step too.
         host_backed: What lives on the host, in all steps.
+        device: Where the model is.
     """
 
     def __init__(
@@ -113,11 +114,12 @@ class EngineUnderTest:
         test_mode: TestMode | None = DELAYS,
         slice_tokens: int | None = None,
         host_backed: HostBacked = "none",
+        device: torch.device = CPU,
     ) -> None:
         self.model = model
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
         self.engine = ScriptedEngine(
-            model, find_layers(model)[1], CPU, schedule=schedule, test_mode=test_mode,
+            model, find_layers(model)[1], device, schedule=schedule, test_mode=test_mode,
             slice_tokens=slice_tokens, host_backed=host_backed,
         )  # fmt: skip
         self.profile: StepProfile | None = None

@@ -378,12 +378,18 @@ def test_the_search_decides_every_capacity(problem, seed):
 @settings(max_examples=60, deadline=None)
 @given(problems(most=10, least=7, sizes=SOLID, periods=(HORIZON,)), st.integers(0, 2**32 - 1))
 def test_the_search_agrees_with_highs_where_time_goes_round(problem, seed):
+    # HiGHS proves most of these in less than a second, but not all in any time: what it claims holds at every moment.
     sectioned = section(problem)
-    _, lowest = improve(sectioned)
+    offset, bound = improve(sectioned, seconds=1.0)
+    reached = int(sectioned.size.sum() if offset is None else (offset + sectioned.size).max())
     rank = shuffled(sectioned, seed)
-    assert search(sectioned, lowest, rank)[0] is Outcome.FOUND
-    if lowest > sectioned.size.max():
-        assert search(sectioned, lowest - 1, rank)[0] is Outcome.INFEASIBLE
+    least = max(bound - 1, int(sectioned.size.max()))
+    outcomes = {capacity: search(sectioned, capacity, rank)[0] for capacity in range(least, reached + 1)}
+    assert outcomes[reached] is Outcome.FOUND
+    if least < bound:
+        assert outcomes[least] is Outcome.INFEASIBLE
+    found = [capacity for capacity, outcome in outcomes.items() if outcome is Outcome.FOUND]
+    assert found == list(range(min(found), reached + 1))  # what fits a capacity fits a larger one
 
 
 def test_the_search_alone_raises_the_bound(monkeypatch):

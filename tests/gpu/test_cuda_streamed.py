@@ -1,0 +1,70 @@
+"""Slices that swap for themselves, the whole model slice by slice, and the loss in chunks, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import EngineUnderTest, Step, loss_and_gradients
+from test_cuda_engine import FARTHER, MIB, make_batch, make_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_memo.engine import TestMode
+from lightning_memo.loss.attach import attach_chunked_loss
+from lightning_memo.plan import HostBacked
+
+Batch = dict[str, Tensor]
+
+
+def truth_of(model: nn.Module, batch: Batch) -> Step:
+    """Loss and gradients in fp64, on the CPU."""
+    in_double = copy.deepcopy(model).to("cpu", torch.float64)
+    return loss_and_gradients(in_double, {name: t.cpu() for name, t in batch.items()})
+
+
+def on_cpu(step: Step) -> Step:
+    return Step(step.loss.cpu(), {name: g.cpu() for name, g in step.gradients.items()})
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("schedule", "host_backed"), [("auto", "attention"), ("auto", "all"), ("slice", "all")])
+def test_gradients_are_those_of_plain_training(
+    schedule: str, host_backed: HostBacked, window: int | None, device: torch.device
+) -> None:
+    """Keys and values come back in blocks, late at random, through buffers that are poisoned when they are free."""
+    model, batch = make_model(device, window=window), make_batch(device)
+    truth = truth_of(model, batch)
+    plain = on_cpu(loss_and_gradients(model, batch)).distance(truth)
+    late = TestMode(seed=1, longest_delay_seconds=0.002)
+    with EngineUnderTest(model, schedule, late, slice_tokens=64, host_backed=host_backed, device=device) as under_test:
+        under_test.engine.attention.block_tokens = 128
+        assert on_cpu(under_test.profile_step(batch)).distance(truth) <= FARTHER * plain
+        for alpha in (0.0, 0.5, 1.0):
+            under_test.load(alpha)
+            assert on_cpu(under_test.step(batch)).distance(truth) <= FARTHER * plain
+            under_test.assert_as_planned()
+
+
+def loss_peak_bytes(model: nn.Module, batch: Batch, device: torch.device) -> int:
+    """Highest above what a step begins with; gradients are there before it."""
+    loss_and_gradients(model, batch)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    model(**batch).loss.backward()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def test_logits_exist_in_chunks(device: torch.device) -> None:
+    model, batch = make_model(device), make_batch(device)
+    assert isinstance(model, PreTrainedModel)
+    model.resize_token_embeddings(32768)
+    truth = truth_of(model, batch)
+    plain, plain_bytes = on_cpu(loss_and_gradients(model, batch)), loss_peak_bytes(model, batch, device)
+    attach_chunked_loss(model, chunk_tokens=64)
+    chunked, chunked_bytes = on_cpu(loss_and_gradients(model, batch)), loss_peak_bytes(model, batch, device)
+    assert chunked.distance(truth) <= FARTHER * plain.distance(truth)
+    torch.testing.assert_close(chunked.loss, plain.loss, rtol=2**-7, atol=0)  # bf16
+    assert plain_bytes - chunked_bytes >= 64 * MIB  # 1024 x 32768 logits in bf16 alone
