@@ -232,6 +232,7 @@ class MemoConfig:
             "slice_tokens": "auto",
             "tensor_parallel_size": 1,
             "context_parallel_size": 1,
+            "spill_path": None,
         }
         for name, value in allowed.items():
             if getattr(self, name) != value:

@@ -94,6 +94,7 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
         {"tensor_parallel_size": 2},
         {"context_parallel_size": 2},
         {"schedule": "nest"},
+        {"spill_path": "/nvme"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -116,18 +117,20 @@ CALL = CallCosts(
     forward_seconds=0.1, backward_seconds=0.2, attention_seconds=0.03, elementwise_seconds=0.01,
 )  # fmt: skip
 CALLS = 6
-COSTS = StorageCosts(
-    tokens=TOKENS, classes=(CALL,), call_classes=(0,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8,
-    prefetch_bytes_per_second=2e8, fixed_device_bytes=1000, transient_device_bytes=500,
-)  # fmt: skip
 LAYERS = LayerCosts(
     batch=1, tokens=TOKENS, input_bytes=(CALL.input_bytes,) * CALLS, attention_bytes=(CALL.attention_bytes,) * CALLS,
     other_bytes=(CALL.other_bytes,) * CALLS, forward_seconds=(0.1,) * CALLS, backward_seconds=(0.2,) * CALLS,
     recompute_seconds=(0.03,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8, prefetch_bytes_per_second=2e8,
     fixed_device_bytes=1000, transient_device_bytes=500,
 )  # fmt: skip
+COSTS = StorageCosts(
+    tokens=TOKENS, classes=(CALL,), call_classes=(0,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8,
+    prefetch_bytes_per_second=2e8, fixed_device_bytes=1000,
+    transient_device_bytes=LAYERS.working_bytes(1.0),
+)  # fmt: skip
 LABEL = Fingerprint(model="m", batch=1, tokens=TOKENS, precision="bf16", device="cuda", torch="2.13", parallel="1")
 MIB = 2**20
+ALWAYS = COSTS.fixed_device_bytes + COSTS.transient_device_bytes
 
 
 def rounded(unit: int) -> Any:
@@ -152,7 +155,7 @@ def planned(budget: Budget, unit: int = 1) -> Plan:
 
 @pytest.mark.parametrize("unit", [1, 64, 2**20])
 def test_budgets_are_kept_to_the_byte(unit: int) -> None:
-    budget = Budget(device_bytes=150 * MIB, host_bytes=60 * MIB)
+    budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit)
     assert 50 * MIB < plan.swap.host_bytes <= budget.host_bytes
     assert plan.device_bytes <= budget.device_bytes
@@ -169,16 +172,19 @@ def test_what_cannot_be_held_is_told() -> None:
 
 def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None:
     slow = replace(COSTS, classes=(replace(CALL, forward_seconds=0.2),), fixed_device_bytes=3000)
-    problems = [(COSTS, Budget(device_bytes=10_000, host_bytes=70)), (slow, Budget(device_bytes=13_000, host_bytes=90))]
+    problems = [
+        (COSTS, Budget(device_bytes=ALWAYS + 8500, host_bytes=70)),
+        (slow, Budget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90)),
+    ]
     found = common_problem(problems)
-    assert found == (slow, Budget(device_bytes=3000 + 500 + 8500, host_bytes=70))
+    assert found == (slow, Budget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70))
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
     assert common_problem([*problems, (other, problems[0][1])]) is None
 
 
 def test_some_of_the_free_device_memory_is_left() -> None:
-    left = with_spare_device(Budget(device_bytes=11_500, host_bytes=7), LAYERS)
-    assert left == Budget(device_bytes=1500 + 9000, host_bytes=7)
+    left = with_spare_device(Budget(device_bytes=ALWAYS + 10_000, host_bytes=7), LAYERS)
+    assert left == Budget(device_bytes=ALWAYS + 9000, host_bytes=7)
     too_little = Budget(device_bytes=1200, host_bytes=7)
     assert with_spare_device(too_little, LAYERS) == too_little
 
@@ -188,7 +194,7 @@ def test_some_of_the_free_device_memory_is_left() -> None:
 
 @pytest.fixture
 def text() -> str:
-    budget = Budget(device_bytes=150 * MIB, host_bytes=60 * MIB)
+    budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit=64)
     console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as captured:

@@ -41,6 +41,8 @@ FARTHER = 1.25
 
 def build(family: str) -> nn.Module:
     torch.manual_seed(0)
+    if family == "llama_frozen":
+        return frozen_below(build("llama_gqa"))
     if family != "llama_lora":
         return FAMILIES[family].build().train()
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -241,6 +243,7 @@ def peak_bytes(model: nn.Module, schedule: str, tokens: int) -> int:
     [
         ("llama_gqa", 0, False),
         ("llama_gqa", 0, True),
+        ("llama_frozen", 0, False),
         ("qwen3_moe", 0, False),
         ("gemma3_mixed_windows", 0, False),
         ("gpt2", 2, False),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
@@ -23,7 +24,7 @@ from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
 from lightning_memo.engine.layer_kinds import LayerKinds
 from lightning_memo.engine.lazy_inputs import attach_lazy_inputs
-from lightning_memo.engine.lazy_tensor import real
+from lightning_memo.engine.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
@@ -230,11 +231,12 @@ class Engine:
     def _run_plainly(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The layer as it is, but for attention that has to meet the tokens of other processes."""
-        if not self._divided:
+        """The layer as it is, but for attention that has to meet tokens of other processes or of earlier slices."""
+        lazy = any(isinstance(t, LazyTensor) for t in tree_leaves((args, kwargs)))
+        if not self._divided and not lazy:
             return forward(*args, **kwargs)
         x, call = self._read_call(layer, forward, args, kwargs)
-        if divided_by_slices():
+        if divided_by_slices() or (isinstance(x, LazyTensor) and (self.swap is None or self.swap.streamed)):
             return self._run_slices_without_backward(call, x.contiguous())
         self.kinds.of(call, x)
 
@@ -245,7 +247,7 @@ class Engine:
             return forward(*args, **kwargs)
 
     def _run_slices_without_backward(self, call: LayerCall, x: Tensor) -> Any:
-        """A layer call that nothing is differentiated of, on a training batch that is divided slice by slice."""
+        """A layer call of which nothing is differentiated, in a step that runs slice by slice."""
         if not self._runs and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)
         slices = self.slices_for(self.kinds.of(call, x), call.tokens)

@@ -41,21 +41,21 @@ class _Embed:
     def __init__(self, longest: int) -> None:
         self._longest = longest
 
-    def __call__(self, module: nn.Module, forward: Forward, ids: Tensor) -> Tensor:
-        whole = not torch.is_grad_enabled() or ids.dim() != 2 or ids.shape[1] <= self._longest
+    def __call__(self, module: nn.Module, forward: Forward, input: Tensor) -> Tensor:
+        whole = not torch.is_grad_enabled() or input.dim() != 2 or input.shape[1] <= self._longest
         if whole or any(isinstance(p, DTensor) for p in module.parameters()):
-            return forward(ids)
+            return forward(input)
         local = TokenLocal(module, forward)
-        result: Tensor = _LazyEmbedding.apply(local, ids, self._longest * ids.shape[0], *local.trained)
+        result: Tensor = _LazyEmbedding.apply(local, input, self._longest * input.shape[0], *local.trained)
         return result
 
 
 class _LazyEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: TokenLocal, ids: Tensor, at_once: int, *trained: Tensor) -> Tensor:
-        ctx.module, ctx.ids, ctx.at_once, ctx.dtypes = module, ids.flatten(), at_once, [p.dtype for p in trained]
-        like = module(ids[:1, :1])
-        rows = ComputedRows(lambda ranges: module(_joined(ctx.ids, ranges)[None])[0])
+        flat, like = ids.flatten(), module(ids[:1, :1])
+        ctx.module, ctx.ids, ctx.at_once, ctx.dtypes = module, flat, at_once, [p.dtype for p in trained]
+        rows = ComputedRows(lambda ranges: module(_joined(flat, ranges)[None])[0])
         return LazyTensor(rows, (*ids.shape, like.shape[-1]), like.dtype, like.device, at_once)
 
     @staticmethod

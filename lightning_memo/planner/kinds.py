@@ -72,7 +72,7 @@ def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
         budget: all that is free.
         costs: what is needed whatever the plan.
     """
-    always = costs.fixed_device_bytes + costs.transient_device_bytes
+    always = costs.fixed_device_bytes + costs.working_bytes(1.0)
     room = max(budget.device_bytes - always, 0)
     return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_DEVICE_SHARE * room))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,8 +12,8 @@ from lightning_memo.planner.simulate import simulate
 from lightning_memo.planner.storage_needs import needs_of, total
 from lightning_memo.planner.storage_program import SINGLE_ALPHA, StorageSolution, required_kinds, solve_storage
 from lightning_memo.planner.storage_rounding import roundings
-from lightning_memo.storage_costs import PLACES, StorageBudget, StorageCosts
-from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan
+from lightning_memo.storage_costs import PLACES, Place, StorageBudget, StorageCosts
+from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 
 _FEWEST_TILES: Final = 16
 _SAME: Final = 1e-9
@@ -99,7 +99,17 @@ def _in_little_room(
             found = _round(costs, budget, solution, tile) if solution else None
             if found is not None:
                 return found
+    for place in PLACES:
+        # The program meets capacities but for a part in 10^9 of their largest coefficient; these are exact.
+        least = (_all_in(place, ideal.required, costs.tokens),) * len(costs.classes)
+        if (needs := needs_of(costs, budget, least)).fits(budget):
+            return least, needs
     raise StorageError(_shortage(costs, budget, may_drop_attention))
+
+
+def _all_in(place: Place, kinds: Sequence[str], tokens: int) -> CallPlan:
+    """All tokens of some kinds in one place, and nothing else."""
+    return CallPlan(ranges=tuple(StoredRange(kind=kind, place=place, start=0, stop=tokens) for kind in kinds))
 
 
 def _round(costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile: int) -> _Found | None:
