@@ -14,32 +14,23 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.callbacks import PlanAfterFirstStep, PlanMemory
+from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.find import find_hugging_face, find_layers
+from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.intercept import set_layout
 from lightning_memo.engine.spill_file import open_unnamed
 from lightning_memo.kernels.select import check_available
 from lightning_memo.loss.attach import attach_chunked_loss
-from lightning_memo.parallel.agree import on_first_rank
-from lightning_memo.parallel.checkpoint import (
-    load_sharded,
-    model_state,
-    optimizer_state,
-    remove_checkpoint,
-    save_sharded,
-)
 from lightning_memo.parallel.data import accumulating
-from lightning_memo.parallel.export import export_huggingface, gather_state
 from lightning_memo.parallel.precision import MeshPrecision
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
@@ -48,7 +39,7 @@ from lightning_memo.plan import HostBacked, Plan
 from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing
 
 
-class MemoStrategy(ModelParallelStrategy):
+class MemoStrategy(CheckpointingStrategy):
     """Trains sequences that do not fit, by swapping a share of each layer's activations and recomputing the others.
 
     `Trainer(strategy=MemoStrategy(...))`, or `Trainer(strategy="memo")` after `import lightning_memo`. The first batch
@@ -176,7 +167,6 @@ class MemoStrategy(ModelParallelStrategy):
         self.memory: PlanMemory | None = None
         self._processes: Processes | None = None
         self._active = contextlib.ExitStack()
-        self._loaded_in_place = False
 
     def __repr__(self) -> str:
         # `pytorch_lightning.Trainer` refuses foreign strategies and prints them: the one place to say what to do.
@@ -243,6 +233,7 @@ class MemoStrategy(ModelParallelStrategy):
     # ---- processes
 
     @property
+    @override
     def distributed(self) -> bool:
         """Whether the run takes part in a process group; one process without ZeRO needs none."""
         return self.num_processes * self.num_nodes > 1 or self.config.zero_stage > 0 or self.config.offload_state
@@ -421,80 +412,6 @@ class MemoStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         self._stop_engine()
         super().teardown()
-
-    # ---- checkpoints: one process writes one file, as every single-device strategy does; several write a folder
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # the planning callback, made in setup, reads its plan from the checkpoint
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._loaded_in_place
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        return model_state(self.model) if self.distributed else Strategy.lightning_module_state_dict(self)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._loaded_in_place:
-            Strategy.load_model_state_dict(self, checkpoint, strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.distributed:
-            return Strategy.optimizer_state(self, optimizer)
-        assert self.model is not None
-        return optimizer_state(self.model, getattr(optimizer, "_optimizer", optimizer))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self._loaded_in_place:
-            Strategy.load_optimizer_state_dict(self, checkpoint)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.distributed:
-            save_sharded(checkpoint, Path(self.broadcast(filepath)))
-        else:
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        self._loaded_in_place = self.distributed or not path.is_file()
-        if not self._loaded_in_place:
-            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-        assert self.model is not None and self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else ()
-        return load_sharded(path, self.model, optimizers, self.lightning_module.strict_loading, weights_only)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the Hugging Face model of the run as a folder that `from_pretrained` reads; all processes call it.
-
-        Args:
-            folder: New or empty, on a file system that the first process writes to.
-
-        Raises:
-            ValueError: The run has no Hugging Face model, or the folder is not free.
-        """
-        assert self.lightning_module is not None
-        hosts = find_hugging_face(self.lightning_module)
-        if not hosts:
-            raise ValueError("save_pretrained: the LightningModule holds no Hugging Face model")
-        model = next((m for m in self.lightning_module.modules() if hasattr(m, "peft_config")), hosts[0])
-        state = gather_state(model)
-        on_first_rank(lambda: export_huggingface(model, folder, state))
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            remove_checkpoint(Path(filepath))
 
 
 StrategyRegistry.register(MemoStrategy.strategy_name, MemoStrategy, description="Token-wise swapping and recomputation")
