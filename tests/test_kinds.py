@@ -295,7 +295,7 @@ def _without(rows: Rows, kind: str) -> Rows:
         (lambda rows: _without(rows, "input"), "layer inputs have no place"),
         (lambda rows: rows | {"all": [("swap", 0, 8)]}, "attention output is not"),
         (lambda rows: rows | {"mlp.up_proj": [("swap", 0, 9), ("keep", 8, 12)]}, "mlp.up_proj overlap"),
-        (lambda rows: rows | {"mlp.up_proj": [("spill", 0, 8)]}, r"spills 16.0 KiB to a disk, and no spill_path"),
+        (lambda rows: rows | {"mlp.up_proj": [("spill", 0, 8)]}, r"spills 8.0 KiB to a disk, and no spill_path"),
     ],
     ids=["input", "attention", "overlap", "no disk"],
 )
