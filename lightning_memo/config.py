@@ -227,13 +227,7 @@ class MemoConfig:
                 )
 
     def _check_kinds(self) -> None:
-        allowed = {
-            "alpha": "auto",
-            "slice_tokens": "auto",
-            "tensor_parallel_size": 1,
-            "context_parallel_size": 1,
-            "spill_path": None,
-        }
+        allowed = {"alpha": "auto", "slice_tokens": "auto", "tensor_parallel_size": 1, "context_parallel_size": 1}
         for name, value in allowed.items():
             if getattr(self, name) != value:
                 raise ValueError(

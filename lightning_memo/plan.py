@@ -14,7 +14,7 @@ from typing import Final, Literal
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.documents import check_range, read_json
 from lightning_memo.files import replacing
-from lightning_memo.spill_sizes import SpillSizes
+from lightning_memo.spill_sizes import SpillSizes, whole_blocks
 from lightning_memo.storage_costs import StorageCosts
 from lightning_memo.storage_plan import StoragePlan
 
@@ -98,10 +98,14 @@ class SwapPlan:
     everything is swapped."""
 
     stored_host_bytes: int = 0
-    """Host bytes of all layer calls, alignment included, where that is said kind by kind."""
+    """Host bytes of all layer calls, alignment included, where that is said kind by kind; bounce buffers excluded."""
+
+    stored_spill_bytes: tuple[int, ...] = ()
+    """Bytes that each layer call has for the disk, alignment included, where that is said kind by kind; empty: none."""
 
     kept_bytes: int = 0
     """Device bytes that all layer calls keep beside the rounding buffers, where that is said kind by kind."""
+
     spilled_calls: int = 0
     """Layer calls among the swapped ones whose activations go to a file on a disk, not to the host."""
 
@@ -111,6 +115,8 @@ class SwapPlan:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
         if self.spilled_calls > (0 if self.streamed else self.swapped_calls):
             raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
+        if len(self.stored_spill_bytes) not in (0, self.calls):
+            raise ValueError(f"stored_spill_bytes must have an entry for each of the {self.calls} layer calls, or none")
 
     @property
     def streamed(self) -> bool:
@@ -132,20 +138,30 @@ class SwapPlan:
     @property
     def host_bytes(self) -> int:
         """Host bytes for swapped activations: slots, and buffers through which those of the disk pass."""
-        if self.storage is not None:
-            return self.stored_host_bytes
         if self.streamed:
             return self.streamed_host_bytes
-        bounce_bytes = SpillSizes(self.slot_bytes).bounce_bytes if self.spilled_calls else 0
-        return (self.swapped_calls - self.spilled_calls) * self.slot_bytes + bounce_bytes
+        whole_slots = (self.swapped_calls - self.spilled_calls) * self.slot_bytes
+        stored_bytes = whole_slots if self.storage is None else self.stored_host_bytes
+        return stored_bytes + self.spill_sizes.bounce_bytes
+
+    @property
+    def spill_sizes(self) -> SpillSizes:
+        """Sizes for the most that a layer call has on the disk."""
+        return SpillSizes(max(map(self.bytes_to_spill, range(self.swapped_calls)), default=0))
 
     @property
     def spill_bytes(self) -> int:
         """Bytes on the disk."""
-        return self.spilled_calls * SpillSizes(self.slot_bytes).region_bytes
+        return sum(whole_blocks(self.bytes_to_spill(call)) for call in range(self.swapped_calls))
+
+    def bytes_to_spill(self, call: int) -> int:
+        """How much of a layer call's slot is for the disk."""
+        if self.storage is None:
+            return self.slot_bytes if self.spills(call) else 0
+        return self.stored_spill_bytes[call % self.calls] if self.stored_spill_bytes else 0
 
     def spills(self, call: int) -> bool:
-        """Whether a layer call goes to the disk. Those are as far from each other as can be: the disk is slower."""
+        """Whether a layer call is spilled whole. Those are as far from each other as can be: the disk is slower."""
         return call < self.swapped_calls and call * self.spilled_calls % self.swapped_calls < self.spilled_calls
 
     @property
@@ -179,13 +195,16 @@ class StoredBytes:
     """Memory of a plan that says kind by kind what is stored."""
 
     slot: int
-    """Of a rounding buffer: the most that a layer call swaps, alignment included."""
+    """Of a rounding buffer: the most that a layer call has for host and disk, alignment included."""
 
     host: int
     """Of all layer calls."""
 
     kept: int
     """On the device, of all layer calls."""
+
+    spill: tuple[int, ...]
+    """On the disk, of each layer call if it leaves the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

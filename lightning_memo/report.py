@@ -107,7 +107,7 @@ def _disk(plan: Plan) -> list[str]:
     swap, available = plan.swap, plan.budget.spill_bytes
     if not available:
         return []
-    calls = [str(call) for call in range(swap.calls) if swap.spills(call)]
+    calls = [str(call) for call in range(swap.swapped_calls) if swap.bytes_to_spill(call)]
     shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
     which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
     return [f"disk    {format_bytes(swap.spill_bytes)} of {format_bytes(available)} available: {which}"]

@@ -10,14 +10,18 @@ from rich.table import Table
 
 from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.planner.sensitivity import Explanation, explain
-from lightning_memo.storage_costs import ALL, ATTENTION, INPUT, CallCosts, StorageCosts
+from lightning_memo.storage_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
 from lightning_memo.storage_plan import CallPlan, StoragePlan
 
+_MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
+_PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}
 _NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "all that layers save"}
 
 
 def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
     """Show of each kind of tensor which share of the tokens is kept, swapped, and computed again in the backward.
+
+    What is swapped is on the host; where a plan spills, there is one more column for the disk.
 
     Args:
         plan: what is stored.
@@ -26,21 +30,28 @@ def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
     table = Table(title="Kind by kind, in shares of the tokens", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer calls")
     table.add_column("kind")
-    for name in ("size", "kept", "swapped", "computed again"):
+    places = [place for place in PLACES if place != "spill" or _spills(plan)]
+    for name in ("size", *(_PLACES[place] for place in places), "computed again"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
         label = numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
         for kind, size in zip(call.kinds, call.sizes, strict=True):
-            table.add_row(label, _NAMES.get(kind, kind), format_bytes(size), *_shares(kind, stored, plan.tokens))
+            shares = _shares(kind, stored, plan.tokens, places)
+            table.add_row(label, _NAMES.get(kind, kind), format_bytes(size), *shares)
             label = ""
     return table
 
 
-def _shares(kind: str, stored: CallPlan, tokens: int) -> list[str]:
-    kept, swapped, there = stored.tokens(kind, "keep"), stored.tokens(kind, "swap"), stored.tokens(kind)
+def _spills(plan: StoragePlan) -> bool:
+    return any(r.place == "spill" for call in plan.calls for r in call.ranges)
+
+
+def _shares(kind: str, stored: CallPlan, tokens: int, places: Sequence[Place]) -> list[str]:
+    there = stored.tokens(kind)
     if kind not in (INPUT, ATTENTION, ALL):
         there += stored.tokens(ALL)  # a product of these tokens need not be computed either
-    return [f"{count / tokens:.0%}" if count else "-" for count in (kept, swapped, tokens - there)]
+    held = [stored.tokens(kind, place) for place in places]
+    return [f"{count / tokens:.0%}" if count else "-" for count in (*held, tokens - there)]
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
@@ -71,10 +82,11 @@ def _resource_cells(row: Explanation) -> Sequence[str]:
 
 
 def call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int, int]:
-    """Bytes that a layer call swaps, computes again and keeps; alignment of slots excluded."""
+    """Bytes that a layer call swaps (to host and disk), computes again and keeps; alignment of slots excluded."""
+    sizes = list(zip(call.kinds, call.sizes, strict=True))
     moved, kept = (
-        sum(-(-size * stored.tokens(kind, place) // tokens) for kind, size in zip(call.kinds, call.sizes, strict=True))
-        for place in ("swap", "keep")
+        sum(-(-size * stored.tokens(kind, place) // tokens) for kind, size in sizes for place in places)
+        for places in _MOVED_AND_KEPT
     )
     whole = dict(zip((INPUT, ATTENTION, ALL), call.sizes, strict=False))
     again = sum(size * (tokens - stored.tokens(kind)) // tokens for kind, size in whole.items())

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, Literal
 
-from lightning_memo.costs import Budget
+from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.documents import check_range
 
 Place = Literal["keep", "swap", "spill"]
@@ -220,3 +220,22 @@ class StorageBudget(Budget):
     """What one process may use: all its device bytes, and host and NVMe bytes for activations."""
 
     nvme: NvmeTier | None = None
+
+    @classmethod
+    def of(cls, budget: Budget, costs: LayerCosts) -> StorageBudget:
+        """A budget with the measured speed of its disk, if it has one."""
+        nvme = None
+        if budget.spill_bytes:
+            nvme = NvmeTier(
+                capacity_bytes=budget.spill_bytes,
+                write_bytes_per_second=costs.spill_write_bytes_per_second,
+                read_bytes_per_second=costs.spill_read_bytes_per_second,
+            )
+        return cls(
+            device_bytes=budget.device_bytes, host_bytes=budget.host_bytes, spill_bytes=budget.spill_bytes, nvme=nvme
+        )
+
+    @property
+    def capacities(self) -> Budget:
+        """The same without the speed of the disk."""
+        return Budget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, spill_bytes=self.spill_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import peft
 import pytest
@@ -28,7 +29,7 @@ from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
 from lightning_memo.plan import SwapPlan
-from lightning_memo.storage_costs import Place
+from lightning_memo.storage_costs import PLACES, Place
 from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 
 TOKENS = 56  # not a size of any weight: what is saved is told apart by its shape
@@ -84,9 +85,10 @@ def everything(names: list[str]) -> Rows:
 class ByKind(EngineUnderTest):
     """An engine that stores kind by kind."""
 
-    def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS) -> None:
+    def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
         super().__init__(model, test_mode=test_mode)
-        self.engine = Engine(model, find_layers(model)[1], CPU, test_mode=test_mode, by_kind=True)
+        layers = find_layers(model)[1]
+        self.engine = Engine(model, layers, CPU, test_mode=test_mode, by_kind=True, spill_path=spill_path)
 
     @property
     def products(self) -> list[str]:
@@ -98,10 +100,11 @@ class ByKind(EngineUnderTest):
         profile = self.profile
         assert profile is not None
         plan = storage_plan(classes, len(profile.calls))
-        swapped, kept = (predicted_bytes(profile, plan, place) for place in ("swap", "keep"))
+        kept, swapped, spilled = (predicted_bytes(profile, plan, place) for place in PLACES)
         swap = SwapPlan(
             mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(profile.calls),
-            slot_bytes=max(swapped), storage=plan, stored_host_bytes=sum(swapped[:-2]), kept_bytes=sum(kept),
+            slot_bytes=max(map(sum, zip(swapped, spilled, strict=True))), storage=plan,
+            stored_host_bytes=sum(swapped[:-2]), stored_spill_bytes=tuple(spilled), kept_bytes=sum(kept),
         )  # fmt: skip
         self.engine.load(swap, profile.batch * profile.tokens)
         return swapped, kept
@@ -292,9 +295,9 @@ def _without(rows: Rows, kind: str) -> Rows:
         (lambda rows: _without(rows, "input"), "layer inputs have no place"),
         (lambda rows: rows | {"all": [("swap", 0, 8)]}, "attention output is not"),
         (lambda rows: rows | {"mlp.up_proj": [("swap", 0, 9), ("keep", 8, 12)]}, "mlp.up_proj overlap"),
-        (lambda rows: rows | {"mlp.up_proj": [("spill", 0, 8)]}, "NVMe"),
+        (lambda rows: rows | {"mlp.up_proj": [("spill", 0, 8)]}, r"spills 8.0 KiB to a disk, and no spill_path"),
     ],
-    ids=["input", "attention", "overlap", "spill"],
+    ids=["input", "attention", "overlap", "no disk"],
 )
 def test_plans_that_cannot_run_are_refused(llama: ByKind, change: Callable[[Rows], Rows], message: str) -> None:
     rows = change(BASE | {"attention": [("swap", 8, TOKENS)]})

@@ -19,7 +19,7 @@ from lightning_memo.plan import Fingerprint, LayerCosts, Plan, StoredBytes
 from lightning_memo.planner.kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.storage_search import StorageError
 from lightning_memo.report import plan_tables
-from lightning_memo.storage_costs import CallCosts, Product, StorageCosts
+from lightning_memo.storage_costs import CallCosts, NvmeTier, Product, StorageBudget, StorageCosts
 from lightning_memo.storage_plan import StoragePlan
 
 KIB = 1024
@@ -94,7 +94,6 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
         {"tensor_parallel_size": 2},
         {"context_parallel_size": 2},
         {"schedule": "nest"},
-        {"spill_path": "/nvme"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -144,18 +143,21 @@ def rounded(unit: int) -> Any:
             ranges = (r for r in stored.ranges if r.place == place)
             return sum(-(-sizes[r.kind] * (r.stop - r.start) // TOKENS // unit) * unit for r in ranges)
 
-        return StoredBytes(slot=total("swap"), host=(CALLS - 2) * total("swap"), kept=CALLS * total("keep"))
+        return StoredBytes(
+            slot=total("swap") + total("spill"), host=(CALLS - 2) * total("swap"), kept=CALLS * total("keep"),
+            spill=(total("spill"),) * CALLS,
+        )  # fmt: skip
 
     return of
 
 
-def planned(budget: Budget, unit: int = 1) -> Plan:
+def planned(budget: StorageBudget, unit: int = 1) -> Plan:
     return plan_kinds(LAYERS, COSTS, budget, LABEL, tile_tokens=1, stored_bytes=rounded(unit))
 
 
 @pytest.mark.parametrize("unit", [1, 64, 2**20])
 def test_budgets_are_kept_to_the_byte(unit: int) -> None:
-    budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
+    budget = StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit)
     assert 50 * MIB < plan.swap.host_bytes <= budget.host_bytes
     assert plan.device_bytes <= budget.device_bytes
@@ -166,18 +168,26 @@ def test_budgets_are_kept_to_the_byte(unit: int) -> None:
 def test_what_cannot_be_held_is_told() -> None:
     with pytest.raises(StorageError, match="raise device_memory or host_memory"):
         plan_kinds(
-            LAYERS, COSTS, Budget(device_bytes=2000, host_bytes=MIB), LABEL, tile_tokens=1, stored_bytes=rounded(1)
-        )
+            LAYERS, COSTS, StorageBudget(device_bytes=2000, host_bytes=MIB), LABEL, tile_tokens=1,
+            stored_bytes=rounded(1),
+        )  # fmt: skip
 
 
 def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None:
     slow = replace(COSTS, classes=(replace(CALL, forward_seconds=0.2),), fixed_device_bytes=3000)
+    disks = [
+        NvmeTier(capacity_bytes=7, write_bytes_per_second=2.0, read_bytes_per_second=9.0),
+        NvmeTier(capacity_bytes=5, write_bytes_per_second=4.0, read_bytes_per_second=3.0),
+    ]
     problems = [
-        (COSTS, Budget(device_bytes=ALWAYS + 8500, host_bytes=70)),
-        (slow, Budget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90)),
+        (COSTS, StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70, spill_bytes=7, nvme=disks[0])),
+        (slow, StorageBudget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90, spill_bytes=5, nvme=disks[1])),
     ]
     found = common_problem(problems)
-    assert found == (slow, Budget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70))
+    least = NvmeTier(capacity_bytes=5, write_bytes_per_second=2.0, read_bytes_per_second=3.0)
+    assert found == (
+        slow, StorageBudget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70, spill_bytes=5, nvme=least)
+    )  # fmt: skip
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
     assert common_problem([*problems, (other, problems[0][1])]) is None
 
@@ -194,7 +204,7 @@ def test_some_of_the_free_device_memory_is_left() -> None:
 
 @pytest.fixture
 def text() -> str:
-    budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
+    budget = StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit=64)
     console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as captured:

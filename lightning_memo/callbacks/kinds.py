@@ -10,6 +10,7 @@ from lightning_memo.plan import Budget, Fingerprint, LayerCosts, Plan, StoredByt
 from lightning_memo.planner.kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.plain import plain_plan
 from lightning_memo.profiler.costs import storage_costs
+from lightning_memo.storage_costs import StorageBudget
 from lightning_memo.storage_plan import StoragePlan
 
 
@@ -42,7 +43,8 @@ def plan_by_kind(
     plain = plain_plan(costs, budget, label, "layer")
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
-    own = storage_costs(profile, costs), with_spare_device(budget, costs) if device_measured else budget
+    room = with_spare_device(budget, costs) if device_measured else budget
+    own = storage_costs(profile, costs), StorageBudget.of(room, costs)
     problem, limits = common_problem(ranks.gather(own, everyone)) or own
     tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
     plan, error = None, None
@@ -56,10 +58,12 @@ def plan_by_kind(
 
 
 def _bytes_of(plan: StoragePlan, profile: StepProfile) -> StoredBytes:
-    swapped, kept = [], []
+    swapped, spilled, kept = [], [], []
     for number, call in enumerate(profile.in_order()):
         saved = [*call.saved, *(product.saved for product in call.products)]
         slices = stored_slices(plan, number, profile.tokens)
         swapped.append(stored_bytes(saved, profile.tokens, slices, "swap"))
+        spilled.append(stored_bytes(saved, profile.tokens, slices, "spill"))
         kept.append(stored_bytes(saved, profile.tokens, slices, "keep"))
-    return StoredBytes(slot=max(swapped), host=sum(swapped[:-2]), kept=sum(kept))
+    slot = max(map(sum, zip(swapped, spilled, strict=True)))
+    return StoredBytes(slot=slot, host=sum(swapped[:-2]), kept=sum(kept), spill=tuple(spilled))

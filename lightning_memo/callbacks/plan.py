@@ -243,8 +243,11 @@ class PlanAfterFirstStep(Callback):
                 f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
                 "sequence, set slice_tokens or a smaller alpha, or raise device_memory."
             )
-        if plan.budget.spill_bytes and not plan.swap.spilled_calls:
-            rank_zero_info("MemoStrategy: spill_path is not needed, as the host has room for all that is swapped.")
+        if plan.budget.spill_bytes and not plan.swap.spill_bytes:
+            why = "the host has room for all that is swapped"
+            if plan.swap.storage is not None:
+                why = "a step would not be shorter with it"
+            rank_zero_info(f"MemoStrategy: spill_path is not needed, as {why}.")
         rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
 
     def complete(self, plan: Plan, trainer: pl.Trainer) -> None:
@@ -314,7 +317,9 @@ class PlanAfterFirstStep(Callback):
             "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes",
             "stored_host_bytes", "kept_bytes", "spilled_calls",
         )  # fmt: skip
-        own = None if plan is None else replace(plan.swap.executed, **dict.fromkeys(sizes, 0))
+        own = None
+        if plan is not None:
+            own = replace(plan.swap.executed, stored_spill_bytes=(), **dict.fromkeys(sizes, 0))
         swaps = self._ranks.gather(own)  # sizes may differ
         for rank, swap in enumerate(swaps):
             if swap != swaps[0]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memo.config import format_bytes
 from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
@@ -49,7 +50,6 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.layout import TokenLayout, slice_multiple
 from lightning_memo.plan import HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.spill_sizes import SpillSizes
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -163,8 +163,8 @@ class Engine:
             return why
         if self._context is not None and swap.streamed != self.slices_outside:
             return f'it was made for host_backed="{swap.host_backed}"'
-        if swap.spilled_calls and self.spill_path is None:
-            return f"it spills {swap.spilled_calls} layer calls to a disk, and no spill_path is given"
+        if swap.spill_bytes and self.spill_path is None:
+            return f"it spills {format_bytes(swap.spill_bytes)} to a disk, and no spill_path is given"
         return ""
 
     def unload(self) -> None:
@@ -194,9 +194,9 @@ class Engine:
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
 
     def _open_spill(self, swap: SwapPlan) -> Spill | None:
-        if self.spill_path is None or not swap.spilled_calls:
+        if self.spill_path is None or not swap.spill_bytes:
             return None
-        return Spill(self.spill_path, swap.spill_bytes, SpillSizes(swap.slot_bytes), self.device, self.test_mode)
+        return Spill(self.spill_path, swap.spill_bytes, swap.spill_sizes, self.device, self.test_mode)
 
     @property
     def host_bytes(self) -> int:
@@ -290,7 +290,8 @@ class Engine:
         check_bounds(slices)
         swap = self.swap.streamed or index < self.swap.calls - RESIDENT_CALLS
         run = LayerRun(
-            self, call, x, index, slices, self.memory, swap, self.swap.streamed, spill=self.swap.spills(index)
+            self, call, x, index, slices, self.memory, swap, self.swap.streamed,
+            spill_bytes=self.swap.bytes_to_spill(index),
         )  # fmt: skip
         self.begin(run)
         nested = not run.whole and "nest" in (self.wishes.schedule, traits.schedule)

@@ -78,7 +78,7 @@ class LayerRun:
             else the call has one slot.
         sequence: The forward of the model that this is a part of, where the whole model runs slice after slice.
         key: Position among the layer calls that are alive, of all slices of a sequence; `None`: `index`.
-        spill: Whether they go to the disk, rather than to the host.
+        spill_bytes: How much of the slot is for the disk: all of it, unless slices name the places of kinds.
         measured: Whether whoever measures is told of the call.
     """
 
@@ -94,7 +94,7 @@ class LayerRun:
         streamed: bool = False,
         sequence: SequenceRun | None = None,
         key: int | None = None,
-        spill: bool = False,
+        spill_bytes: int = 0,
         measured: bool = True,
     ) -> None:
         self.engine = engine
@@ -103,15 +103,16 @@ class LayerRun:
         self.index = index
         self.key = index if key is None else key
         self.first_slice = 0 if sequence is None else sequence.index
-        self.memory, self.swap, self.streamed, self._spill = memory, swap, streamed, spill
+        self.memory, self.swap, self.streamed = memory, swap, streamed
         self.recorded = self.first_slice > 0  # whether the first slice, whose tensors are recorded, is over
         self.shared = SharedTensors(call.layer, (call.args, call.kwargs), x)
         self.autocast = _autocast_of(x.device)
         self.device = x.device
-        self.unit = None if streamed else engine.open_unit(memory, swap, memory.slot_bytes if spill and memory else 0)
+        self.unit = None if streamed else engine.open_unit(memory, swap, spill_bytes)
         self.kept = KeptTensors()
-        # x itself must not live until the backward.
-        by_kind = slices[0].places is not None  # slices then store their parts of it, each in its place
+        by_kind = slices[0].places is not None
+        self._spills_all = spill_bytes > 0 and not by_kind
+        # x itself must not live until the backward. By kind, slices store their parts of it, each in its place.
         self.x = None if self.unit is None or by_kind else self.store(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
         self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
@@ -204,7 +205,7 @@ class LayerRun:
         """Put a tensor into a unit, or keep it on the device."""
         if self.profile is not None:
             self.profile.saved(self.index, kind, t.nbytes)
-        return self.kept.put(t) if place == "keep" else unit.put(t, self._spill)
+        return self.kept.put(t) if place == "keep" else unit.put(t, self._spills_all or place == "spill")
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
         """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the slice's."""

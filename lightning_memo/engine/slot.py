@@ -94,8 +94,8 @@ class Slot:
 
     @property
     def can_leave(self) -> bool:
-        """Whether all of it is elsewhere, or on its way there, and not needed here."""
-        elsewhere = self.host is not None or self.disk is not None
+        """Whether all of it is elsewhere, or on its way there, and not needed here; a plan may put nothing into it."""
+        elsewhere = self.host is not None or self.disk is not None or self.used_bytes == 0
         gone = all(part.copied_bytes == part.used_bytes for part in (self.to_host, self.to_disk))
         return elsewhere and gone and not self.in_backward and self.fetch is None
 

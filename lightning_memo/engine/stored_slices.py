@@ -28,13 +28,13 @@ def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange
     slices = []
     for start, stop in pairwise(bounds):
         places = {r.kind: r.place for r in ranges if scaled(r.start) <= start and stop <= scaled(r.stop)}
-        action = {"swap": Action.SWAP, "keep": Action.KEEP, None: Action.RECOMPUTE}[places.get(ALL)]
+        action = {"keep": Action.KEEP, None: Action.RECOMPUTE}.get(places.get(ALL), Action.SWAP)
         slices.append(TokenRange(start, stop, action, tuple(places.items())))
     return tuple(slices)
 
 
 def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], place: Place) -> int:
-    """Bytes that a layer call has in a place; alignment is included where that is a slot, which leaves for the host.
+    """Bytes that a layer call has in a place; alignment is included where that is a slot, which leaves the device.
 
     Args:
         saved: What the call saves, and its matrix products, for `tokens` tokens.
@@ -43,7 +43,7 @@ def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[Toke
         place: The place.
     """
     return sum(
-        aligned(size) if place == "swap" else size
+        size if place == "keep" else aligned(size)
         for part in slices
         for item in saved
         if part.place(item.kind) == place and (size := share(item, part.tokens, tokens))
@@ -54,8 +54,6 @@ def why_not_stored(plan: StoragePlan) -> str:
     """Why no layer can run by a plan; empty if it can. Plans come from files, too."""
     if not plan.call_classes or not set(plan.call_classes) <= set(range(len(plan.calls))):
         return "its layer calls are of classes that it does not have"
-    if any(r.place == "spill" for call in plan.calls for r in call.ranges):
-        return "it stores activations on NVMe, which layers that store kind by kind cannot yet"
     wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens)))
     return next(wrong, "")
 

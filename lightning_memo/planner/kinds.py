@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.config import format_bytes, format_seconds
@@ -11,11 +12,14 @@ from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.plan import Fingerprint, Plan, StoredBytes, SwapPlan
 from lightning_memo.planner.sensitivity import Explanation, explain
 from lightning_memo.planner.storage_search import StorageError, plan_storage
-from lightning_memo.storage_costs import ALL, StorageBudget, StorageCosts
+from lightning_memo.storage_costs import ALL, NvmeTier, StorageBudget, StorageCosts
 from lightning_memo.storage_plan import StoragePlan
 
-# Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first.
+# Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. Bounce
+# buffers grow with what goes to the disk instead: a few more attempts find both.
 _ATTEMPTS: Final = 10
+# Of the host bytes that go to the disk instead, bounce buffers take back no more than this, for all but tiny models.
+_MOST_BOUNCED: Final = 0.8
 # Of the device memory that was measured to be free: allocators fragment, and libraries take workspaces.
 _USABLE_DEVICE_SHARE: Final = 0.9
 
@@ -23,7 +27,7 @@ _USABLE_DEVICE_SHARE: Final = 0.9
 def plan_kinds(
     costs: LayerCosts,
     storage_costs: StorageCosts,
-    budget: Budget,
+    budget: StorageBudget,
     fingerprint: Fingerprint,
     *,
     tile_tokens: int,
@@ -34,7 +38,7 @@ def plan_kinds(
     Args:
         costs: as measured; all its layer calls are alive at once.
         storage_costs: the same kind by kind.
-        budget: device and host bytes of this process.
+        budget: bytes of this process on device, host and disk, and the disk's speed.
         fingerprint: what the costs were measured on.
         tile_tokens: slices begin at multiples of it where possible.
         stored_bytes: exact bytes of a plan, alignment included.
@@ -42,22 +46,13 @@ def plan_kinds(
     Raises:
         StorageError: The budget cannot hold the least that has to be stored.
     """
-    storage, sizes = _fitting(storage_costs, budget, tile_tokens, stored_bytes)
-    swap = SwapPlan(
-        mode="memo",
-        alpha=storage.share(ALL, "swap"),
-        schedule="layer",
-        slice_tokens=None,
-        calls=costs.calls,
-        slot_bytes=sizes.slot,
-        storage=storage,
-        stored_host_bytes=sizes.host,
-        kept_bytes=sizes.kept,
-    )
+    swap = _Problem(storage_costs, tile_tokens, stored_bytes).best(budget)
+    storage = swap.storage
+    assert storage is not None
     return Plan(
         fingerprint=fingerprint,
         costs=costs,
-        budget=budget,
+        budget=budget.capacities,
         swap=swap,
         step_seconds=storage.needs.step_seconds,
         reason=_reason(storage),
@@ -77,7 +72,7 @@ def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
     return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_DEVICE_SHARE * room))
 
 
-def common_problem(problems: Sequence[tuple[StorageCosts, Budget]]) -> tuple[StorageCosts, Budget] | None:
+def common_problem(problems: Sequence[tuple[StorageCosts, StorageBudget]]) -> tuple[StorageCosts, StorageBudget] | None:
     """The costs of the slowest process and what every process has room for; None if their layers save other bytes.
 
     Args:
@@ -87,40 +82,122 @@ def common_problem(problems: Sequence[tuple[StorageCosts, Budget]]) -> tuple[Sto
     if any(size != sizes[0] for size in sizes):
         return None
     slowest = max((costs for costs, _ in problems), key=_compute_seconds)
+    budgets = [budget for _, budget in problems]
     least = min(
         limits.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes for costs, limits in problems
     )
-    device_bytes = slowest.fixed_device_bytes + slowest.transient_device_bytes + least
-    host_bytes = min(limits.host_bytes for _, limits in problems)
-    return slowest, Budget(device_bytes=max(device_bytes, 0), host_bytes=host_bytes)
+    return slowest, StorageBudget(
+        device_bytes=max(slowest.fixed_device_bytes + slowest.transient_device_bytes + least, 0),
+        host_bytes=min(budget.host_bytes for budget in budgets),
+        spill_bytes=min(budget.spill_bytes for budget in budgets),
+        nvme=_common_disk([budget.nvme for budget in budgets]),
+    )
 
 
 def _compute_seconds(costs: StorageCosts) -> float:
     return sum(costs.classes[n].forward_seconds + costs.classes[n].backward_seconds for n in costs.call_classes)
 
 
-def _fitting(
-    costs: StorageCosts, budget: Budget, tile_tokens: int, stored_bytes: Callable[[StoragePlan], StoredBytes]
-) -> tuple[StoragePlan, StoredBytes]:
-    """The best plan whose exact bytes fit: what alignment adds too much, the next attempt has less to spend."""
-    limits = StorageBudget(device_bytes=budget.device_bytes, host_bytes=budget.host_bytes)
-    always = costs.fixed_device_bytes + costs.transient_device_bytes
-    for _ in range(_ATTEMPTS):
-        plan = plan_storage(costs, limits, tile_tokens=tile_tokens)
-        sizes = stored_bytes(plan)
-        host = max(sizes.host - budget.host_bytes, 0)
-        device = max(always + 2 * sizes.slot + sizes.kept - budget.device_bytes, 0)
-        if not host and not device:
-            return plan, sizes
-        limits = replace(
+def _common_disk(tiers: Sequence[NvmeTier | None]) -> NvmeTier | None:
+    """The least of everything; None if some process has no disk."""
+    known = [tier for tier in tiers if tier is not None]
+    if len(known) < len(tiers):
+        return None
+    return NvmeTier(
+        capacity_bytes=min(tier.capacity_bytes for tier in known),
+        write_bytes_per_second=min(tier.write_bytes_per_second for tier in known),
+        read_bytes_per_second=min(tier.read_bytes_per_second for tier in known),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What is to be stored, and how to count its bytes."""
+
+    costs: StorageCosts
+    tile_tokens: int
+    stored_bytes: Callable[[StoragePlan], StoredBytes]
+
+    def best(self, budget: StorageBudget) -> SwapPlan:
+        """The fastest plan that fits. One without the disk needs no bounce buffers, and may be it."""
+        found: list[SwapPlan] = []
+        refused: StorageError | None = None
+        ways = [budget] if budget.nvme is None else [budget, replace(budget, spill_bytes=0, nvme=None)]
+        for limits in ways:
+            try:
+                found.append(self._fitting(limits))
+            except StorageError as error:
+                refused = refused or error
+            if found and not found[0].spill_bytes:
+                break
+        if not found:
+            raise refused or AssertionError
+        return min(reversed(found), key=_step_seconds)  # of equal ones the one without
+
+    def _fitting(self, budget: StorageBudget) -> SwapPlan:
+        """The best plan whose exact bytes fit: what is too much, the next attempt has less to spend."""
+        limits = budget
+        for _ in range(_ATTEMPTS):
+            swap = self._exact(plan_storage(self.costs, limits, tile_tokens=self.tile_tokens))
+            less = self._less(limits, swap, budget)
+            if less is None:
+                return swap
+            if less == limits:
+                break
+            limits = less
+        disk = f", {format_bytes(budget.spill_bytes)} of disk" if budget.spill_bytes else ""
+        raise StorageError(
+            f"what has to be stored does not fit {format_bytes(budget.host_bytes)} of host memory{disk} and "
+            f"{format_bytes(budget.device_bytes)} of device memory: raise host_memory or device_memory"
+        )
+
+    def _exact(self, storage: StoragePlan) -> SwapPlan:
+        sizes = self.stored_bytes(storage)
+        return SwapPlan(
+            mode="memo",
+            alpha=storage.share(ALL, "swap", "spill"),
+            schedule="layer",
+            slice_tokens=None,
+            calls=self.costs.calls,
+            slot_bytes=sizes.slot,
+            storage=storage,
+            stored_host_bytes=sizes.host,
+            stored_spill_bytes=sizes.spill,
+            kept_bytes=sizes.kept,
+        )
+
+    def _less(self, limits: StorageBudget, swap: SwapPlan, budget: StorageBudget) -> StorageBudget | None:
+        """What the next attempt has to spend where a plan, made for `limits`, is too large; None if it fits."""
+        always = self.costs.fixed_device_bytes + self.costs.transient_device_bytes
+        device = max(always + swap.buffer_bytes + swap.kept_bytes - budget.device_bytes, 0)
+        host = max(swap.host_bytes - budget.host_bytes, 0)
+        disk = max(swap.spill_bytes - budget.spill_bytes, 0)
+        if not (device or host or disk):
+            return None
+        if host and swap.spill_bytes:
+            share = swap.spill_sizes.bounce_bytes / swap.spill_bytes
+            if limits.host_bytes:  # what leaves the host for the disk makes bounce buffers larger
+                host = math.ceil(host / (1 - min(share, _MOST_BOUNCED)))
+            else:  # they alone are too large
+                disk = max(disk, math.ceil(host / share))
+        return replace(
             limits,
             device_bytes=max(limits.device_bytes - device, 0),
             host_bytes=max(limits.host_bytes - host, 0),
+            nvme=_smaller(limits.nvme, swap, disk),
         )
-    raise StorageError(
-        f"what has to be stored does not fit {format_bytes(budget.host_bytes)} of host memory and "
-        f"{format_bytes(budget.device_bytes)} of device memory: raise host_memory or device_memory"
-    )
+
+
+def _smaller(nvme: NvmeTier | None, swap: SwapPlan, less_bytes: int) -> NvmeTier | None:
+    if nvme is None or not less_bytes or swap.storage is None:
+        return nvme
+    used = min(nvme.capacity_bytes, swap.storage.needs.nvme_bytes)
+    return replace(nvme, capacity_bytes=max(used - less_bytes, 0))
+
+
+def _step_seconds(swap: SwapPlan) -> float:
+    assert swap.storage is not None
+    return swap.storage.needs.step_seconds
 
 
 def _reason(plan: StoragePlan) -> str:
