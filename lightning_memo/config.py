@@ -162,13 +162,13 @@ class MemoConfig:
         self._check_parallelism()
         _check_choice("attention", self.attention, ATTENTIONS)
         _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_alpha(self.alpha)
+        _check_choice("storage", self.storage, STORAGES)
+        if self.storage == "kinds":  # first: the others would ask for slice_tokens, which it has no use for
+            self._check_kinds()
         self._check_host_backed()
         if self.schedule == "slice":
             self._check_slice_schedule()
-        _check_alpha(self.alpha)
-        _check_choice("storage", self.storage, STORAGES)
-        if self.storage == "kinds":
-            self._check_kinds()
         _check_tokens("slice_tokens", self.slice_tokens)
         if self.loss_chunk_tokens is not None:
             _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
@@ -210,6 +210,11 @@ class MemoConfig:
                 f'host_backed="{self.host_backed}" needs slices: give slice_tokens, the most tokens that a layer may '
                 "touch at once, like slice_tokens=8192"
             )
+        if self.host_backed in ("attention", "all") and self.schedule == "nest":
+            raise ValueError(
+                f'schedule="nest" contradicts host_backed="{self.host_backed}": nested slices attend to all tokens at '
+                'once; leave schedule "auto", or set host_backed="none"'
+            )
 
     def _check_slice_schedule(self) -> None:
         if self.slice_tokens == "auto":
@@ -234,6 +239,11 @@ class MemoConfig:
                     f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}={value!r}: set '
                     'that, or storage="alpha"'
                 )
+        if self.host_backed not in ("auto", "none"):
+            raise ValueError(
+                f'host_backed="{self.host_backed}" contradicts storage="kinds", which moves whole layers: leave it '
+                '"auto", or set storage="alpha"'
+            )
         if self.schedule not in ("auto", "layer"):
             raise ValueError(
                 f'schedule="{self.schedule}" contradicts storage="kinds", which runs slices layer by layer: leave it '

@@ -323,8 +323,10 @@ class Plan:
         """Device bytes beside the model state: the highest transient peak, and the activations kept."""
         if self.swap.mode == "plain":
             return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
+        if self.swap.storage is not None:  # a recomputed layer has all its tokens alive
+            return self.costs.working_bytes(1.0) + self.swap.buffer_bytes + self.swap.kept_bytes
         slice_share = min((self.swap.slice_tokens or self.costs.tokens) / self.costs.tokens, 1.0 - self.swap.alpha)
-        return self.costs.working_bytes(slice_share) + self.swap.buffer_bytes + self.swap.kept_bytes
+        return self.costs.working_bytes(slice_share) + self.swap.buffer_bytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.

@@ -15,7 +15,7 @@ from lightning_memo.storage_plan import CallPlan, StoragePlan
 
 _MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
 _PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}
-_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "all that layers save"}
+_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "all else"}
 
 
 def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
@@ -27,7 +27,12 @@ def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
         plan: what is stored.
         costs: what it was made from.
     """
-    table = Table(title="Kind by kind, in shares of the tokens", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title="Kind by kind, in shares of the tokens",
+        caption="The last two layer calls keep on the device what others like them swap.",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("layer calls")
     table.add_column("kind")
     places = [place for place in PLACES if place != "spill" or _spills(plan)]
@@ -37,7 +42,7 @@ def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
         label = numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
         for kind, size in zip(call.kinds, call.sizes, strict=True):
             shares = _shares(kind, stored, plan.tokens, places)
-            table.add_row(label, _NAMES.get(kind, kind), format_bytes(size), *shares)
+            table.add_row(label, _NAMES.get(kind, f"  {kind}, of that"), format_bytes(size), *shares)
             label = ""
     return table
 

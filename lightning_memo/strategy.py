@@ -159,7 +159,7 @@ class MemoStrategy(CheckpointingStrategy):
         if plan is not None and not Path(plan).is_file():
             raise ValueError(f'plan="{plan}": no such file; give one that Plan.save wrote, or None to profile')
         if spill_path is not None:
-            open_unnamed(Path(spill_path)).close()
+            open_unnamed(Path(str(spill_path))).close()
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.engine: Engine | None = None
         self._test_mode = test_mode

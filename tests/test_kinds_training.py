@@ -94,6 +94,7 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
         {"tensor_parallel_size": 2},
         {"context_parallel_size": 2},
         {"schedule": "nest"},
+        {"host_backed": "all"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -216,7 +217,7 @@ def test_the_table_shows_every_kind_and_what_binds(text: str) -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "memo, kind by kind, layer schedule" in text
     assert any(row.startswith("0-5 layer input 3.9 MiB") for row in rows)
-    assert any(row.startswith("up 15.6 MiB") for row in rows)
+    assert any(row.startswith("up, of that 15.6 MiB") for row in rows)
     binding = [row for row in rows if row.startswith("host memory 60 MiB")]
     assert binding and "%" in binding[0]
     assert "Host memory binds: 1 MiB more would save at most" in " ".join(text.split())

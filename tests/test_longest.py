@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,41 @@ def test_attempts_that_run_out_of_memory_are_survived():
         with pytest.raises(RuntimeError, match="a bug"):
             attempt(96)
         assert attempt(32).fits
+
+
+ENDLESS = """
+import time
+from lightning_memo.lengths.process import TrialProcess
+attempt = TrialProcess(time.sleep, memory_bytes=None)
+attempt._start()
+print(attempt._process.pid, attempt._folder.name, flush=True)
+attempt(3600)
+"""
+
+
+def wait_for(happened):
+    for _ in range(600):
+        if happened():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it has not happened in a minute")
+
+
+def alive(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
+
+
+def test_an_attempt_ends_with_the_process_that_waits_for_it():
+    waiting = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    process, folder = waiting.stdout.readline().split()
+    assert alive(int(process)) and Path(folder).is_dir()
+    waiting.kill()
+    waiting.communicate()
+    wait_for(lambda: not alive(int(process)))
+    assert not Path(folder).exists()
 
 
 def test_the_search_finds_what_trying_all_lengths_finds(monkeypatch):

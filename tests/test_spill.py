@@ -130,7 +130,7 @@ def test_without_direct_io_bytes_come_back_too_and_it_is_said(tmp_path: Path, mo
 
 
 @pytest.fixture
-def full_disk() -> Iterator[None]:
+def short_files() -> Iterator[None]:
     """Files of this process may not be larger than a few blocks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * BLOCK_BYTES, hard))
@@ -138,12 +138,12 @@ def full_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_gives_one_clear_line(tmp_path: Path, full_disk: None) -> None:
+def test_a_limit_on_files_gives_one_clear_line(tmp_path: Path, short_files: None) -> None:
     with pytest.raises(SpillError) as caught:
         SpillFile(tmp_path, 5 * BLOCK_BYTES)
     message = str(caught.value)
     assert "\n" not in message
-    assert f"needs 20.0 KiB (20480 bytes) in {tmp_path}, which has" in message and "lower spill_memory" in message
+    assert f"needs a file of 20.0 KiB (20480 bytes) in {tmp_path}, and files" in message and "ulimit -f" in message
     SpillFile(tmp_path, 4 * BLOCK_BYTES).close()  # what fits still works
 
 

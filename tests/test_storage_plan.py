@@ -479,6 +479,22 @@ def test_plans_of_any_costs_fit_and_take_what_was_expected(data):
     assert may_drop or all(call.tokens(ATTENTION) == costs.tokens for call in plan.calls)
 
 
+def test_what_fits_to_the_byte_is_found():
+    """A byte of 330 million is within the tolerances of linear programs."""
+    large = CallCosts(
+        input_bytes=0, attention_bytes=0, other_bytes=333333334, products=(), forward_seconds=1.0,
+        backward_seconds=0.0, attention_seconds=0.0, elementwise_seconds=8.0,
+    )  # fmt: skip
+    small = replace(large, input_bytes=1, attention_bytes=15, other_bytes=0, forward_seconds=0.0, elementwise_seconds=0)
+    costs = StorageCosts(
+        tokens=1, classes=(large, small), call_classes=(0, 1, 0, 0, 1, 1), outside_seconds=0.0,
+        offload_bytes_per_second=1e6, prefetch_bytes_per_second=1e6, fixed_device_bytes=0, transient_device_bytes=0,
+    )  # fmt: skip
+    nvme = NvmeTier(capacity_bytes=15, write_bytes_per_second=1e8, read_bytes_per_second=3e8)
+    budget = StorageBudget(device_bytes=48, host_bytes=0, nvme=nvme)
+    assert plan_storage(costs, budget, may_drop_attention=False, tile_tokens=1).needs.device_bytes == 48
+
+
 def limits_of(costs, budget):
     """For each resource, a function that gives the same problem with a share more of it."""
 
@@ -592,8 +608,9 @@ def test_attention_outputs_are_dropped_only_where_that_pays():
     with pytest.raises(StorageError) as caught:
         plan_storage(costs, replace(tight, device_bytes=1600), may_drop_attention=False)
     assert str(caught.value) == (
-        "layer inputs and attention outputs of 12 layer calls take 2.3 KiB, but the device has 100 B left, "
-        "the host has 1.5 KiB: raise device_memory or host_memory, or shorten the sequence"
+        "layer inputs and attention outputs of 12 layer calls take 2.3 KiB, and 400 B of buffers on the device "
+        "if they leave it, but the device has 100 B left, the host has 1.5 KiB: "
+        "raise device_memory or host_memory, or shorten the sequence"
     )
     with pytest.raises(StorageError, match=r"device lacks 500 B without them, the host has 1\.5 KiB, NVMe 976\.6"):
         plan_storage(costs, replace(tight, device_bytes=1000, nvme=AMPLE.nvme))

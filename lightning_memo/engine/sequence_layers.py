@@ -28,10 +28,15 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
         ValueError: The model holds none.
     """
     found = next(iter(find_hugging_face(model)), None)
-    if found is None or not takes_loss_arguments(found):
+    if found is None:
         raise ValueError(
             'schedule="slice" runs a causal language model of transformers slice by slice, and '
             f'{type(model).__name__} has none: use schedule="layer"'
+        )
+    if not takes_loss_arguments(found):
+        raise ValueError(
+            f'schedule="slice" shifts labels and counts tokens once for all slices, and the forward of '
+            f'{type(found).__name__} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
         )
     return found
 

@@ -138,6 +138,11 @@ def _use_direct_io(descriptor: int) -> bool:
 
 def _refusal(folder: Path, size_bytes: int, error: OSError) -> str:
     free = free_disk_bytes(folder)
+    if error.errno == errno.EFBIG:
+        return (
+            f"spilling needs a file of {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, and files of this "
+            "process may not be so large: raise the limit (ulimit -f), lower spill_memory, or raise host_memory"
+        )
     return (
         f"spilling needs {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, which has {format_bytes(free)} "
         f"free ({error.strerror}): free space, lower spill_memory, raise host_memory, or give a folder on another disk"

@@ -6,11 +6,13 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,15 +100,22 @@ class TrialProcess:
         raise RuntimeError(f"{tokens} tokens can't be tried: the process ended with status {status}:\n{said}")
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # clean of what PyTorch does here, and quick after the first
+        # Clean of what PyTorch does here, and quick after the first.
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([Trial.__module__])
         self._output = Path(self._folder.name) / "output.txt"
         self._pipe, there = context.Pipe()
         arguments = (there, self._trial, self._memory_bytes, str(Path.cwd()), self._output)
         self._process = context.Process(target=_serve, args=arguments, name="lengths", daemon=True)
-        self._process.start()
+        try:
+            self._process.start()
+        except (EOFError, ConnectionError) as error:
+            self._pipe.close()
+            self._pipe = None
+            raise ValueError(
+                "the process in which lengths are tried ended while it started: a script that searches lengths needs "
+                '`if __name__ == "__main__":` before what it runs'
+            ) from error
         there.close()
 
     def _stop(self) -> None:
@@ -119,6 +128,8 @@ class TrialProcess:
 
 def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: str, output: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for an attempt ends this process
+    watch = threading.Thread(target=_end_with_parent, args=(output.parent,), daemon=True)
+    watch.start()
     os.chdir(folder)
     tempfile.tempdir = str(output.parent)  # removed with it, even if this process is killed
     with output.open("w") as file:
@@ -130,6 +141,16 @@ def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: s
     with contextlib.suppress(EOFError):
         while True:
             pipe.send(_try(trial, pipe.recv()))
+    watch.join()  # whoever closed the pipe ends this process, or has ended
+
+
+def _end_with_parent(folder: Path) -> None:
+    """No attempt goes on when nobody waits for it any more, whatever ended them; nor does its folder stay."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _try(trial: Callable[[int], Attempt], tokens: int) -> tuple[str, Any]:

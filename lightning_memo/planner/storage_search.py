@@ -140,12 +140,14 @@ def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution,
 def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bool) -> str:
     """One line: what has to be stored, and what there is for it."""
     kinds = required_kinds(may_drop_attention)
-    least = total(costs.class_calls, [sum(call.sizes[: len(kinds)]) for call in costs.classes])
+    sizes = [sum(call.sizes[: len(kinds)]) for call in costs.classes]
+    least, buffers = total(costs.class_calls, sizes), 2 * max(sizes)
     room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
     what = "layer inputs" if may_drop_attention else "layer inputs and attention outputs"
     device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} without them"
     nvme = f", NVMe {format_bytes(budget.nvme.capacity_bytes)}" if budget.nvme else ""
     return (
-        f"{what} of {costs.calls} layer calls take {format_bytes(least)}, but the device {device}, the host has "
-        f"{format_bytes(budget.host_bytes)}{nvme}: raise device_memory or host_memory, or shorten the sequence"
+        f"{what} of {costs.calls} layer calls take {format_bytes(least)}, and {format_bytes(buffers)} of buffers on "
+        f"the device if they leave it, but the device {device}, the host has {format_bytes(budget.host_bytes)}{nvme}: "
+        "raise device_memory or host_memory, or shorten the sequence"
     )
