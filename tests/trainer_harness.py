@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import plan as planning
+from lightning_memo.callbacks import step_meter
 
 BATCH, TOKENS = 2, 32
 _QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
@@ -261,19 +262,21 @@ def listening() -> Iterator[list[str]]:
                 heard.append(record.getMessage())
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    say = planning.rank_zero_info
+    say, sayers = planning.rank_zero_info, (planning, step_meter)
 
     def overheard(text: str) -> None:  # heard here too: logging may have been configured by another test
         heard.append(text)
         say(text)
 
-    planning.rank_zero_info = overheard
+    for module in sayers:
+        module.rank_zero_info = overheard
     for logger in loggers:
         logger.addHandler(ear)
     try:
         yield heard
     finally:
-        planning.rank_zero_info = say
+        for module in sayers:
+            module.rank_zero_info = say
         for logger in loggers:
             logger.removeHandler(ear)
 

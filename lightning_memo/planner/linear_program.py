@@ -67,6 +67,10 @@ class LinearProgram:
         """
         _accept(self._solver.run())
         status = self._solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kUnknown:  # the last optimum can be a beginning that leads nowhere
+            _accept(self._solver.clearSolver())
+            _accept(self._solver.run())
+            status = self._solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return False
         if status != highspy.HighsModelStatus.kOptimal:
