@@ -37,20 +37,9 @@ from lightning_memo.profiler.meter import PeakMeter
 CPU = torch.device("cpu")
 _RESULTS = Path(__file__).parent / "results"
 _QUICK = [
-    "--layers",
-    "2",
-    "--hidden",
-    "64",
-    "--heads",
-    "4",
-    "--slice-tokens",
-    "128",
-    "--block-tokens",
-    "256",
-    "--lengths",
-    "1024",
-    "2048",
-]
+    "--layers", "2", "--hidden", "64", "--heads", "4", "--slice-tokens", "128", "--block-tokens", "256",
+    "--lengths", "1024", "2048",
+]  # fmt: skip
 
 
 def main() -> None:

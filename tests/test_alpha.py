@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts
-from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
-from lightning_memo.planner import alpha as module
+from lightning_memo.planner import HostMemoryError, linear_program, plan_swap, solve_alpha
 
 GIB = 2**30
 FINGERPRINT = Fingerprint(
@@ -256,10 +255,10 @@ def test_a_solver_that_fails_is_not_believed(monkeypatch):
     with pytest.raises(RuntimeError, match="HiGHS"):
         solve(costs_of())
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kWarning)
-    with pytest.raises(RuntimeError, match="HiGHS did not solve for alpha"):
+    with pytest.raises(RuntimeError, match="HiGHS did not solve a linear program"):
         solve(costs_of())
 
 
 def test_an_unknown_option_is_noticed():
     with pytest.raises(RuntimeError, match="refused"):
-        module._accept(highspy.Highs().setOptionValue("no_such_option", 1))
+        linear_program._accept(highspy.Highs().setOptionValue("no_such_option", 1))

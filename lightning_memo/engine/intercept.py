@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from lightning_memo.engine.regions import gapless_strides
 from lightning_memo.engine.slices import take_tokens
@@ -99,7 +100,25 @@ def handling(handler: AttentionHandler) -> Iterator[None]:
         _handler.reset(token)
 
 
-class LayerMode(TorchFunctionMode):
+class OwnMode(TorchFunctionMode):
+    """Knows the calls of whoever entered it from those inside an attention call, or inside a nested slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: object = None
+
+    def __enter__(self) -> Self:
+        self._own = _handler.get()
+        super().__enter__()
+        return self
+
+    @property
+    def inside(self) -> bool:
+        """Whether what runs now belongs to another handler than at the beginning."""
+        return _handler.get() is not self._own
+
+
+class LayerMode(OwnMode):
     """Catches imported attention functions, and gives dropout the mask that the whole sequence would have drawn.
 
     Note: [Dropout and slices]
@@ -111,19 +130,13 @@ class LayerMode(TorchFunctionMode):
         super().__init__()
         self._tokens, self._start, self._stop, self._shards = tokens, start, stop, shards
         self._batch, self._token_dim = batch, token_dim
-        self._own: object = None
-
-    def __enter__(self) -> LayerMode:
-        self._own = _handler.get()
-        super().__enter__()
-        return self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         handler = _handler.get()
-        if handler is None or handler is not self._own:  # inside an attention call, or inside a nested slice
+        if handler is None or self.inside:
             return func(*args, **kwargs)
         if func is _sdpa:
             return _answer_sdpa(handler, args, kwargs)

@@ -47,15 +47,7 @@ class LazyTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls,
-        source: Rows | _Source,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        at_once: int,
-        memory: SlotMemory | None = None,
-    ) -> Self:
+    def __new__(cls, source: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *_: Any) -> Self:
         return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
     def __init__(

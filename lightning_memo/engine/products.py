@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.intercept import current_handler
+from lightning_memo.engine.intercept import OwnMode
 
 Compute = Callable[[], Tensor]
 OnProduct = Callable[[str, Compute], Tensor]
@@ -39,7 +38,7 @@ _TAKEN = ("input", "attention", "all", "out", "lse", "query", "key", "value", "o
 _KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-class ProductMode(TorchFunctionMode):
+class ProductMode(OwnMode):
     """Hands the products of a layer's forward to someone, by the names of their weights within the layer.
 
     A weight that is used again has a number behind its name. Products inside attention, of parts of weights (experts)
@@ -55,19 +54,13 @@ class ProductMode(TorchFunctionMode):
         self._names = {id(p): _short(name) for name, p in layer.named_parameters() if not isinstance(p, DTensor)}
         self._on_product = on_product
         self._counts: Counter[str] = Counter()
-        self._own: object = None
-
-    def __enter__(self) -> ProductMode:
-        self._own = current_handler()
-        super().__enter__()
-        return self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         place = _WEIGHT_PLACES.get(func)
-        if place is None or len(args) <= place or current_handler() is not self._own:
+        if place is None or len(args) <= place or self.inside:
             return func(*args, **kwargs)
         name = self._names.get(id(args[place]))
         if name is None:

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -53,12 +54,7 @@ class SpillFile:
         Raises:
             SpillError: The disk failed.
         """
-        view, done = memoryview(memory.numpy()), 0
-        try:
-            while done < memory.nbytes:
-                done += os.pwritev(self._file.fileno(), [view[done:]], offset_bytes + done)
-        except OSError as error:
-            raise self._failure("writing to", error) from error
+        self._move(os.pwritev, "writing to", memory, offset_bytes)
 
     def read(self, memory: Tensor, offset_bytes: int) -> None:
         """Read bytes that were written, as :meth:`write` takes them.
@@ -66,15 +62,18 @@ class SpillFile:
         Raises:
             SpillError: The disk failed.
         """
+        self._move(os.preadv, "reading from", memory, offset_bytes)
+
+    def _move(self, call: Callable[..., int], doing: str, memory: Tensor, offset_bytes: int) -> None:
         view, done = memoryview(memory.numpy()), 0
         try:
             while done < memory.nbytes:
-                count = os.preadv(self._file.fileno(), [view[done:]], offset_bytes + done)
+                count = call(self._file.fileno(), [view[done:]], offset_bytes + done)
                 if count == 0:
                     raise OSError(errno.EIO, "the file ends too early")
                 done += count
         except OSError as error:
-            raise self._failure("reading from", error) from error
+            raise self._failure(doing, error) from error
 
     def _failure(self, doing: str, error: OSError) -> SpillError:
         return SpillError(

@@ -6,24 +6,21 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
-
-import highspy
+from typing import Final, Literal
 
 from lightning_memo.config import format_bytes
 from lightning_memo.plan import Budget, Fingerprint, HostBacked, LayerCosts, Plan, Schedule, StreamedBytes, SwapPlan
+from lightning_memo.planner.linear_program import LinearProgram
 from lightning_memo.planner.plain import plain_plan
-from lightning_memo.planner.spill import calls_to_spill, disk_keeps_up
+from lightning_memo.planner.room import Room
 from lightning_memo.planner.step_time import steady, step_seconds
 
 Binding = Literal["overlap", "host", "all tokens swapped"]
 
-_TIME_LIMIT_SECONDS: Final = 10.0
-_GIB: Final = 1024**3
 _MORE_HOST_MEMORY: Final = "raise host_memory or shorten the sequence"
 _MORE_DISK: Final = "raise host_memory or spill_memory, or shorten the sequence"
 _BytesOfAlpha = Callable[[float], int]
-# HiGHS meets rows to 1e-7, so what it calls the best alpha can be this far from it.
+# HiGHS meets rows within a tolerance, so what it calls the best alpha can be this far from it.
 _TOLERANCE: Final = 1e-6
 
 
@@ -89,29 +86,14 @@ def _maximise(rows: Sequence[tuple[float, float]]) -> tuple[float, int]:
     Returns:
         Alpha, and the index of the row that limits it most.
     """
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    _accept(solver.setOptionValue("output_flag", False))
-    _accept(solver.setOptionValue("time_limit", _TIME_LIMIT_SECONDS))
-    _accept(solver.addVar(0.0, 1.0))
-    _accept(solver.changeColCost(0, 1.0))
-    _accept(solver.changeObjectiveSense(highspy.ObjSense.kMaximize))
-    for other_bytes, room_bytes in rows:
-        # HiGHS drops coefficients below 1e-9 and meets rows to 1e-7, so rows are in GiB, or finer for small models.
-        scale = min(float(_GIB), max(other_bytes, 1.0))
-        _accept(solver.addRow(-highspy.kHighsInf, room_bytes / scale, 1, [0], [other_bytes / scale]))
-    _accept(solver.run())
-    status = solver.getModelStatus()
-    if status != highspy.HighsModelStatus.kOptimal:
-        raise RuntimeError(f"HiGHS did not solve for alpha: {solver.modelStatusToString(status)}")
-    solution = solver.getSolution()
-    prices = [abs(price) for price in solution.row_dual]
-    return min(max(float(solution.col_value[0]), 0.0), 1.0), max(range(len(rows)), key=prices.__getitem__)
-
-
-def _accept(status: Any) -> None:
-    # HiGHS reports a refused call, an unknown option included, only by its status.
-    if status == highspy.HighsStatus.kError:
-        raise RuntimeError("HiGHS refused a call while solving for alpha")
+    program = LinearProgram()
+    alpha = program.column(0.0, 1.0)
+    program.minimise({alpha: -1.0})
+    limits = [program.row({alpha: float(other_bytes)}, most=float(room_bytes)) for other_bytes, room_bytes in rows]
+    if not program.solve():
+        raise RuntimeError("HiGHS found no alpha, though alpha = 0 fits")
+    prices = [abs(program.dual(row)) * other_bytes for row, (other_bytes, _) in zip(limits, rows, strict=True)]
+    return min(max(program.values[alpha], 0.0), 1.0), max(range(len(rows)), key=prices.__getitem__)
 
 
 def plan_swap(
@@ -154,36 +136,15 @@ def plan_swap(
         plain = plain_plan(costs, budget, fingerprint, schedule, slice_tokens)
         if plain is not None:
             return plain
-    swapped_calls = max(costs.calls - 2, 0)
-
-    def spilled_calls(fraction: float) -> int | None:
-        return calls_to_spill(swapped_calls, slot_bytes(fraction), budget) if swapped_calls else 0
-
-    def host_bytes(fraction: float) -> int:
-        if streamed_bytes is not None:
-            return streamed_bytes(fraction).host
-        return swapped_calls * slot_bytes(fraction) if swapped_calls else 0
-
     warm = steady(costs)
-
-    def fits(fraction: float) -> bool:
-        if streamed_bytes is not None:
-            return host_bytes(fraction) <= budget.host_bytes
-        return spilled_calls(fraction) is not None
-
-    def keeps_up(fraction: float) -> bool:
-        spilled = 0 if streamed_bytes is not None else spilled_calls(fraction)
-        return not spilled or disk_keeps_up(warm, slot_bytes(fraction), spilled, fraction)
-
-    room = _Room(budget, host_bytes, fits, keeps_up)
+    room = Room(warm, budget, slot_bytes, streamed_bytes)
     if alpha == "auto":
         chosen, reason = _best_alpha(warm, room, allowed)
     else:
         chosen, reason = _given_alpha(warm, room, float(alpha), allowed)
     swap = SwapPlan(
         mode="memo", alpha=chosen, schedule=schedule, slice_tokens=slice_tokens, calls=costs.calls,
-        slot_bytes=slot_bytes(chosen) if streamed_bytes is None else 0,
-        spilled_calls=(spilled_calls(chosen) or 0) if streamed_bytes is None else 0,
+        slot_bytes=slot_bytes(chosen) if streamed_bytes is None else 0, spilled_calls=room.spilled_calls(chosen) or 0,
     )  # fmt: skip
     if streamed_bytes is not None:
         swap = _streamed(swap, host_backed, streamed_bytes(chosen))
@@ -195,23 +156,6 @@ def plan_swap(
         step_seconds=step_seconds(warm, swap),
         reason=reason,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What is off the device, as functions of alpha.
-
-    Attributes:
-        budget: The limits.
-        host_bytes: Bytes of all layer calls that are swapped.
-        fits: Whether host and disk have room for them.
-        keeps_up: Whether no layer waits for the disk.
-    """
-
-    budget: Budget
-    host_bytes: _BytesOfAlpha
-    fits: Callable[[float], bool]
-    keeps_up: Callable[[float], bool]
 
 
 def _streamed(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> SwapPlan:
@@ -226,7 +170,7 @@ def _streamed(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> 
     )
 
 
-def _given_alpha(costs: LayerCosts, room: _Room, alpha: float, allowed: tuple[float, ...] | None) -> tuple[float, str]:
+def _given_alpha(costs: LayerCosts, room: Room, alpha: float, allowed: tuple[float, ...] | None) -> tuple[float, str]:
     if allowed is not None and alpha not in allowed:
         raise ValueError(
             f'alpha={alpha:g} is not possible, as the layers allow only {_listed(allowed)}: give one, or "auto"'
@@ -238,7 +182,7 @@ def _given_alpha(costs: LayerCosts, room: _Room, alpha: float, allowed: tuple[fl
     return alpha, f"alpha was given; {_overlap_clause(costs, alpha)}{slow}."
 
 
-def _best_alpha(costs: LayerCosts, room: _Room, allowed: tuple[float, ...] | None) -> tuple[float, str]:
+def _best_alpha(costs: LayerCosts, room: Room, allowed: tuple[float, ...] | None) -> tuple[float, str]:
     budget = room.budget
     solution = solve_alpha(costs, budget)
     fitting = _fitting_alpha(costs, room, solution.alpha, allowed)
@@ -268,7 +212,7 @@ def _best_alpha(costs: LayerCosts, room: _Room, allowed: tuple[float, ...] | Non
     return fitting, reason + "."
 
 
-def _fitting_alpha(costs: LayerCosts, room: _Room, limit: float, allowed: tuple[float, ...] | None) -> float:
+def _fitting_alpha(costs: LayerCosts, room: Room, limit: float, allowed: tuple[float, ...] | None) -> float:
     """Largest fraction up to `limit` whose slots, alignment included, find room, in whole tokens.
 
     The disk has to keep up as well, unless the least fraction is too much for it already: that only costs time.
