@@ -207,6 +207,8 @@ class NvmeTier:
     capacity_bytes: int
     write_bytes_per_second: float
     read_bytes_per_second: float
+    bounce_share: float = 0.0
+    """Host bytes of the buffers through which it passes, for each byte of the most that a layer call has there."""
 
     def __post_init__(self) -> None:
         check_range(self, {})

@@ -22,6 +22,7 @@ from trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, f
 from lightning_memo import MemoStrategy
 from lightning_memo.engine.spill_file import SpillError
 from lightning_memo.plan import Plan
+from lightning_memo.planner.sensitivity import explain
 from lightning_memo.profiler import costs
 from lightning_memo.report import plan_tables
 from lightning_memo.spill_sizes import SpillSizes, whole_blocks
@@ -119,7 +120,8 @@ def replace_capacity(budget: StorageBudget, spill_bytes: int) -> StorageBudget:
 
 def test_a_disk_that_does_not_help_is_not_used() -> None:
     assert planned(budget_of(60, disk_of(1e3))).swap.spill_bytes == 0
-    assert planned(budget_of(4, disk_of(2e8))).swap.spill_bytes == 0  # a step would take as long
+    assert planned(budget_of(1, disk_of(2e8))).swap.spill_bytes == 0  # a step would take as long
+    assert planned(budget_of(4, disk_of(2e8))).step_seconds < planned(budget_of(4, None)).step_seconds
     no_room_for_buffers = replace(budget_of(60, disk_of(2e8)), host_bytes=4 * KIB)
     assert planned(no_room_for_buffers).swap.spill_bytes == 0
 
@@ -128,6 +130,17 @@ def test_bounce_buffers_fit_a_small_host() -> None:
     plan = planned(budget_of(24, disk_of(2e8)))
     assert 20 * MIB < plan.swap.spill_sizes.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
     assert plan.step_seconds < planned(budget_of(24, None)).step_seconds
+
+
+@pytest.mark.parametrize("host_mib", [6, 12, 24])
+def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
+    plan = planned(budget_of(host_mib, disk_of(2e8, gib=64)))
+    assert plan.swap.storage is not None and plan.swap.spill_bytes > 0
+    rows = {row.resource: row for row in explain(plan.swap.storage)}
+    assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
+    assert rows["host memory"].used == plan.swap.host_bytes / MIB
+    assert (rows["NVMe space"].limit, rows["NVMe space"].binds) == (64, False)
+    assert rows["NVMe space"].used == plan.swap.spill_bytes / 2**30
 
 
 def test_tables_show_the_disk() -> None:

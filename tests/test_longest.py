@@ -145,6 +145,24 @@ def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeyp
         MemoStrategy().max_sequence_length(module, **arguments, resume=True)
 
 
+def test_results_that_cannot_be_written_are_told_before_the_first_attempt(monkeypatch, tmp_path):
+    monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(process))
+    process = FakeProcess()
+    with pytest.raises(OSError, match="exists and is no regular file"):
+        MemoStrategy().max_sequence_length(NoTokens(), build, low=100, high=1000, results=tmp_path, **TRAINER)
+    assert process.tried == []
+
+
+def test_a_search_goes_on_with_another_logger(monkeypatch, tmp_path):
+    monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(FakeProcess()))
+    arguments = {"low": 100, "high": 1000, "multiple_of": 100, "results": tmp_path / "a.json", **TRAINER}
+    assert MemoStrategy().max_sequence_length(NoTokens(), build, **arguments) == 300
+    arguments |= {"resume": True, "enable_progress_bar": True, "max_steps": 7}
+    assert MemoStrategy().max_sequence_length(NoTokens(), build, **arguments, logger=True) == 300
+    with pytest.raises(ValueError, match="had another trainer"):
+        MemoStrategy().max_sequence_length(NoTokens(), build, **arguments, precision="bf16-true")
+
+
 class FakeProcess:
     """Tries lengths by a rule, and is interrupted at one of them."""
 
@@ -189,6 +207,11 @@ class NoTokens(LightningModule):
         (NoTokens, {"batch_of": build, "low": 10, "high": 5}, "high=5 is below low=10"),
         (NoTokens, {"batch_of": build, "devices": 2}, "searched in one process"),
         (NoTokens, {"batch_of": build, "steps_per_trial": 1}, "steps_per_trial=1: give 2 or more"),
+        (
+            NoTokens,
+            {"batch_of": build, "precison": 32},
+            "precison: no argument of the search or of Lightning's Trainer",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(module, arguments, message):

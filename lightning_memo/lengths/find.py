@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,19 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.lengths.process import TrialProcess
 from lightning_memo.lengths.record import attempts_table, load_attempts, save_search
 from lightning_memo.lengths.search import Attempt, LengthSearch
-from lightning_memo.lengths.trial import BatchOf, Trial, random_tokens
+from lightning_memo.lengths.trial import OWN_TRAINER, BatchOf, Trial, random_tokens
 from lightning_memo.profiler.costs import model_fingerprint
 from lightning_memo.profiler.machine import available_host_bytes
 
 _USABLE_SHARE = 0.9
-_FOLDER = "default_root_dir"  # of the run, not of what is tried
 
 
 def find_longest(
@@ -71,6 +71,7 @@ def find_longest(
 
 def _run(search: LengthSearch, attempt: Callable[[int], Attempt], save: Callable[[], None]) -> None:
     console = Console()
+    save()  # if that is not possible, it is told now, not after the first attempt
     while (tokens := search.next_tokens()) is not None:
         with console.status(f"trying {tokens:,} tokens"):
             made = attempt(tokens)
@@ -95,6 +96,8 @@ def _answer(search: LengthSearch) -> Attempt:
 def _check(config: MemoConfig, trainer: Mapping[str, Any], steps_per_trial: int) -> None:
     if type(steps_per_trial) is not int or steps_per_trial < 2:
         raise ValueError(f"steps_per_trial={steps_per_trial!r}: give 2 or more, as the first step is only profiled")
+    if unknown := sorted(set(trainer) - set(inspect.signature(Trainer).parameters)):
+        raise ValueError(f"{', '.join(unknown)}: no argument of the search or of Lightning's Trainer; correct the name")
     sizes = [config.context_parallel_size, config.tensor_parallel_size]
     sizes += [trainer.get("devices", 1), trainer.get("num_nodes", 1), int(os.environ.get("WORLD_SIZE", 1))]
     if any(size != 1 for size in sizes):
@@ -111,7 +114,7 @@ def _describe(
         "module": f"{model_fingerprint(module)} {dict(module.hparams)}",
         "batch_of": getattr(batch_of, "__qualname__", repr(batch_of)),
         "strategy": repr(config),
-        "trainer": repr(sorted((name, repr(value)) for name, value in trainer.items() if name != _FOLDER)),
+        "trainer": repr(sorted((name, repr(value)) for name, value in trainer.items() if name not in OWN_TRAINER)),
         "torch": torch.__version__,
     }
 

@@ -38,6 +38,8 @@ _QUIET = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
+# Arguments of the trainer that an attempt sets itself: the user's are of no consequence.
+OWN_TRAINER = frozenset({*_QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
 _LONGEST_REASON = 200
 
 

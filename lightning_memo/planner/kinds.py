@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,13 +12,13 @@ from lightning_memo.plan import Fingerprint, Plan, StoredBytes, SwapPlan
 from lightning_memo.planner.sensitivity import Explanation, explain
 from lightning_memo.planner.storage_search import StorageError, plan_storage
 from lightning_memo.storage_costs import ALL, NvmeTier, StorageBudget, StorageCosts
-from lightning_memo.storage_plan import StoragePlan
+from lightning_memo.storage_plan import Resource, StoragePlan
 
-# Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. Bounce
-# buffers grow with what goes to the disk instead: a few more attempts find both.
+# Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. The share
+# of bounce buffers hangs on what goes to the disk: a few more attempts find both.
 _ATTEMPTS: Final = 10
-# Of the host bytes that go to the disk instead, bounce buffers take back no more than this, for all but tiny models.
-_MOST_BOUNCED: Final = 0.8
+# Bounce buffers are never smaller than what passes through them.
+_LEAST_BOUNCE_SHARE: Final = 1.0
 # Of the device memory that was measured to be free: allocators fragment, and libraries take workspaces.
 _USABLE_DEVICE_SHARE: Final = 0.9
 
@@ -136,12 +135,13 @@ class _Problem:
 
     def _fitting(self, budget: StorageBudget) -> SwapPlan:
         """The best plan whose exact bytes fit: what is too much, the next attempt has less to spend."""
-        limits = budget
+        nvme = budget.nvme and replace(budget.nvme, bounce_share=_LEAST_BOUNCE_SHARE)
+        limits = replace(budget, nvme=nvme)
         for _ in range(_ATTEMPTS):
             swap = self._exact(plan_storage(self.costs, limits, tile_tokens=self.tile_tokens))
             less = self._less(limits, swap, budget)
             if less is None:
-                return swap
+                return self._explained(swap, budget)
             if less == limits:
                 break
             limits = less
@@ -168,31 +168,46 @@ class _Problem:
 
     def _less(self, limits: StorageBudget, swap: SwapPlan, budget: StorageBudget) -> StorageBudget | None:
         """What the next attempt has to spend where a plan, made for `limits`, is too large; None if it fits."""
-        always = self.costs.fixed_device_bytes + self.costs.transient_device_bytes
-        device = max(always + swap.buffer_bytes + swap.kept_bytes - budget.device_bytes, 0)
+        device = max(self._device_bytes(swap) - budget.device_bytes, 0)
         host = max(swap.host_bytes - budget.host_bytes, 0)
         disk = max(swap.spill_bytes - budget.spill_bytes, 0)
         if not (device or host or disk):
             return None
-        if host and swap.spill_bytes:
-            share = swap.spill_sizes.bounce_bytes / swap.spill_bytes
-            if limits.host_bytes:  # what leaves the host for the disk makes bounce buffers larger
-                host = math.ceil(host / (1 - min(share, _MOST_BOUNCED)))
-            else:  # they alone are too large
-                disk = max(disk, math.ceil(host / share))
+        nvme = limits.nvme
+        if nvme and swap.spill_bytes:
+            sizes = swap.spill_sizes
+            share = max(sizes.bounce_bytes / sizes.slot_bytes, nvme.bounce_share)
+            if share > nvme.bounce_share:  # with larger bounce buffers it may fit
+                host = 0
+            nvme = replace(nvme, bounce_share=share, capacity_bytes=max(nvme.capacity_bytes - disk, 0))
         return replace(
             limits,
             device_bytes=max(limits.device_bytes - device, 0),
             host_bytes=max(limits.host_bytes - host, 0),
-            nvme=_smaller(limits.nvme, swap, disk),
+            nvme=nvme,
         )
 
+    def _device_bytes(self, swap: SwapPlan) -> int:
+        always = self.costs.fixed_device_bytes + self.costs.transient_device_bytes
+        return always + swap.buffer_bytes + swap.kept_bytes
 
-def _smaller(nvme: NvmeTier | None, swap: SwapPlan, less_bytes: int) -> NvmeTier | None:
-    if nvme is None or not less_bytes or swap.storage is None:
-        return nvme
-    used = min(nvme.capacity_bytes, swap.storage.needs.nvme_bytes)
-    return replace(nvme, capacity_bytes=max(used - less_bytes, 0))
+    def _explained(self, swap: SwapPlan, budget: StorageBudget) -> SwapPlan:
+        """The same with what there is and what is used to the byte, where the attempt had less to spend."""
+        assert swap.storage is not None
+        limits: dict[Resource, int] = {
+            "device memory": budget.device_bytes,
+            "host memory": budget.host_bytes,
+            "NVMe space": budget.spill_bytes,
+        }
+        prices = tuple(replace(price, limit=limits.get(price.resource, price.limit)) for price in swap.storage.prices)
+        needs = replace(
+            swap.storage.needs,
+            device_bytes=self._device_bytes(swap),
+            rounding_bytes=swap.buffer_bytes,
+            host_bytes=swap.host_bytes,
+            nvme_bytes=swap.spill_bytes,
+        )
+        return replace(swap, storage=replace(swap.storage, prices=prices, needs=needs))
 
 
 def _step_seconds(swap: SwapPlan) -> float:

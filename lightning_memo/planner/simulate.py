@@ -12,7 +12,7 @@ Layer calls i and i + 2 share a rounding buffer, which holds what a call moves:
 
 Bytes are on the device while their call's forward runs and until its backward ends, if kept; in the two buffers, which
 last the whole step, if moved; on the host or NVMe from the beginning of their copy until their call's backward ends.
-Bytes on their way to or from NVMe pass through host memory that is not counted here.
+Bytes on their way to or from NVMe pass through host memory that lasts the whole step.
 """
 
 from __future__ import annotations
@@ -237,6 +237,9 @@ class _Step:
         self._device.hold(self._costs.fixed_device_bytes + self._costs.transient_device_bytes + buffers, 0, 0.0)
         order = list(enumerate(self._work))
         leaving = order[:-2]
+        if self._budget.nvme:
+            largest = max((work.spilled_bytes for _, work in leaving), default=0)
+            self._host.hold(math.ceil(self._budget.nvme.bounce_share * largest), 0, 0.0)
         for call, work in order:
             self._forward(call, work)
             if call < len(leaving) and work.moved_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_memo.storage_costs import ALL, ATTENTION, PLACES, CallCosts, Place, StorageBudget, StorageCosts
@@ -13,7 +14,7 @@ def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPla
 
     Args:
         costs: bytes and seconds by class of layer calls.
-        budget: its NVMe bandwidths are used.
+        budget: its NVMe tier is used, not the capacities.
         calls: what each class stores.
     """
     kept, swapped, spilled = (
@@ -26,9 +27,17 @@ def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPla
         step_seconds=_step_seconds(costs, budget, calls),
         device_bytes=always + rounding + total(costs.class_calls, kept),
         rounding_bytes=rounding,
-        host_bytes=total(costs.class_copies, swapped),
+        host_bytes=total(costs.class_copies, swapped) + _bounce_bytes(costs, budget, spilled),
         nvme_bytes=total(costs.class_copies, spilled),
     )
+
+
+def _bounce_bytes(costs: StorageCosts, budget: StorageBudget, spilled: Sequence[int]) -> int:
+    """Host bytes through which all passes that is spilled."""
+    if budget.nvme is None:
+        return 0
+    leaving = (size for copies, size in zip(costs.class_copies, spilled, strict=True) if copies)
+    return math.ceil(budget.nvme.bounce_share * max(leaving, default=0))
 
 
 def total(counts: Sequence[int], sizes: Sequence[int]) -> int:

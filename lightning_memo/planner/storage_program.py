@@ -222,11 +222,20 @@ class _Model:
         kept = add(scale(part.bytes("keep"), part.calls) for part in self._classes)
         room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
         self._add_capacity("device memory", add([kept, scale(slot, 2.0)]), room)
-        swapped = add(scale(part.bytes("swap"), part.copies) for part in self._classes)
-        self._add_capacity("host memory", swapped, budget.host_bytes)
+        on_host = add(scale(part.bytes("swap"), part.copies) for part in self._classes)
         if budget.nvme is not None:
             spilled = add(scale(part.bytes("spill"), part.copies) for part in self._classes)
             self._add_capacity("NVMe space", spilled, budget.nvme.capacity_bytes)
+            on_host = add([on_host, self._add_bounce_buffers(budget.nvme.bounce_share)])
+        self._add_capacity("host memory", on_host, budget.host_bytes)
+
+    def _add_bounce_buffers(self, share: float) -> Terms:
+        """Host bytes through which all passes that is spilled: a share of the most that a layer call spills."""
+        most = {self._program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
+        for part in self._classes:
+            if part.copies:
+                self._program.row(add([part.bytes("spill"), scale(most, -1.0)]), most=0.0)
+        return scale(most, share)
 
     def _add_capacity(self, resource: Resource, held: Terms, limit: float) -> None:
         # More than twice what there is to hold is as good, and far larger numbers trouble the solver.
