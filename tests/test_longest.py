@@ -149,7 +149,7 @@ def test_results_that_cannot_be_written_are_told_before_the_first_attempt(monkey
     monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(process))
     process = FakeProcess()
     with pytest.raises(OSError, match="exists and is no regular file"):
-        MemoStrategy().max_sequence_length(NoTokens(), build, low=100, high=1000, results=tmp_path, **TRAINER)
+        MemoStrategy().max_sequence_length(NoTokens(), build, low=1024, high=2048, results=tmp_path, **TRAINER)
     assert process.tried == []
 
 
