@@ -17,8 +17,8 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.plan import SwapPlan
+from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
 
 PLAIN = "plain"
 CHECKPOINTING = "checkpointing"

@@ -9,7 +9,7 @@ from typing import Any as _Any
 __all__ = ["MemoStrategy", "Plan"]
 __version__ = "0.1.0"
 
-_WITHOUT_TORCH = ("lightning_memo.place",)
+_WITHOUT_TORCH = ("lightning_memo.place", "lightning_memo.estimate")
 
 
 def _runs_without_torch() -> bool:

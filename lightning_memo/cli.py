@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hydra.errors import HydraException, InstantiationException
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_memo.launch import let_the_first_speak
@@ -61,10 +60,16 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         cause = error.__cause__
         # The arguments come from the configuration, so wrong names and values are the user's wherever they are found.
-        own = isinstance(cause, (TypeError, ValueError, ImportError, MisconfigurationException))
+        own = isinstance(cause, (TypeError, ValueError, ImportError, *_misconfiguration()))
         return _with_section(str(error), _one_line(cause)) if own else None
-    outside = isinstance(error, (HydraException, OmegaConfBaseException, MisconfigurationException, OSError))
+    outside = isinstance(error, (HydraException, OmegaConfBaseException, OSError, *_misconfiguration()))
     return _one_line(error) if outside or _is_own_refusal(error) else None
+
+
+def _misconfiguration() -> tuple[type[BaseException], ...]:
+    """Lightning's exception for a user's mistake; none where Lightning was not imported."""
+    module = sys.modules.get("lightning.pytorch.utilities.exceptions")
+    return () if module is None else (module.MisconfigurationException,)
 
 
 def _is_own_refusal(error: BaseException) -> bool:

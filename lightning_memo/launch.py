@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
 # Set by torchrun, Lightning's launcher (of a node, and of the nodes), SLURM and LSF, each for the processes it starts.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _SILENCE_SECONDS = 15.0  # a busy machine takes some seconds to end a process
@@ -36,6 +34,8 @@ def is_first_process() -> bool:
 
 def started_processes() -> int | None:
     """How many processes a launcher has started for this command; None if there is none, yet."""
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # not all commands need Lightning
+
     size = os.environ.get("WORLD_SIZE")
     if size is None and SLURMEnvironment.detect():
         size = os.environ.get("SLURM_STEP_NUM_TASKS")

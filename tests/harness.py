@@ -16,8 +16,8 @@ from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.slices import TokenRange, slice_tokens_by_alpha, slot_bytes, unit_bytes
 from lightning_memo.plan import HostBacked, SwapPlan
+from lightning_memo.planner.slices import TokenRange, slice_tokens_by_alpha, slot_bytes, unit_bytes
 
 CPU = torch.device("cpu")
 DELAYS = TestMode(seed=1, longest_delay_seconds=0.0005)

@@ -30,11 +30,20 @@ from lightning_memo.engine.arena import HostArena
 from lightning_memo.engine.copies import ThreadCopyStream
 from lightning_memo.engine.intercept import LayerMode, autocast_inputs, current_handler, handling
 from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.regions import ALIGNMENT_BYTES, Registry, aligned, gapless_strides, is_dense
+from lightning_memo.engine.regions import Registry, gapless_strides, is_dense
 from lightning_memo.engine.shared import SharedTensors
-from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, cut, slice_tokens_by_alpha, slot_bytes
+from lightning_memo.engine.slices import cut
 from lightning_memo.engine.slot import Part, Slot
 from lightning_memo.kernels import AttentionSpec
+from lightning_memo.planner.slices import (
+    ALIGNMENT_BYTES,
+    Action,
+    SavedBytes,
+    TokenRange,
+    aligned,
+    slice_tokens_by_alpha,
+    slot_bytes,
+)
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
 SHAPES = [(1, 61, 5), (2, 64, 13)]  # batch, tokens, slice_tokens: none divides

@@ -26,13 +26,13 @@ from lightning_memo.engine.block_reader import BlockReader, token_rows
 from lightning_memo.engine.copies import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.lazy_tensor import LazyTensor
 from lightning_memo.engine.sequence import _Step
-from lightning_memo.engine.slices import Action, TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention
 from lightning_memo.engine.unit import KeysValues, Unit
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu import CpuFlash
 from lightning_memo.loss.attach import attach_chunked_loss
 from lightning_memo.plan import HostBacked
+from lightning_memo.planner.slices import Action, TokenRange
 from lightning_memo.profiler.meter import PeakMeter
 
 # Farthest from fp64, in units of plain training's distance: every slice rounds each weight gradient again.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.slices import TILE_TOKENS, TILED_FROM_TOKENS
 from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts, Plan, StoredBytes
 from lightning_memo.planner.kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.plain import plain_plan
+from lightning_memo.planner.slices import TILE_TOKENS, TILED_FROM_TOKENS
 from lightning_memo.profiler.costs import storage_costs
 from lightning_memo.storage_costs import StorageBudget
 from lightning_memo.storage_plan import StoragePlan

@@ -20,11 +20,11 @@ from lightning_memo.callbacks.step_meter import StepMeter, meter_step
 from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.engine.spill_file import SpillError
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.plan import HostBacked, Plan, StreamedBytes
 from lightning_memo.planner import plan_swap
+from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.profiler.costs import (
     budget,
     estimated_working_set,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_memo.engine.key_value_gradients import DeviceGradients
 from lightning_memo.engine.recomputation import RecomputedKeysValues
-from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.unit import KeysValues
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
+from lightning_memo.planner.slices import TokenRange
 
 
 class AttentionCore:

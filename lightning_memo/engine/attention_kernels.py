@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_memo.engine.block_reader import BlockReader
 from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
 from lightning_memo.parallel.context import ContextAttention, ContextGroups
 from lightning_memo.parallel.ulysses import HeadExchange
+from lightning_memo.planner.slices import TokenRange
 
 # Keys and values that come from the host at once: a kernel call should have work for a whole GPU, and a copy be worth
 # its launch.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies import CopyEvent, CopyStream
-from lightning_memo.engine.regions import POISON, aligned
+from lightning_memo.engine.regions import POISON
+from lightning_memo.planner.slices import aligned
 
 if TYPE_CHECKING:
     from lightning_memo.engine.arena import HostRoom

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_memo.engine.intercept import current_layout
-from lightning_memo.engine.slices import TokenRange
+from lightning_memo.planner.slices import TokenRange
 
 
 def check_tokens(tokens: int) -> None:

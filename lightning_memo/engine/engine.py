@@ -34,12 +34,6 @@ from lightning_memo.engine.schedule import run_layer_schedule, run_nested, run_w
 from lightning_memo.engine.sequence import SequenceRun, SlicedModel
 from lightning_memo.engine.sequence_layers import find_causal_lm, run_slice, slice_by_slice
 from lightning_memo.engine.slice_arguments import parkable
-from lightning_memo.engine.slices import (
-    Action,
-    SavedBytes,
-    TokenRange,
-    slice_tokens_by_alpha,
-)
 from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.stored_slices import stored_slices, why_not_stored
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
@@ -50,6 +44,7 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.layout import TokenLayout, slice_multiple
 from lightning_memo.plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.planner.slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_memo.engine.probe import LayerTraits
-from lightning_memo.engine.slices import SavedBytes, TokenRange, slot_bytes
 from lightning_memo.plan import HostBacked, SwapPlan
+from lightning_memo.planner.slices import SavedBytes, TokenRange, slot_bytes
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.run import LayerCall
-from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, take_tokens
+from lightning_memo.engine.slices import take_tokens
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention import sums_dtype
+from lightning_memo.planner.slices import Action, SavedBytes, TokenRange
 
 BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_memo.engine.products import MeasuredProduct
 from lightning_memo.engine.regions import Registry
 from lightning_memo.engine.sharded import local_part
-from lightning_memo.engine.slices import SavedBytes
+from lightning_memo.planner.slices import SavedBytes
 
 
 class Clock:

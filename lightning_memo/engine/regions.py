@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-ALIGNMENT_BYTES = 64  # a cache line; also enough for every vectorised kernel
 POISON = 0xFF  # a NaN in every floating-point format
 
 Value = TypeVar("Value")
-
-
-def aligned(size_bytes: int) -> int:
-    """`size_bytes` rounded up to the alignment of regions."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def is_dense(t: Tensor) -> bool:

@@ -19,10 +19,11 @@ from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.sharded import local_part
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slice_arguments import ParkedView
-from lightning_memo.engine.slices import TokenRange, cut
+from lightning_memo.engine.slices import cut
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import AttentionSpec, RngState
+from lightning_memo.planner.slices import TokenRange
 from lightning_memo.storage_costs import Place
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from lightning_memo.engine.sequence_inputs import (
     without_labels,
 )
 from lightning_memo.engine.slice_arguments import SliceArguments
-from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import RngState
@@ -34,6 +33,7 @@ from lightning_memo.kernels.attention import sums_dtype
 from lightning_memo.parallel.data import as_one_forward
 from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout
+from lightning_memo.planner.slices import TokenRange
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine

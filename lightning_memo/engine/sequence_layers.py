@@ -13,9 +13,9 @@ from lightning_memo.engine.intercept import set_layout
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_last_layer, run_layer_schedule
 from lightning_memo.engine.sequence import SequenceRun
-from lightning_memo.engine.slices import TokenRange
 from lightning_memo.parallel.batch import takes_loss_arguments
 from lightning_memo.parallel.layout import TokenLayout
+from lightning_memo.planner.slices import TokenRange
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memo.engine.arena import HostRoom
 from lightning_memo.engine.copies import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.regions import aligned, flat, is_dense, span
-from lightning_memo.engine.slices import SavedBytes
+from lightning_memo.engine.regions import flat, is_dense, span
+from lightning_memo.planner.slices import SavedBytes, aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from lightning_memo.engine.recomputation import Recomputed, RecomputedKeysValues
 from lightning_memo.engine.run import LayerRun
 from lightning_memo.engine.sharded import ShardedHandle, local_part
 from lightning_memo.engine.slice_arguments import ParkedView
-from lightning_memo.engine.slices import Action, TokenRange
 from lightning_memo.engine.unit import Handle, KeysValues
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
+from lightning_memo.planner.slices import Action, TokenRange
 
 
 @dataclass(frozen=True, slots=True)

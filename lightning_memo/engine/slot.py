@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies import CopyEvent
-from lightning_memo.engine.regions import aligned, flat, gapless_strides, is_dense
+from lightning_memo.engine.regions import flat, gapless_strides, is_dense
 from lightning_memo.engine.spill import SpillWrite
+from lightning_memo.planner.slices import aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_memo.engine.regions import aligned
-from lightning_memo.engine.slices import Action, SavedBytes, TokenRange, share
+from lightning_memo.planner.slices import Action, SavedBytes, TokenRange, aligned, share
 from lightning_memo.storage_costs import ALL, ATTENTION, INPUT, Place
 from lightning_memo.storage_plan import CallPlan, StoragePlan
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_memo.engine.block_reader import BlockParts, BlockReader, DeviceBlock, heads_first
 from lightning_memo.engine.key_value_gradients import DeviceGradients, HostGradients
 from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.slices import TokenRange
 from lightning_memo.engine.unit import KeysValues
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention import merge, repeat_heads, sum_head_groups, sums_dtype
 from lightning_memo.parallel.ulysses import HeadExchange
+from lightning_memo.planner.slices import TokenRange
 
 # Blocks of the past that were read, with what the queries see of them.
 Blocks = Iterator[tuple["Past", DeviceBlock]]

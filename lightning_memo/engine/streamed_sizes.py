@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_memo.engine.probe import LayerTraits
-from lightning_memo.engine.regions import aligned
-from lightning_memo.engine.slices import SavedBytes, TokenRange, unit_bytes
 from lightning_memo.engine.streamed_attention import blocks_of
 from lightning_memo.plan import HostBacked, StreamedBytes
+from lightning_memo.planner.slices import SavedBytes, TokenRange, aligned, unit_bytes
 
 # Hidden states on the host at once: a layer's input and output, or their gradients, and what the last norm was given.
 STATES = 3

@@ -18,8 +18,8 @@ from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.arena import HostArena
 from lightning_memo.engine.copies import CudaCopyStream
 from lightning_memo.engine.find import find_layers
-from lightning_memo.engine.slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.plan import SwapPlan
+from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
 
 TOKENS, VOCABULARY = 512, 96
 MIB = 2**20

@@ -1,0 +1,101 @@
+"""How well constants that are fitted to short sequences tell the time of a longer one.
+
+    python benchmarks/calibration.py
+    python benchmarks/calibration.py --model llama3_2_1b --cluster h200 --lengths 8192 16384 65536
+
+Layers are measured at each length, as `python -m lightning_memo.estimate calibrate` does it. Constants are fitted to
+all lengths but the last one, which is then predicted: a layer's forward, backward and recomputation, and all layers of
+a step in which everything is recomputed. The results are printed, and written to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from circumstances import circumstances
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from lightning_memo.cli import config_dir
+from lightning_memo.costs import LayerCosts
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.constants import constants_of
+from lightning_memo.estimate.fitting import LayerMeasurement, fit
+from lightning_memo.estimate.layer_costs import layer_costs
+from lightning_memo.estimate.own_machine import run
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.files import replacing
+from lightning_memo.planner.step_time import steady
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    model = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / f"{options.model}.yaml"))
+    assert isinstance(model, dict)
+    settings = {str(name): value for name, value in model.items() if name != "defaults"}
+    shape, cluster = load_model(options.model), load_cluster(options.cluster)
+    runs = [
+        LayerMeasurement(origin=f"{tokens} tokens", shape=shape, costs=run(settings, tokens).costs)
+        for tokens in options.lengths
+    ]
+    base = replace(constants_of(cluster.name), program="lightning_memo")
+    constants, residuals = fit(runs[:-1], cluster, base)
+    question = Question(
+        shape=shape, cluster=cluster, constants=constants, method="memo", gpus=1, seq_len=options.lengths[-1],
+        batch_size=1,
+    )  # fmt: skip
+    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(layer_costs(question, Parallelism()))
+    report: dict[str, Any] = {
+        **circumstances(("torch", "transformers")),
+        "settings": {name: getattr(options, name) for name in ("model", "cluster", "lengths", "threads")},
+        "constants": asdict(constants),
+        "fitted": [asdict(residual) for residual in residuals],
+        "results": [
+            {"what": what, "measured_seconds": measured[what], "predicted_seconds": predicted[what]}
+            for what in measured
+        ],
+    }
+    path = options.output / "calibration.json"
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    grid = Table(title=f"{options.lengths[-1]} tokens, constants fitted to {options.lengths[:-1]}")
+    for name in ("", "measured", "predicted", "error"):
+        grid.add_column(name, justify="right")
+    for row in report["results"]:
+        told, seconds = row["predicted_seconds"], row["measured_seconds"]
+        grid.add_row(row["what"], f"{seconds:.4g} s", f"{told:.4g} s", f"{100 * (told / seconds - 1):+.1f} %")
+    console = Console()
+    console.print(grid)
+    console.print(f"Samples: {path}", highlight=False, soft_wrap=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama_tiny", help="of conf/model")
+    parser.add_argument("--cluster", default="h100", help="of conf/cluster; efficiencies are shares of its peaks")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="ascending; the last is told")
+    parser.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
+    options = parser.parse_args()
+    if len(options.lengths) < 2 or min(options.lengths) < 2:
+        parser.error(f"--lengths {options.lengths}: give at least two, each of at least 2 tokens")
+    return options
+
+
+def _seconds(costs: LayerCosts) -> dict[str, float]:
+    parts = {"forward": costs.forward_seconds, "backward": costs.backward_seconds, "recompute": costs.recompute_seconds}
+    return {name: seconds[0] for name, seconds in parts.items()} | {"all layers": sum(map(sum, parts.values()))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Cells of the papers' tables, as questions to the cost model. Which of them are errors of the papers is said here."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning_memo.estimate.answer import Estimate, Method, Question
+from lightning_memo.estimate.constants import constants_of
+from lightning_memo.estimate.device_bytes import model_state
+from lightning_memo.estimate.layer_costs import budget, layer_costs
+from lightning_memo.estimate.model import estimate
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.search import search
+from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.planner import solve_alpha
+
+TABLES = Path(__file__).parent.parent / "tests" / "data" / "papers"
+BATCH_SIZE = 16
+GPUS = {"7B": 8, "13B": 16}
+ABLATION = Parallelism(tp=4, cp=2, zero_stage=1)
+"""Tables 4 and 5 of MEMO: 7B on 8 GPUs."""
+
+ERRORS = {
+    ("SIGMOD table 3", "7B", 896): "251.98 tokens/GPU/s should be 215.98, as arXiv has it; the MFU is right",
+    ("table 3, Megatron", "13B", 640): "an MFU of 19.41 % contradicts 83.94 tokens/GPU/s, which are 23.74 %",
+    ("SIGMOD table 3, Megatron", "13B", 640): "2h10s should be 2h10m",
+    ("table 3, DeepSpeed", "7B", 64): "935.76 tokens/GPU/s are 27.42 %, not 27.95 %",
+    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is taken",
+    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is taken",
+    ("section 1", "7B", 1024): "input tensors of 128 GB, 16 GB for each GPU, should be 256 and 32 GiB",
+}
+"""By table, model and thousands of tokens. None of them is fitted; none is an MFU of MEMO's own rows."""
+
+PEERS: dict[str, Method] = {"Mega": "megatron", "DS": "deepspeed_ulysses", "Memo": "memo"}
+ABLATIONS: dict[str, Method] = {
+    "Full Recomputation": "megatron",
+    "Full Recomputation + Memory Plan": "full_recompute",
+    "Full Swapping + Memory Plan": "full_swap",
+    "Memo (Fine-grained Management + Memory Plan)": "memo",
+}
+FPDT_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 8192)
+"""Thousands of tokens that FPDT's table 1 names."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: what the paper has, and what is expected."""
+
+    table: str
+    row: str
+    paper: Any
+    ours: Any
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (TABLES / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def shape_of(model: str) -> ModelShape:
+    """MEMO's models, and those of FPDT: 2.7B is GPT-3's, 8B is Llama 3's, 13B is MEMO's 13B."""
+    if model == "2.7B":
+        gpt = load_model("gpt_7b")
+        return replace(gpt, name="gpt_2_7b", layers=32, hidden=2560, ffn=10240, heads=32, kv_heads=32, head_dim=80)
+    return load_model("llama3_8b" if model == "8B" else f"gpt_{model.lower()}")
+
+
+def question(model: str, seq_k: int, method: Method = "memo", alpha: float | None = None) -> Question:
+    """One of MEMO's cells."""
+    return Question(
+        shape=shape_of(model),
+        cluster=load_cluster("a800"),
+        constants=constants_of("a800"),
+        method=method,
+        gpus=GPUS[model],
+        seq_len=seq_k * 1024,
+        batch_size=BATCH_SIZE,
+        alpha=alpha,
+    )
+
+
+def appendix() -> list[tuple[str, int, Parallelism | None, float | None]]:
+    """Table 7 of MEMO: model, thousands of tokens, parallelism and alpha, both None where it was out of memory."""
+    cells: list[tuple[str, int, Parallelism | None, float | None]] = []
+    for row in rows("memo_app_table7_memo"):
+        parallel, alpha = None, None
+        if row["status"] == "ok":
+            sizes = {name: int(row[name.upper()]) for name in ("tp", "cp", "dp", "pp")}
+            parallel, alpha = Parallelism(**sizes, zero_stage=1), float(row["alpha"])
+        cells.append((row["model"], int(row["seq_k"]), parallel, alpha))
+    return cells
+
+
+@dataclass(frozen=True)
+class MfuCell:
+    """A cell with an MFU, or a status where there is none, and what it asks."""
+
+    table: str
+    row: str
+    paper: Any
+    question: Question
+    parallel: Parallelism
+
+    @property
+    def cell(self) -> Cell:
+        answer = estimate(self.question, self.parallel)
+        return Cell(self.table, self.row, self.paper, answer.mfu if answer.status == "ok" else answer.status)
+
+
+def table3() -> list[MfuCell]:
+    """MFU of Memo with the parallelism and alpha of the appendix."""
+    mfu = {(r["model"], int(r["seq_k"])): r["mfu_pct"] for r in rows("memo_table3_sigmod") if r["method"] == "Memo"}
+    return [
+        MfuCell(model, f"{seq_k}K", float(mfu[model, seq_k]), question(model, seq_k, alpha=alpha), parallel)
+        for model, seq_k, parallel, alpha in appendix()
+        if parallel is not None
+    ]
+
+
+def table4() -> list[MfuCell]:
+    """The ablation."""
+    alphas = {seq_k: alpha for model, seq_k, _, alpha in appendix() if model == "7B"}
+    cells = []
+    for row in rows("memo_table4_ablation"):
+        if row["source"] == "sigmod":
+            method, seq_k = ABLATIONS[row["method"]], int(row["seq_k"])
+            asked = question("7B", seq_k, method, alphas[seq_k] if method == "memo" else None)
+            cells.append(MfuCell(row["method"], f"{seq_k}K", _mfu_or_status(row), asked, ABLATION))
+    return cells
+
+
+def table5() -> list[MfuCell]:
+    """The sweep of alpha."""
+    return [
+        MfuCell(
+            f"{row['seq_k']}K",
+            f"alpha {float(row['alpha']):g}",
+            _mfu_or_status(row),
+            question("7B", int(row["seq_k"]), alpha=float(row["alpha"])),
+            ABLATION,
+        )
+        for row in rows("memo_table5_alpha_sweep")
+    ]
+
+
+def _mfu_or_status(row: dict[str, str]) -> float | str:
+    return float(row["mfu_pct"]) if row["status"] == "ok" else row["status"]
+
+
+def mfu_cells() -> list[MfuCell]:
+    """All that have an MFU."""
+    return [cell for cell in (*table3(), *table4(), *table5()) if isinstance(cell.paper, float)]
+
+
+def zero_table() -> list[Cell]:
+    """ZeRO's table 1: decimal GB of the model's state on a device."""
+    sizes = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
+    return [
+        Cell(
+            row["model"],
+            f"{row['dp']} GPUs, stage {row['zero_stage']}",
+            float(row["gb"]),
+            model_state(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
+        )
+        for row in rows("zero_memory")
+    ]
+
+
+def alphas() -> list[Cell]:
+    """Alphas of the appendix against those chosen with the parallelism given."""
+    return [
+        Cell(model, f"{seq_k}K", alpha, estimate(question(model, seq_k), parallel).alpha)
+        for model, seq_k, parallel, alpha in appendix()
+        if parallel is not None
+    ]
+
+
+def alphas_of_program() -> list[Cell]:
+    """The same with the linear program's alpha, rounded down to eighths, as all of the paper's are."""
+    cells = []
+    for model, seq_k, parallel, alpha in appendix():
+        if parallel is not None:
+            costs, room = (make(question(model, seq_k), parallel) for make in (layer_costs, budget))
+            limit = solve_alpha(costs, room).alpha
+            cells.append(Cell(model, f"{seq_k}K", alpha, math.floor(8 * limit) / 8))
+    return cells
+
+
+def ranked(model: str, seq_k: int, method: Method) -> list[Estimate]:
+    """Estimates that fit, the fastest first, one for each division of the devices, no pipelines; empty: none fits."""
+    ranking = search(question(model, seq_k, method), {"pp": 1})
+    found = [ranking.best, *(other.estimate for other in ranking.alternatives)]
+    return [answer for answer in found if answer.status == "ok"]
+
+
+def statuses(peer: str) -> list[Cell]:
+    """Whether any parallelism fits, for the rows of table 3 that the appendix covers.
+
+    Args:
+        peer: a method as table 3 calls it.
+    """
+    return [
+        Cell(row["model"], f"{row['seq_k']}K", row["status"], "ok" if ranked(*_key(row), PEERS[peer]) else "oom")
+        for row in rows("memo_table3_sigmod")
+        if row["method"] == peer and int(row["seq_k"]) >= 64
+    ]
+
+
+def _key(row: dict[str, str]) -> tuple[str, int]:
+    return row["model"], int(row["seq_k"])
+
+
+def ranks() -> list[Cell]:
+    """At which place the paper's parallelism is among the fastest that fit; 0: it is not among them."""
+    cells = []
+    for model, seq_k, parallel, _ in appendix():
+        if parallel is not None:
+            sizes = [(a.parallel.tp, a.parallel.cp, a.parallel.dp, a.parallel.pp) for a in ranked(model, seq_k, "memo")]
+            wanted = (parallel.tp, parallel.cp, parallel.dp, parallel.pp)
+            place = sizes.index(wanted) + 1 if wanted in sizes else 0
+            cells.append(
+                Cell(model, f"{seq_k}K, TP {wanted[0]} CP {wanted[1]} DP {wanted[2]} PP {wanted[3]}", 1, place)
+            )
+    return cells
+
+
+def fpdt_lengths() -> list[Cell]:
+    """The longest of FPDT's lengths, in thousands of tokens, that fits; 0: none. One sequence over all GPUs, ZeRO 3."""
+    cells = []
+    for row in rows("fpdt_table1_maxlen"):
+        gpus = int(row["n_gpus"])
+        fitting = [seq_k for seq_k in FPDT_LENGTHS if _fpdt(row, seq_k).status == "ok"]
+        longest = max(fitting, default=0)
+        paper = int(row["max_seq_k"] or 0)
+        if row["only_tested_to"] == "1":
+            longest = min(longest, paper)
+        cells.append(Cell(f"{row['model']}, {row['gpu']}", f"{gpus} GPUs", paper, longest))
+    return cells
+
+
+def _fpdt(row: dict[str, str], seq_k: int) -> Estimate:
+    cluster = row["gpu"].lower().replace("-", "_").removesuffix("g")
+    gpus = int(row["n_gpus"])
+    asked = Question(
+        shape=shape_of(row["model"]),
+        cluster=load_cluster(cluster),
+        constants=constants_of(cluster),
+        method="fpdt",
+        gpus=gpus,
+        seq_len=seq_k * 1024,
+        batch_size=1,
+    )
+    return estimate(asked, Parallelism(cp=gpus, zero_stage=3))

@@ -1,0 +1,48 @@
+"""The machines: devices, their links, and the memory of their hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_memo.documents import check_range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes that are alike. Bandwidths are those of one device in one direction, in bytes per second, as specified.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    name: str
+    device: str
+    """What the device is called by its maker."""
+
+    peak_flops: float
+    """Of dense bf16 matrix products, per second; what MFU is a share of."""
+
+    device_bytes: int
+    """Memory of a device that a process can use."""
+
+    devices_per_node: int
+    host_bytes: int
+    """Memory of a node."""
+
+    host_bandwidth: float
+    """Between a device and its host, when it alone copies."""
+
+    host_bandwidth_shared: float
+    """The same when all devices of a node copy at once."""
+
+    node_bandwidth: float
+    """Between the devices of a node."""
+
+    network_bandwidth: float
+    """Between nodes."""
+
+    def __post_init__(self) -> None:
+        check_range(self, {"devices_per_node": 1, "device_bytes": 1, "peak_flops": 1})
+        for name in ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")

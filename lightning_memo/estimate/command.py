@@ -1,0 +1,109 @@
+"""Command line: ``python -m lightning_memo.estimate [overrides]`` says what to expect, ``-m`` of several settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.layer_costs import budget
+from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
+from lightning_memo.estimate.settings import Request, read_request
+from lightning_memo.estimate.swept import SweptEstimate
+from lightning_memo.estimate.tables import print_answer
+
+
+def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:
+    """Finds the best parallelism, and the longest length if that is asked.
+
+    Args:
+        request: What is asked.
+        progress: Whether to show it on stderr.
+
+    Returns:
+        The question with its length, and the ranking; the best estimate says which lengths fit so divided.
+
+    Raises:
+        ValueError: There is no such parallelism.
+    """
+    question = request.question
+    if request.longest:
+        with _shown("longest sequence", progress) as report:
+            tokens = longest(question, request.forced, request.multiple_of, report)
+        # Where nothing fits, the answer is why the shortest that all sizes divide does not.
+        question = replace(question, seq_len=tokens or request.multiple_of * question.gpus)
+    with _shown("parallelism", progress) as report:
+        ranking = search(question, request.forced, report)
+    fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
+    told = "No length fits" if fitting is None else f"Up to {fitting:,} tokens of a sequence fit"
+    best = replace(ranking.best, limits=[*ranking.best.limits, f"{told} with this parallelism."])
+    return question, replace(ranking, best=best)
+
+
+@contextmanager
+def _shown(what: str, progress: bool) -> Iterator[Report]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    hidden = not (progress and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def run_job(cfg: DictConfig) -> SweptEstimate:
+    """Answers one job. Alone, it prints, and a mistake ends it; within a sweep it leaves a file, mistake or not."""
+    job = HydraConfig.get()
+    settings = OmegaConf.to_container(cfg)
+    assert isinstance(settings, dict)
+    sweep = job.mode is RunMode.MULTIRUN
+    try:
+        request = read_request(
+            {str(name): value for name, value in settings.items()}, str(job.runtime.choices.get("model"))
+        )
+        question, ranking = answer(request)
+    except Exception as error:
+        message = user_message(error)
+        if not sweep or message is None:
+            exit_for_user(error)  # before Hydra says that a job failed
+            raise
+        failed = SweptEstimate(overrides=list(job.overrides.task), longest=False, message=message)
+        failed.save(Path(job.runtime.output_dir))
+        return failed
+    done = SweptEstimate(
+        overrides=list(job.overrides.task),
+        longest=request.longest,
+        answer=ranking.best.to_dict(),
+        device_room_bytes=budget(question, ranking.best.parallel).device_bytes,
+    )
+    if sweep:
+        done.save(Path(job.runtime.output_dir))
+    if request.output == "json":
+        print(json.dumps(done.answer))  # noqa: T201
+    elif not sweep:
+        print_answer(question, ranking, request.alternatives)
+    return done
+
+
+def main() -> None:
+    """Answers one question, or those of a sweep; a sweep with mistakes ends with status 1, after its report."""
+    failed: list[SweptEstimate] = []
+
+    def task(cfg: DictConfig) -> None:
+        done = run_job(cfg)
+        if done.message:
+            failed.append(done)
+
+    run_command(lambda: hydra.main(version_base="1.3", config_path=config_dir(), config_name="estimate")(task)())
+    if failed:
+        raise SystemExit(1)

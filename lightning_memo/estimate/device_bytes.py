@@ -1,0 +1,129 @@
+"""Bytes on the fullest device: the model's state by ZeRO stage, and what is alive beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.methods import TRAITS
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.times import BF16, FP32, device_parameters, has_whole_logits
+from lightning_memo.planner.placement import Problem
+
+OPTIMIZER_BYTES: Final = 12
+"""Of each weight: Adam's two moments and the weight itself, in fp32."""
+
+LOGIT_BYTES: Final = BF16 + FP32 + BF16
+"""A logit, its copy in fp32, of which its gradient takes the place, and the gradient in bf16."""
+
+CHUNK_BYTES: Final = 512 * 2**20
+"""Of the fp32 logits of a chunk, where the loss is chunked: that of `lightning_memo.loss`, which needs torch."""
+
+CHUNKED_LOGIT_BYTES: Final = FP32 + BF16
+"""A logit of a chunk in fp32, and what it was made from or its gradient."""
+
+Buffer = tuple[int, int, float]
+"""Birth, death and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Bytes of the model's state: 2 + 2 + 12 for each weight, each part divided from its stage on (ZeRO, section 3)."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def model_state(weights: float, ranks: int, zero_stage: int, gradient_bytes: int = BF16) -> ModelState:
+    """Bytes of weights, gradients and optimizer on one device.
+
+    Args:
+        weights: before ZeRO divides them.
+        ranks: that ZeRO divides over.
+        zero_stage: 1 divides the optimizer, 2 gradients too, 3 weights too.
+        gradient_bytes: of each weight.
+    """
+
+    def divided(size: int, stage: int) -> float:
+        return size * weights / (ranks if zero_stage >= stage else 1)
+
+    return ModelState(divided(BF16, 3), divided(gradient_bytes, 2), divided(OPTIMIZER_BYTES, 1))
+
+
+def state_of(question: Question, parallel: Parallelism) -> ModelState:
+    """The state on the fullest device."""
+    weights = device_parameters(question.shape, parallel)
+    gradient_bytes = TRAITS[question.method].gradient_bytes
+    return model_state(weights, parallel.dp * parallel.cp, parallel.zero_stage, gradient_bytes)
+
+
+def gathered_bytes(question: Question, parallel: Parallelism) -> float:
+    """Of what ZeRO 3 gathers: weights of a layer and of the next one, and gradients of one; or the head's."""
+    if parallel.zero_stage < 3:
+        return 0.0
+    shape = question.shape
+    layers = (2 * BF16 + TRAITS[question.method].gradient_bytes) * shape.layer_parameters
+    head = (BF16 + TRAITS[question.method].gradient_bytes) * shape.vocab * shape.hidden
+    return max(layers, head) / parallel.tp
+
+
+def logits_bytes(question: Question, parallel: Parallelism) -> float:
+    """Logits and their gradients, of all tokens or of a chunk; tensor parallelism divides the vocabulary."""
+    logits = question.seq_len / parallel.cp * question.shape.vocab / parallel.tp
+    if has_whole_logits(question):
+        return LOGIT_BYTES * logits
+    return CHUNKED_LOGIT_BYTES * min(logits, CHUNK_BYTES / FP32)
+
+
+def loss_bytes(question: Question, parallel: Parallelism) -> float:
+    """Hidden states at the loss: the last layer's output and the norm's. Gathered ones live before and after logits."""
+    return 2 * _hidden_units(question, parallel)[0]
+
+
+def backward_bytes(question: Question, parallel: Parallelism) -> int:
+    """The largest load of a layer's backward, recomputed activations excluded: no placement has a lower peak."""
+    birth, death, size = zip(*_backward_buffers(question, parallel), strict=True)
+    problem = Problem(lower=np.array(birth), upper=np.array(death), size=np.array(size, np.int64))
+    return problem.lower_bound_bytes
+
+
+def _hidden_units(question: Question, parallel: Parallelism) -> tuple[float, float]:
+    """Bytes of a device's hidden states, and of those gathered from the tensor-parallel devices."""
+    unit = question.seq_len * question.shape.hidden * BF16 / (parallel.tp * parallel.cp)
+    return unit, unit * parallel.tp if parallel.tp > 1 else 0.0
+
+
+def _backward_buffers(question: Question, parallel: Parallelism) -> Iterator[Buffer]:
+    """Transient activations of a layer's backward, in the order of its operations."""
+    shape = question.shape
+    unit, gathered = _hidden_units(question, parallel)
+    tokens = question.seq_len / (parallel.tp * parallel.cp)
+    ffn = tokens * shape.ffn * shape.active_experts * BF16
+    queries = tokens * shape.heads * shape.head_dim * BF16
+    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * BF16
+    yield 0, 8, unit  # the gradient of the layer's output, which the residual hands on
+    yield 1, 3, gathered
+    yield 2, 4, ffn  # of the activated
+    yield 3, 6, ffn * (2 if shape.gated else 1)  # of the first products' outputs
+    yield 4, 6, gathered  # what these products read
+    yield 5, 7, gathered or unit  # its gradient, each device's part
+    yield 6, 8, unit
+    yield 7, 16, unit  # of the residual between attention and feed-forward
+    yield 8, 10, gathered
+    yield 9, 12, queries  # of attention's output
+    yield 10, 14, queries + keys_and_values
+    if parallel.cp > 1:
+        yield 10, 12, 3 * keys_and_values  # those of another device on their way in and out, and their gradients
+    yield 12, 14, gathered  # what the first products of attention read
+    yield 13, 15, gathered or unit
+    yield 14, 16, unit
+    yield 15, 17, unit

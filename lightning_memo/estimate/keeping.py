@@ -1,0 +1,112 @@
+"""Methods that keep what they need on the device, or compute it again; and slices whose activations are on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from lightning_memo.config import format_bytes
+from lightning_memo.costs import LayerCosts
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
+from lightning_memo.estimate.layer_costs import budget, layer_costs, sequences_in_flight
+from lightning_memo.estimate.methods import TRAITS
+from lightning_memo.estimate.outcome import Outcome
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.times import layer_times
+from lightning_memo.plan import SwapPlan
+from lightning_memo.planner.step_time import step_seconds
+
+STREAMED_UNITS: Final = 8
+"""Hidden states of all of a device's tokens that FPDT has on it: a layer's input, output and attention output, what
+the residual adds, and their gradients."""
+
+STREAMED_CHUNK_TOKENS: Final = 65536
+"""Of a sequence, in a chunk of FPDT (its section 5.1)."""
+
+STREAMED_CHUNK_UNITS: Final = 20
+"""Hidden states of a chunk: queries, keys, values and output with their gradients (8), their copies on the way
+between devices (8), and the next chunk's on the way from the host (4)."""
+
+ZERO_BUFFER_BYTES: Final = 4_000_000_000
+"""DeepSpeed's defaults for ZeRO 3 in bf16: 1e9 gathered weights alive at most, and two reduction buckets of 5e8."""
+
+
+def keep(question: Question, parallel: Parallelism) -> Outcome:
+    """What a method takes by which nothing leaves the device."""
+    traits = TRAITS[question.method]
+    costs = layer_costs(question, parallel)
+    kept = costs.input_bytes[0] if traits.recomputes == "all" else costs.skeletal_bytes // costs.calls
+    activations = kept * costs.calls
+    recomputed_bytes = costs.attention_bytes[0] + costs.other_bytes[0] if traits.recomputes == "all" else 0
+    in_backward = costs.backward_device_bytes + recomputed_bytes
+    first_stage = activations * sequences_in_flight(question, parallel) + in_backward
+    last_stage = activations + max(in_backward, costs.transient_device_bytes)
+    logits = round(logits_bytes(question, parallel)) if last_stage - activations > in_backward else 0
+    if first_stage > last_stage:
+        activations, logits = first_stage - in_backward, 0
+    alive = max(first_stage, last_stage)
+    device_bytes = {
+        "activations": activations,
+        "transients": alive - activations - logits,
+        "logits": logits,
+        "gathered": round(gathered_bytes(question, parallel)),
+    }
+    return _outcome(question, parallel, costs, device_bytes, 0)
+
+
+def stream(question: Question, parallel: Parallelism) -> Outcome:
+    """FPDT: layer inputs are on the host, and so are keys and values of chunks that are not computed with."""
+    costs = layer_costs(question, parallel)
+    unit = costs.input_bytes[0]
+    chunk = unit * min(STREAMED_CHUNK_TOKENS / question.seq_len, 1.0)
+    device_bytes = {
+        "activations": STREAMED_UNITS * unit,
+        "transients": round(STREAMED_CHUNK_UNITS * chunk) + (ZERO_BUFFER_BYTES if parallel.zero_stage == 3 else 0),
+        "logits": round(logits_bytes(question, parallel)),
+        "gathered": round(gathered_bytes(question, parallel)),
+    }
+    return _outcome(question, parallel, costs, device_bytes, costs.calls * unit)
+
+
+def _outcome(
+    question: Question, parallel: Parallelism, costs: LayerCosts, device_bytes: dict[str, int], host_bytes: int
+) -> Outcome:
+    room, limits = budget(question, parallel), []
+    alive, reorganised = sum(device_bytes.values()), 0.0
+    if not TRAITS[question.method].planned and host_bytes == 0:
+        free = room.device_bytes - costs.fixed_device_bytes
+        if alive < free < question.constants.cache_growth * alive:
+            # As with a garbage collector: the fuller the memory, the more often.
+            often = 1 / (1 - alive / free)
+            reorganised = often * costs.skeletal_bytes / question.constants.reorganised_bytes_per_second
+            limits.append(f"Memory is not planned: its reorganisation takes {reorganised:.3g} s for each sequence.")
+        device_bytes["fragmentation"] = round(question.constants.fragmentation * alive)
+    if host_bytes > room.host_bytes:
+        limits.append(
+            f"The host would hold {format_bytes(host_bytes)} for each device, and has {format_bytes(room.host_bytes)}."
+        )
+    return Outcome(
+        status="oohm" if host_bytes > room.host_bytes else "ok",
+        alpha=None,
+        seconds=_seconds(question, parallel, costs) + reorganised,
+        recomputed=float(TRAITS[question.method].recomputes == "all"),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        limits=limits,
+    )
+
+
+def _seconds(question: Question, parallel: Parallelism, costs: LayerCosts) -> float:
+    """Nothing is copied, so that only the times count."""
+    nothing = (0,) * costs.calls
+    recompute = layer_times(question, parallel).recompute_all if TRAITS[question.method].recomputes == "all" else 0.0
+    computing = replace(
+        costs,
+        input_bytes=nothing,
+        attention_bytes=nothing,
+        other_bytes=nothing,
+        recompute_seconds=(recompute,) * costs.calls,
+    )
+    alone = SwapPlan(mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=costs.calls, slot_bytes=0)
+    return step_seconds(computing, alone)

@@ -1,0 +1,81 @@
+"""What each method of training stores, recomputes and may divide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_memo.estimate.answer import Method, Question
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.shape import Kernels
+
+Recomputed = Literal["alpha", "all", "nothing"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """Of a method."""
+
+    recomputes: Recomputed
+    """In the backward of a layer: what was not swapped; all of the layer, attention included; nothing."""
+
+    planned: bool
+    """Whether buffers have planned places, so that memory neither fragments nor is reorganised."""
+
+    whole_logits: bool = False
+    """Whether logits of all tokens are alive at once; else the loss goes over the tokens in chunks."""
+
+    ulysses: bool = False
+    """Whether context parallelism divides the heads in attention, not keys and values in a ring."""
+
+    tensor_parallel: bool = True
+    streamed: bool = False
+    """Whether slices of tokens run one by one, with keys, values and hidden states on the host."""
+
+    megatron: bool = False
+    """Whether the papers ran it in Megatron-LM, which keeps gradients in fp32."""
+
+    fused: bool = False
+    """Whether it is a program with fused kernels, whoever measured it; the others run the layers of Hugging Face."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of each weight."""
+        return 4 if self.megatron else 2
+
+
+_MEMO: Final = Traits(recomputes="alpha", planned=True, megatron=True)
+_DEEPSPEED: Final = Traits(
+    recomputes="all", planned=False, whole_logits=True, ulysses=True, tensor_parallel=False, fused=True
+)  # fmt: skip
+
+TRAITS: Final[dict[Method, Traits]] = {
+    "memo": _MEMO,
+    "full_swap": _MEMO,
+    "full_recompute": Traits(recomputes="all", planned=True, megatron=True),
+    "megatron": Traits(recomputes="all", planned=False, whole_logits=True, megatron=True, fused=True),
+    "deepspeed_ulysses": _DEEPSPEED,
+    "fpdt": Traits(recomputes="all", planned=False, ulysses=True, tensor_parallel=False, streamed=True, fused=True),
+    "plain": Traits(recomputes="nothing", planned=False, whole_logits=True, megatron=True),
+}
+
+
+def kernels_of(question: Question) -> Kernels:
+    """Which kernels the layers have: those of the papers' programs are fused."""
+    fused = TRAITS[question.method].fused or question.constants.published
+    return "fused" if fused else question.shape.kernels
+
+
+def why_not_by_method(question: Question, parallel: Parallelism) -> str:
+    """Why a question's method can't run with a parallelism; empty if it can."""
+    method, traits = question.method, TRAITS[question.method]
+    if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
+        return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
+    # FPDT came with a DeepSpeed that divides heads unevenly.
+    if traits.ulysses and not traits.streamed and question.shape.heads % parallel.cp:
+        return f"{parallel.cp} does not divide the heads, {question.shape.heads}, which Ulysses exchanges"
+    if traits.ulysses and parallel.cp > question.shape.heads:
+        return f"{parallel.cp} devices can't share the heads, {question.shape.heads}, which Ulysses exchanges"
+    if parallel.zero_stage > 1 and traits.megatron and (question.constants.published or method == "megatron"):
+        return f"zero_stage={parallel.zero_stage} is not what Megatron-LM has: its distributed optimizer is stage 1"
+    return ""

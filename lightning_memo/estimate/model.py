@@ -1,0 +1,104 @@
+"""What a step takes in seconds and bytes, by every method: the cost model's face."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from lightning_memo.config import format_bytes
+from lightning_memo.estimate.answer import Estimate, Question, Status
+from lightning_memo.estimate.device_bytes import state_of
+from lightning_memo.estimate.keeping import keep, stream
+from lightning_memo.estimate.layer_costs import budget, devices_of_node, sequences_in_flight
+from lightning_memo.estimate.methods import TRAITS, why_not_by_method
+from lightning_memo.estimate.outcome import Outcome
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.swapping import swap
+from lightning_memo.estimate.times import data_parallel_seconds, head_seconds
+
+
+def estimate(question: Question, parallel: Parallelism) -> Estimate:
+    """What is to be expected of a question with a given parallelism.
+
+    Raises:
+        ValueError: the devices are not those of the question, something can't be divided so, or alpha is given where
+            the method has none or it is above 1.
+    """
+    _refuse(question, parallel)
+    traits = TRAITS[question.method]
+    run = swap if traits.recomputes == "alpha" else stream if traits.streamed else keep
+    outcome = run(question, parallel)
+    device_bytes = _device_bytes(question, parallel, outcome)
+    room = budget(question, parallel)
+    limits = outcome.limits
+    status: Status = outcome.status
+    if status == "ok" and device_bytes["total"] > room.device_bytes:
+        status = "oom"
+    if status == "oom":
+        limits = [
+            f"The device would hold {format_bytes(device_bytes['total'])}, and has {format_bytes(room.device_bytes)} "
+            "for it.",
+            *limits,
+        ]
+    seconds = step_seconds_of(question, parallel, outcome) if status == "ok" else None
+    peak = question.cluster.peak_flops * question.gpus
+    tokens = question.seq_len * question.batch_size
+    model_flops = question.batch_size * question.shape.model_flops(question.seq_len)
+    hardware_flops = model_flops + question.batch_size * _recomputed_flops(question, outcome)
+    return Estimate(
+        status=status,
+        method=question.method,
+        model=question.shape.name,
+        seq_len=question.seq_len,
+        gpus=question.gpus,
+        parallel=parallel,
+        alpha=outcome.alpha,
+        step_seconds=seconds,
+        mfu=None if seconds is None else 100 * model_flops / seconds / peak,
+        hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
+        tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
+        device_bytes=device_bytes,
+        host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
+        limits=limits,
+    )
+
+
+def _refuse(question: Question, parallel: Parallelism) -> None:
+    if parallel.devices != question.gpus:
+        raise ValueError(
+            f"tp={parallel.tp} x cp={parallel.cp} x dp={parallel.dp} x pp={parallel.pp} is {parallel.devices} devices, "
+            f"but gpus={question.gpus}: give sizes whose product is that"
+        )
+    why_not = parallel.why_not(question.shape, question.seq_len, question.batch_size)
+    why_not = why_not or why_not_by_method(question, parallel)
+    if why_not:
+        raise ValueError(f"{why_not}: choose another parallelism")
+    if question.alpha is not None and question.alpha > 1:
+        raise ValueError(f"alpha={question.alpha:g} must be from 0 to 1")
+    if question.alpha is not None and question.method != "memo":
+        raise ValueError(f"alpha={question.alpha:g} has no meaning with method={question.method}: leave it out")
+
+
+def _device_bytes(question: Question, parallel: Parallelism, outcome: Outcome) -> dict[str, int]:
+    """By kind, with the model's state, and their sum."""
+    state = {kind: round(size) for kind, size in asdict(state_of(question, parallel)).items()}
+    kinds = {**state, **outcome.device_bytes}
+    return {**kinds, "total": sum(kinds.values())}
+
+
+def step_seconds_of(question: Question, parallel: Parallelism, outcome: Outcome) -> float:
+    """A step of all sequences. Stages of a pipeline interleave: while it fills and drains, each waits for a layer."""
+    sequences = question.batch_size // parallel.dp
+    layer = (outcome.seconds - head_seconds(question, parallel)) * parallel.pp / question.shape.layers
+    computing = sequences * outcome.seconds + (parallel.pp - 1) * layer
+    return computing + data_parallel_seconds(question, parallel, computing)
+
+
+def _recomputed_flops(question: Question, outcome: Outcome) -> float:
+    """Of one sequence: a layer's forward, or all of it but attention and the last product where tokens are swapped."""
+    shape, traits = question.shape, TRAITS[question.method]
+    weights = shape.attention_parameters + shape.active_experts * shape.ffn_parameters + shape.router_parameters
+    if traits.recomputes == "all":
+        flops = 2 * question.seq_len * weights + shape.attention_flops(question.seq_len)
+    else:
+        flops = 2.0 * question.seq_len * (weights - shape.active_experts * shape.hidden * shape.ffn)
+    return outcome.recomputed * shape.layers * flops

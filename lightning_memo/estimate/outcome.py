@@ -1,0 +1,26 @@
+"""What a method makes of the layers of one sequence on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_memo.estimate.answer import Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of one sequence on the fullest device; the model's state apart."""
+
+    status: Status
+    alpha: float | None
+    seconds: float
+    """Of all layers of a stage, forward and backward, and of the head."""
+
+    recomputed: float
+    """Share of the tokens of which layers are computed again."""
+
+    device_bytes: dict[str, int]
+    """By kind."""
+
+    host_bytes: int
+    limits: list[str]

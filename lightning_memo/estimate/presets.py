@@ -1,0 +1,104 @@
+"""Clusters and models by name: the files under `conf/cluster` and `conf/model`, and settings like theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from omegaconf import OmegaConf
+
+from lightning_memo.cli import config_dir
+from lightning_memo.config import parse_bytes
+from lightning_memo.estimate.cluster import Cluster
+from lightning_memo.estimate.hf_config import load_shape, shape_of
+from lightning_memo.estimate.shape import ModelShape
+
+_SIZES: Final = ("device_bytes", "host_bytes")
+_BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth")
+_CALLED: Final = ("name", "device")
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster of a file in `conf/cluster`.
+
+    Raises:
+        ValueError: there is no such file; one line lists those that there are.
+    """
+    return cluster_of(_preset("cluster", name))
+
+
+def load_model(name: str) -> ModelShape:
+    """The shape of a model of a file in `conf/model`.
+
+    Raises:
+        ValueError: there is no such file; one line lists those that there are.
+    """
+    return model_of(_preset("model", name), name)
+
+
+def cluster_of(settings: Mapping[str, Any]) -> Cluster:
+    """A cluster as settings tell it, with sizes like "80GiB", and bandwidths like "25GB" in a second.
+
+    Raises:
+        ValueError: a setting is missing, unknown, or not allowed; one line.
+    """
+    names = [field.name for field in fields(Cluster)]
+    for name in names:
+        if settings.get(name) is None:
+            raise ValueError(f"cluster.{name} is missing: give one, or a cluster of the presets")
+    for name in settings:
+        if name not in names:
+            raise ValueError(f"cluster.{str(name)[:40]} is no setting: give {', '.join(names)}")
+    try:
+        return Cluster(**{name: _cluster_value(name, settings[name]) for name in names})
+    except ValueError as error:
+        raise ValueError(f"cluster: {error}") from None
+
+
+def model_of(settings: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape of a model as `conf/model` tells it: by `path`, or else by `config`.
+
+    Args:
+        settings: those of the model group.
+        name: what a model without a path is called.
+
+    Raises:
+        ValueError: neither is given, what is given tells no shape, or adapters are asked for; one line.
+    """
+    if (settings.get("lora") or {}).get("r"):
+        raise ValueError(
+            f"model.lora.r={settings['lora']['r']}: only training of all weights is estimated; set it to 0"
+        )
+    if settings.get("path") is not None:
+        return load_shape(Path(str(settings["path"])))
+    config = settings.get("config")
+    if not isinstance(config, Mapping):
+        raise ValueError("model: give one of the presets, model.path (a folder or a config.json), or model.config")
+    try:
+        return shape_of(config, name)
+    except ValueError as error:
+        raise ValueError(f"model.config: {error}") from None
+
+
+def _preset(group: str, name: str) -> dict[str, Any]:
+    folder = Path(config_dir()) / group
+    names = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != "default")
+    if name not in names:
+        raise ValueError(f"{group}={name!r} is not there: give {', '.join(names)}")
+    settings = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))
+    assert isinstance(settings, dict)
+    return {str(key): value for key, value in settings.items() if key != "defaults"}
+
+
+def _cluster_value(name: str, value: Any) -> Any:
+    if name in _CALLED:
+        return str(value)
+    if name in _SIZES:
+        return parse_bytes(value)
+    if name in _BANDWIDTHS and isinstance(value, str):
+        return float(parse_bytes(value))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r} is no number")
+    return value

@@ -1,0 +1,124 @@
+"""What a user asks, from the settings of the command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from lightning_memo.estimate.answer import Method, Question
+from lightning_memo.estimate.constants import constants_of, read_constants
+from lightning_memo.estimate.presets import cluster_of, model_of
+
+MOST_GPUS: Final = 64
+SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
+"""Of `parallel`."""
+
+_LENGTH: Final = re.compile(r"\s*([0-9]{1,12})\s*([KkMm]?)\s*", re.ASCII)
+_TIMES: Final = {"": 1, "k": 2**10, "m": 2**20}
+
+Output = Literal["table", "json"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A question, and how it is to be answered."""
+
+    question: Question
+    """Where the longest length is asked for, its length says nothing."""
+
+    forced: dict[str, int]
+    """The given ones of `parallel`."""
+
+    longest: bool
+    multiple_of: int
+    output: Output
+    alternatives: int
+
+
+def read_request(settings: Mapping[str, Any], model: str) -> Request:
+    """Read the settings of `conf/estimate.yaml`.
+
+    Args:
+        settings: as plain data.
+        model: what a model without a path is called.
+
+    Raises:
+        ValueError: a setting is not allowed; one line says what was given, what is allowed and what to do.
+        OSError: the file of constants can't be read.
+    """
+    cluster = cluster_of(settings["cluster"])
+    gpus = _count("gpus", settings["gpus"])
+    if gpus > MOST_GPUS or (gpus > cluster.devices_per_node and gpus % cluster.devices_per_node):
+        raise ValueError(
+            f"gpus={gpus}: give 1 to {MOST_GPUS}, and whole nodes of {cluster.devices_per_node} if it is more than one"
+        )
+    longest = settings["seq_len"] == "max"
+    multiple_of = read_length("multiple_of", settings["multiple_of"])
+    constants = settings["constants"]
+    return Request(
+        question=Question(
+            shape=model_of(settings["model"], model),
+            cluster=cluster,
+            constants=constants_of(cluster.name) if constants is None else read_constants(Path(str(constants))),
+            method=_choice("method", settings["method"], get_args(Method)),
+            gpus=gpus,
+            seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
+            batch_size=_count("batch_size", settings["batch_size"]),
+            alpha=_alpha(settings["alpha"], settings["method"]),
+        ),
+        forced=_forced(settings["parallel"]),
+        longest=longest,
+        multiple_of=multiple_of,
+        output=_choice("output", settings["output"], get_args(Output)),
+        alternatives=_count("alternatives", settings["alternatives"], least=0),
+    )
+
+
+def read_length(name: str, value: Any, or_else: str = "") -> int:
+    """A number of tokens: 131072, "128K" or "1M", in powers of 1024.
+
+    Raises:
+        ValueError: it is none, or 0.
+    """
+    match = _LENGTH.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
+    tokens = int(match[1]) * _TIMES[match[2].lower()] if match else 0
+    if tokens < 1:
+        raise ValueError(f"{name}={value!r} is not a number of tokens: give one like 131072, 128K or 1M{or_else}")
+    return tokens
+
+
+def _count(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+    return value
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: give {', '.join(allowed)}")
+    return value
+
+
+def _alpha(value: Any, method: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"alpha={value!r}: give a fraction of the tokens from 0 to 1, or null for that of the plan")
+    if method != "memo":
+        raise ValueError(f"alpha={value:g}: method={method} has none to choose; leave it out, or give method=memo")
+    return float(value)
+
+
+def _forced(settings: Mapping[str, Any]) -> dict[str, int]:
+    for name in settings:
+        if name not in SIZES:
+            raise ValueError(f"parallel.{str(name)[:40]} is no setting: give {', '.join(SIZES)}")
+    forced = {name: value for name, value in settings.items() if value is not None}
+    for name, value in forced.items():
+        _count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
+    if forced.get("zero_stage", 0) > 3:
+        raise ValueError(f"parallel.zero_stage={forced['zero_stage']}: give 0 to 3, or null for the fastest")
+    return forced

@@ -1,0 +1,105 @@
+"""What a model is made of, as far as bytes and FLOPs depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_memo.documents import check_range
+
+Kernels = Literal["fused", "llama", "qwen3", "gpt_neox", "gpt_neox_parallel", "gpt2"]
+"""Which tensors a layer keeps depends on its code.
+
+- "fused": norms, residual and activation functions keep only their inputs, as in Megatron-LM and in MEMO's tables: 16
+  units of hidden for a GPT.
+- The others are Hugging Face's layers. Norms of Llama are made of single operations, and keep an fp32 copy of their
+  input. "qwen3" also has norms of queries and keys; "gpt_neox_parallel" adds attention and feed-forward to the same
+  residual; "gpt2" computes its activation function by single operations.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder: layers of attention and feed-forward that are alike, between an embedding and a head.
+
+    Raises:
+        ValueError: a size below 1, or query heads that key and value heads don't divide.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    """Width of the feed-forward; of one expert, where there are several."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool
+    """Whether the feed-forward multiplies two projections (SwiGLU): three matrices, not two."""
+
+    tied: bool
+    """Whether the head's weight is the embedding's."""
+
+    experts: int = 1
+    active_experts: int = 1
+    """Experts that a token passes through."""
+
+    window: int | None = None
+    """Keys that a query sees at most, itself included; None: all up to its own."""
+
+    kernels: Kernels = "fused"
+    """Of its layers where Hugging Face's code runs them; programs with kernels of their own take them fused."""
+
+    def __post_init__(self) -> None:
+        check_range(self, dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"), 1))
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of a layer's four projections."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def ffn_parameters(self) -> int:
+        """Weights of one expert's projections."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def router_parameters(self) -> int:
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+    @property
+    def layer_parameters(self) -> int:
+        """All weights of a layer, with its two norms."""
+        return self.attention_parameters + self.experts * self.ffn_parameters + self.router_parameters + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights; biases, which are few, are left out."""
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.layers * self.layer_parameters + embeddings + self.hidden
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Weights that each token is multiplied by: P of MEMO's FLOPs, `12 n h^2 + V h` for a GPT."""
+        active = self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
+        return self.layers * active + self.vocab * self.hidden
+
+    def model_flops(self, tokens: int) -> float:
+        """FLOPs of forward and backward of one sequence, nothing recomputed, attention causal.
+
+        `6 s P + 6 n h s^2` as MEMO counts them; with a window, only the pairs in it.
+
+        Args:
+            tokens: s, of the sequence.
+        """
+        return 6.0 * tokens * self.multiplied_parameters + 3.0 * self.layers * self.attention_flops(tokens)
+
+    def attention_flops(self, tokens: int) -> float:
+        """FLOPs of the forward of one layer's attention over a sequence: two products of `s^2 / 2` pairs, `2 h s^2`."""
+        seen = min(tokens, self.window or tokens)
+        pairs = seen * (tokens - seen / 2)
+        return 4.0 * pairs * self.heads * self.head_dim

@@ -1,0 +1,123 @@
+"""Methods that swap: the planner decides, as in training."""
+
+from __future__ import annotations
+
+from lightning_memo.config import format_bytes
+from lightning_memo.costs import Budget, LayerCosts
+from lightning_memo.estimate.alpha_rule import published_alpha
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
+from lightning_memo.estimate.layer_costs import budget, layer_costs
+from lightning_memo.estimate.outcome import Outcome
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.plan import Fingerprint, Plan
+from lightning_memo.planner import HostMemoryError, plan_swap
+
+
+def swap(question: Question, parallel: Parallelism) -> Outcome:
+    """Plan what is swapped, and read off what that takes."""
+    costs, room = layer_costs(question, parallel), budget(question, parallel)
+    try:
+        plan = _plan(question, parallel, costs, room, _wanted_alpha(question))
+    except HostMemoryError as error:
+        return _too_much_for_host(question, costs, str(error))
+    limits = [plan.reason]
+    if question.constants.published and _wanted_alpha(question) == "auto":
+        plan, rule = _as_published(question, parallel, plan)
+        limits.append(rule)
+    if plan.device_bytes > room.device_bytes and _wanted_alpha(question) == "auto":
+        smaller = _fitting_device(question, parallel, plan)
+        if smaller is not None:
+            limits.append(
+                f"With alpha={plan.swap.alpha:.4g} the device would need {format_bytes(plan.device_bytes)} of its "
+                f"{format_bytes(room.device_bytes)}, so alpha={smaller.swap.alpha:.4g} is taken."
+            )
+            plan = smaller
+    fits = plan.device_bytes <= room.device_bytes
+    return Outcome(
+        status="ok" if fits else "oom",
+        alpha=plan.swap.alpha,
+        seconds=plan.step_seconds,
+        recomputed=0.0 if plan.swap.mode == "plain" else 1.0 - plan.swap.alpha,
+        device_bytes=_by_kind(question, parallel, plan),
+        host_bytes=plan.swap.host_bytes,
+        limits=limits,
+    )
+
+
+def _wanted_alpha(question: Question) -> float | str:
+    if question.method == "full_swap":
+        return 1.0
+    return "auto" if question.alpha is None else question.alpha
+
+
+def _plan(question: Question, parallel: Parallelism, costs: LayerCosts, room: Budget, alpha: float | str) -> Plan:
+    fingerprint = Fingerprint(
+        model=question.shape.name,
+        batch=costs.batch,
+        tokens=costs.tokens,
+        precision="bf16-true",
+        device=question.cluster.device,
+        torch="",
+        parallel=str(parallel),
+    )
+    return plan_swap(
+        costs,
+        room,
+        fingerprint,
+        alpha=alpha,
+        schedule="layer",
+        slice_tokens=None,
+        slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
+        # MEMO's runs always swap; sequences that share a pipeline can't all be kept.
+        may_be_plain=not question.constants.published and parallel.pp == 1,
+    )
+
+
+def _as_published(question: Question, parallel: Parallelism, plan: Plan) -> tuple[Plan, str]:
+    """The plan that MEMO's authors would have run in place of the linear program's, and what to say of it."""
+    costs, limit = plan.costs, plan.swap.alpha
+    hidden = costs.swapped_bytes(0, 1.0) <= costs.forward_seconds[0] * costs.offload_bytes_per_second
+    alpha = published_alpha(limit, hidden)
+    rule = (
+        f"The linear program gives alpha={limit:.4g}; alpha={alpha:g} follows the runs of MEMO's paper, where alpha is "
+        "1, 1/2, 1/8 or 0, and 0 unless copies of all tokens would hide."
+    )
+    return _plan(question, parallel, costs, plan.budget, alpha), rule
+
+
+def _fitting_device(question: Question, parallel: Parallelism, plan: Plan) -> Plan | None:
+    """The plan with the largest alpha below, in eighths, that fits the device."""
+    for eighth in range(7, -1, -1):
+        if eighth / 8 < plan.swap.alpha:
+            smaller = _plan(question, parallel, plan.costs, plan.budget, eighth / 8)
+            if smaller.device_bytes <= plan.budget.device_bytes:
+                return smaller
+    return None
+
+
+def _by_kind(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:
+    """The plan's device bytes: which transients there are depends on when the peak is."""
+    costs, working = plan.costs, plan.working_set_bytes - plan.swap.buffer_bytes
+    kept = costs.skeletal_bytes if plan.swap.mode == "plain" else 0
+    logits = round(logits_bytes(question, parallel)) if working - kept == costs.transient_device_bytes else 0
+    return {
+        "rounding_buffers": plan.swap.buffer_bytes,
+        "activations": kept,
+        "transients": working - kept - logits,
+        "logits": logits,
+        "gathered": round(gathered_bytes(question, parallel)),
+    }
+
+
+def _too_much_for_host(question: Question, costs: LayerCosts, reason: str) -> Outcome:
+    alpha = question.alpha if question.alpha is not None else float(question.method == "full_swap")
+    return Outcome(
+        status="oohm",
+        alpha=alpha,
+        seconds=0.0,
+        recomputed=0.0,
+        device_bytes={},
+        host_bytes=max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha),
+        limits=[f"{reason[0].upper()}{reason[1:]}."],
+    )

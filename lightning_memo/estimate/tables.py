@@ -1,0 +1,114 @@
+"""Estimates for people. Formatting only."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memo.config import format_bytes, format_seconds
+from lightning_memo.estimate.answer import Estimate, Question
+from lightning_memo.estimate.layer_costs import budget
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.search import Ranking
+
+_STATUS = {
+    "ok": "fits",
+    "oom": "does not fit: the device is out of memory",
+    "oohm": "does not fit: the host is out of memory",
+}
+
+
+def print_answer(question: Question, ranking: Ranking, alternatives: int) -> None:
+    """Prints an estimate, its bytes by kind, the alternatives, and what limits it.
+
+    Args:
+        question: what was asked.
+        ranking: the answer.
+        alternatives: how many are shown at most.
+    """
+    console = Console()
+    console.print(answer_table(question, ranking.best))
+    console.print(bytes_table(question, ranking.best))
+    if ranking.alternatives and alternatives:
+        console.print(alternatives_table(ranking, alternatives))
+    for limit in ranking.best.limits:
+        console.print(f"- {limit}", highlight=False, markup=False)
+    console.print(f"Constants: {question.constants.source}", highlight=False, markup=False)
+
+
+def answer_table(question: Question, answer: Estimate) -> Table:
+    """What was asked, and what is expected."""
+    cluster = question.cluster
+    nodes = -(-question.gpus // cluster.devices_per_node)
+    table = Table(title="Estimate", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    where = f"{question.gpus} x {cluster.device}, {nodes} node{'s' if nodes > 1 else ''}"
+    rows = {
+        "model": f"{answer.model}, {question.shape.parameters / 1e9:.2f} B parameters",
+        "cluster": where,
+        "method": answer.method,
+        "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequences a step",
+        "status": _STATUS[answer.status],
+        "parallelism": format_parallelism(answer.parallel),
+        "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
+        "step": _seconds(answer),
+        "MFU": _percent(answer.mfu, "attention causal, nothing recomputed counted"),
+        "HFU": _percent(answer.hfu, "what is recomputed counted"),
+        "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
+        "host": f"{format_bytes(answer.host_bytes)} of a node's {format_bytes(cluster.host_bytes)}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def bytes_table(question: Question, answer: Estimate) -> Table:
+    """Bytes of the fullest device by kind, the largest first."""
+    room = budget(question, answer.parallel).device_bytes
+    table = Table(title="Device memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    kinds = sorted(answer.device_bytes.items(), key=lambda item: -item[1])
+    for kind, size in kinds:
+        if size and kind != "total":
+            table.add_row(kind.replace("_", " "), format_bytes(size))
+    table.add_section()
+    table.add_row("total", f"{format_bytes(answer.device_bytes['total'])} of {format_bytes(room)}")
+    return table
+
+
+def alternatives_table(ranking: Ranking, most: int) -> Table:
+    """The best parallelism and those that follow, with the reasons why they lose."""
+    table = Table(title="Alternatives", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in ("TP", "CP", "DP", "PP", "ZeRO", "alpha", "step", "MFU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    _add_row(table, ranking.best, "best" if ranking.best.status == "ok" else "needs least")
+    for alternative in ranking.alternatives[:most]:
+        _add_row(table, alternative.estimate, alternative.reason)
+    hidden = len(ranking.alternatives) - most
+    table.caption = f"and {hidden} more" if hidden > 0 else None
+    return table
+
+
+def format_parallelism(parallel: Parallelism) -> str:
+    """All sizes in a line."""
+    return f"TP {parallel.tp}, CP {parallel.cp}, DP {parallel.dp}, PP {parallel.pp}, ZeRO {parallel.zero_stage}"
+
+
+def _add_row(table: Table, answer: Estimate, remark: str) -> None:
+    parallel = answer.parallel
+    sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.zero_stage)
+    alpha = "-" if answer.alpha is None else f"{answer.alpha:.3g}"
+    table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
+
+
+def _seconds(answer: Estimate) -> str:
+    return "-" if answer.step_seconds is None else format_seconds(answer.step_seconds)
+
+
+def _percent(value: float | None, what: str = "") -> str:
+    return "-" if value is None else f"{value:.2f} %" + (f" ({what})" if what else "")

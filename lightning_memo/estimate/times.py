@@ -1,0 +1,151 @@
+"""Seconds of a layer for one sequence on one device, and of what lies outside of the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.cluster import Cluster
+from lightning_memo.estimate.methods import TRAITS
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.shape import ModelShape
+
+BF16: Final = 2
+FP32: Final = 4
+
+BACKWARD_OF_ATTENTION: Final = 2.5
+"""FLOPs over those of the forward: five products instead of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Of one layer call for a sequence, on one of the devices that it is divided over."""
+
+    dense: float
+    """Forward of its matrix products with weights."""
+
+    recomputed_dense: float
+    """Of those that have to run again; the last one's output is not needed."""
+
+    attention_forward: float
+    attention_backward: float
+    collective: float
+    """One all-gather or reduce-scatter of hidden states over the tensor-parallel devices."""
+
+    context: float
+    """What context parallelism adds to the forward: what attention does not hide."""
+
+    @property
+    def forward(self) -> float:
+        """With a gather before, and a scatter after, attention and feed-forward."""
+        return self.dense + self.attention_forward + 4 * self.collective + self.context
+
+    @property
+    def backward(self) -> float:
+        """Nothing recomputed. The inputs of both parts are gathered anew for the weights' gradients."""
+        return 2 * self.dense + self.attention_backward + 6 * self.collective + 2 * self.context
+
+    @property
+    def recompute(self) -> float:
+        """All but attention and the last product, for all tokens."""
+        return self.recomputed_dense + 3 * self.collective
+
+    @property
+    def recompute_all(self) -> float:
+        return self.forward
+
+
+def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
+    """What a layer call takes.
+
+    Products and attention are a share of the device's peak, collectives run at the links' bandwidth.
+    """
+    shape, cluster, constants = question.shape, question.cluster, question.constants
+    tokens, divided = question.seq_len, parallel.tp * parallel.cp
+    dense_rate = cluster.peak_flops * constants.dense_efficiency * divided
+    attention_flops = shape.attention_flops(tokens) / divided / cluster.peak_flops
+    attention_forward = attention_flops / constants.attention_forward_efficiency
+    weights = shape.attention_parameters + shape.active_experts * shape.ffn_parameters + shape.router_parameters
+    hidden_bytes = tokens / parallel.cp * shape.hidden * BF16
+    return LayerTimes(
+        dense=2 * tokens * weights / dense_rate,
+        recomputed_dense=2 * tokens * (weights - shape.active_experts * shape.hidden * shape.ffn) / dense_rate,
+        attention_forward=attention_forward,
+        attention_backward=BACKWARD_OF_ATTENTION * attention_flops / constants.attention_backward_efficiency,
+        collective=hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp),
+        context=_context_seconds(question, parallel, attention_forward),
+    )
+
+
+def ring_bandwidth(cluster: Cluster, devices: int, stride: int = 1) -> float:
+    """Bytes per second that go round a ring of devices.
+
+    Where the ring leaves the node, it does so once, over the network adapters of all its devices in the node.
+
+    Args:
+        cluster: whose links.
+        devices: in the ring.
+        stride: from each to the next: the size of the groups that lie within.
+    """
+    if devices * stride <= cluster.devices_per_node:
+        return cluster.node_bandwidth
+    return min(cluster.network_bandwidth * max(cluster.devices_per_node // stride, 1), cluster.node_bandwidth)
+
+
+def _context_seconds(question: Question, parallel: Parallelism, attention_seconds: float) -> float:
+    """A ring passes keys and values on while attention runs, and merges an output at each step.
+
+    Ulysses exchanges queries, keys, values and outputs; nothing hides that.
+    """
+    shape, bandwidth = question.shape, ring_bandwidth(question.cluster, parallel.cp, parallel.tp)
+    tokens = question.seq_len / (parallel.tp * parallel.cp)
+    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * BF16
+    output = tokens * shape.heads * shape.head_dim * BF16
+    if TRAITS[question.method].ulysses:
+        return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth
+    steps = parallel.cp - 1
+    exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
+    return exposed + steps * output / question.constants.merged_bytes_per_second
+
+
+def head_seconds(question: Question, parallel: Parallelism) -> float:
+    """Forward and backward of the head for one sequence."""
+    shape = question.shape
+    flops = 6 * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
+    return flops / (question.cluster.peak_flops * question.constants.dense_efficiency)
+
+
+def has_whole_logits(question: Question) -> bool:
+    """Whether logits of all tokens are alive at once."""
+    return TRAITS[question.method].whole_logits or question.constants.published
+
+
+def data_parallel_seconds(question: Question, parallel: Parallelism, compute_seconds: float) -> float:
+    """What synchronising weights and gradients adds to a step.
+
+    ZeRO 3 gathers weights for each forward and backward and reduces gradients after each, hidden by computing as far
+    as that lasts. Else gradients are reduced, and weights gathered where the optimizer is sharded, once a step.
+
+    Args:
+        question: what is trained.
+        parallel: how.
+        compute_seconds: of all layers in a step.
+    """
+    ranks = parallel.dp * parallel.cp
+    if ranks == 1:
+        return 0.0
+    weights = device_parameters(question.shape, parallel) * (ranks - 1) / ranks
+    bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
+    gradient_bytes = TRAITS[question.method].gradient_bytes
+    if parallel.zero_stage == 3:
+        sequences = question.batch_size // parallel.dp
+        return max(sequences * weights * (2 * BF16 + gradient_bytes) / bandwidth - compute_seconds, 0.0)
+    return weights * (gradient_bytes + (BF16 if parallel.zero_stage else gradient_bytes)) / bandwidth
+
+
+def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:
+    """Weights of the fullest device before ZeRO divides them: its layers, and the embedding or the head."""
+    layers = shape.layers // parallel.pp * shape.layer_parameters
+    embeddings = shape.vocab * shape.hidden * (2 if parallel.pp == 1 and not shape.tied else 1)
+    return (layers + embeddings) / parallel.tp

@@ -1,0 +1,66 @@
+"""What a training run measures in bytes, predicted from the shape of its model: for models of Hugging Face."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_memo.estimate.activations import layer_activations, saved_tensors
+from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.working_set import HuggingFaceStep
+from lightning_memo.planner.slices import SavedBytes, slice_tokens_by_alpha, slot_bytes
+
+_KINDS: Final = {"input": "input", "query": "query", "key": "key", "value": "value"} | {
+    "attention output": "out",
+    "log-sum-exp": "lse",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """Bytes of a step, by their names in `LayerCosts`; all layers are alike."""
+
+    input_bytes: tuple[int, ...]
+    attention_bytes: tuple[int, ...]
+    other_bytes: tuple[int, ...]
+    fixed_device_bytes: int
+    transient_device_bytes: int
+    backward_device_bytes: int
+
+
+def step_bytes(shape: ModelShape, *, element_bytes: int, tokens: int) -> StepBytes:
+    """What the first step of a model with Llama's layers measures on one device, with AdamW.
+
+    Args:
+        shape: the model.
+        element_bytes: 2 where weights and activations are bf16, 4 where they are fp32.
+        tokens: of the batch, which is one sequence.
+
+    Raises:
+        ValueError: other layers.
+    """
+    step = HuggingFaceStep(shape=shape, element_bytes=element_bytes, tokens=tokens)
+    kept = layer_activations(shape, kernels="llama", element_bytes=element_bytes)
+    others = tokens * kept.others
+    return StepBytes(
+        input_bytes=(tokens * kept.input,) * shape.layers,
+        attention_bytes=(tokens * kept.attention,) * shape.layers,
+        other_bytes=(others,) * shape.layers,
+        fixed_device_bytes=step.state_bytes,
+        transient_device_bytes=step.outside_bytes,
+        backward_device_bytes=max(step.layers_bytes - others, 0),
+    )
+
+
+def slot_bytes_by_alpha(shape: ModelShape, *, element_bytes: int, tokens: int, alpha: float) -> int:
+    """Bytes of a rounding buffer, alignment included, by the code that training asks.
+
+    Args:
+        shape: the model.
+        element_bytes: see `step_bytes`.
+        tokens: see there.
+        alpha: fraction of the tokens of which everything is swapped.
+    """
+    tensors = saved_tensors(shape, kernels="llama", element_bytes=element_bytes)
+    saved = [SavedBytes(_KINDS.get(t.name, "other"), tokens * t.bytes_per_token) for t in tensors]
+    return slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), "layer")

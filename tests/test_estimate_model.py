@@ -1,0 +1,160 @@
+"""The cost model by itself: what must hold whatever the constants are."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_memo.estimate.alpha_rule import published_alpha
+from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.layer_costs import budget, layer_costs
+from lightning_memo.estimate.model import estimate
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.times import layer_times, ring_bandwidth
+from lightning_memo.planner import solve_alpha
+
+RING = Parallelism(tp=4, cp=2, zero_stage=1)
+
+
+def ask(**changes: object) -> Question:
+    question = Question(
+        shape=load_model("gpt_7b"),
+        cluster=load_cluster("a800"),
+        constants=replace(constants_of("a800"), program="lightning_memo"),
+        method="memo",
+        gpus=8,
+        seq_len=256 * 1024,
+        batch_size=16,
+    )
+    return replace(question, **changes)  # type: ignore[arg-type]
+
+
+def test_alpha_is_that_of_the_program_that_training_solves() -> None:
+    question = ask(seq_len=512 * 1024)
+    solution = solve_alpha(layer_costs(question, RING), budget(question, RING))
+    assert 0.3 < solution.alpha < 0.6
+    assert estimate(question, RING).alpha == pytest.approx(solution.alpha, abs=1e-5)
+
+
+def test_a_rule_beyond_the_program_is_declared() -> None:
+    answer = estimate(ask(seq_len=512 * 1024, constants=constants_of("a800")), RING)
+    assert answer.alpha == 0.125
+    assert any("linear program gives alpha=0.43" in limit for limit in answer.limits)
+    assert not any("linear program" in limit for limit in estimate(ask(), RING).limits)
+
+
+def test_rule_of_the_published_runs() -> None:
+    assert [published_alpha(limit, True) for limit in (1.0, 0.99, 0.5, 0.49, 0.25, 0.24)] == [
+        1,
+        0.5,
+        0.5,
+        0.125,
+        0.125,
+        0,
+    ]
+    assert published_alpha(1.0, False) == 0
+
+
+@pytest.mark.parametrize("method", ["memo", "full_recompute", "megatron", "deepspeed_ulysses", "fpdt", "plain"])
+def test_bytes_add_up_and_grow_with_the_length(method: str) -> None:
+    parallel = RING if method in ("memo", "full_recompute", "megatron", "plain") else Parallelism(cp=8, zero_stage=3)
+    short, long = (estimate(ask(method=method, seq_len=tokens), parallel) for tokens in (2**15, 2**16))
+    for answer in (short, long):
+        parts = [size for kind, size in answer.device_bytes.items() if kind != "total"]
+        assert answer.device_bytes["total"] == sum(parts)
+        assert min(parts) >= 0
+    assert short.device_bytes["total"] < long.device_bytes["total"]
+    assert short.status == "ok" and short.step_seconds is not None
+
+
+def test_recomputing_counts_in_hfu_only() -> None:
+    """Full recomputation runs a third more in the layers; attention's backward has 2.5 times its forward's FLOPs."""
+    answer = estimate(ask(method="full_recompute"), RING)
+    assert answer.mfu is not None and answer.hfu is not None
+    assert 1.28 < answer.hfu / answer.mfu < 1.34
+    swapped = estimate(ask(method="full_swap", seq_len=2**17), RING)
+    assert swapped.hfu == swapped.mfu
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_of_zero_takes_less(stage: int) -> None:
+    less, more = (
+        estimate(ask(), replace(RING, zero_stage=zero_stage)).device_bytes for zero_stage in (stage, stage - 1)
+    )
+    kind = {1: "optimizer", 2: "gradients", 3: "parameters"}[stage]
+    assert less[kind] == pytest.approx(more[kind] / RING.cp, abs=1)
+
+
+def test_out_of_memory_on_the_device_and_on_the_host() -> None:
+    recompute = estimate(ask(method="full_recompute", seq_len=2**22), RING)
+    assert (recompute.status, recompute.step_seconds, recompute.mfu) == ("oom", None, None)
+    assert "The device would hold" in recompute.limits[0]
+    swap = estimate(ask(method="full_swap", seq_len=2**19), RING)
+    assert (swap.status, swap.alpha) == ("oohm", 1.0)
+    assert swap.host_bytes > ask().cluster.host_bytes * ask().constants.host_share
+
+
+def test_rings_use_the_network_where_they_leave_the_node() -> None:
+    cluster = load_cluster("a800")
+    assert ring_bandwidth(cluster, 8) == cluster.node_bandwidth
+    assert ring_bandwidth(cluster, 2, stride=8) == cluster.network_bandwidth
+    assert ring_bandwidth(cluster, 4, stride=4) == 2 * cluster.network_bandwidth
+
+
+def test_pipelines_wait_for_a_layer_while_they_fill() -> None:
+    one, two = (estimate(ask(gpus=8 * pp), replace(RING, pp=pp, zero_stage=0)) for pp in (1, 2))
+    assert one.step_seconds is not None and two.step_seconds is not None
+    assert one.step_seconds / 2 < two.step_seconds < 0.53 * one.step_seconds
+
+
+def test_a_window_makes_attention_cheaper() -> None:
+    shape = load_model("gpt_7b")
+    whole, window = (
+        layer_times(ask(shape=replace(shape, window=tokens)), RING).attention_forward for tokens in (None, 4096)
+    )
+    assert window == pytest.approx(whole * 2 * 4096 / 2**18, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "message"),
+    [
+        ({}, Parallelism(tp=2), "is 2 devices, but gpus=8"),
+        ({"gpus": 3}, Parallelism(cp=3), "3 does not divide the sequence, 262144"),
+        ({"alpha": 1.5}, RING, "alpha=1.5 must be from 0 to 1"),
+        ({"alpha": 0.5, "method": "megatron"}, RING, "alpha=0.5 has no meaning with method=megatron"),
+        ({"method": "fpdt"}, RING, "fpdt has neither tensor nor pipeline parallelism"),
+        ({"method": "megatron"}, replace(RING, zero_stage=2), "zero_stage=2 is not what Megatron-LM has"),
+        (
+            {"method": "deepspeed_ulysses", "gpus": 16, "shape": load_model("gpt_13b")},
+            Parallelism(cp=16),
+            "16 does not divide the heads, 40",
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_line(
+    changes: dict[str, object], parallel: Parallelism, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")) as error:
+        estimate(ask(**changes), parallel)
+    assert "\n" not in str(error.value)
+
+
+def test_constants_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(dataclasses.asdict(constants_of("h100"))))
+    assert read_constants(path) == constants_of("h100") == constants_of("another")
+    for wrong, message in (({"dense_efficiency": 1.5}, "dense_efficiency=1.5"), ({"program": "other"}, "program")):
+        path.write_text(json.dumps({**dataclasses.asdict(constants_of("h100")), **wrong}))
+        with pytest.raises(ValueError, match=message) as error:
+            read_constants(path)
+        assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_constants_that_are_no_shares_are_refused() -> None:
+    values = {**dataclasses.asdict(constants_of("a800")), "host_share": 0.0}
+    with pytest.raises(ValueError, match=r"host_share=0\.0 must be above 0"):
+        Constants(**values)

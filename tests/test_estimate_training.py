@@ -1,0 +1,210 @@
+"""The estimate's bytes are those that training measures, and lead to the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from harness import EngineUnderTest
+from omegaconf import OmegaConf
+from trainer_harness import batches, make_trainer
+
+from lightning_memo import MemoStrategy
+from lightning_memo.cli import config_dir
+from lightning_memo.costs import Budget, LayerCosts
+from lightning_memo.estimate.activations import LayerActivations, layer_activations, saved_tensors
+from lightning_memo.estimate.buffers import Buffers
+from lightning_memo.estimate.hf_config import shape_of
+from lightning_memo.estimate.presets import load_model
+from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.training_bytes import slot_bytes_by_alpha, step_bytes
+from lightning_memo.models import CausalLM
+from lightning_memo.plan import Fingerprint, Plan
+from lightning_memo.planner import plan_swap
+
+FP32 = 4
+DEMO_TOKENS = 1024
+SHAPE = ModelShape(
+    name="small",
+    layers=2,
+    hidden=64,
+    ffn=176,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    vocab=96,
+    gated=True,
+    tied=False,
+    kernels="llama",
+)
+SETTINGS = {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+    "max_position_embeddings": 256, "use_cache": False,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": 64, "n_inner": 176, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 256, "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False,
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
+FAMILIES = {
+    "llama": ("llama", SETTINGS, SHAPE),
+    "llama_grouped": ("llama", SETTINGS | GROUPED, replace(SHAPE, kv_heads=2)),
+    "qwen3": ("qwen3", SETTINGS | GROUPED | {"head_dim": 24}, replace(SHAPE, kv_heads=2, head_dim=24)),
+    "gpt_neox": ("gpt_neox", SETTINGS | {"use_parallel_residual": False}, replace(SHAPE, gated=False)),
+    "gpt_neox_parallel": ("gpt_neox", SETTINGS, replace(SHAPE, gated=False)),
+    "gpt2": ("gpt2", GPT2, replace(SHAPE, gated=False)),
+}
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_layers_keep_is_measured_to_the_byte(family: str, element_bytes: int) -> None:
+    model_type, settings, shape = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    dtype = torch.bfloat16 if element_bytes == 2 else torch.float32
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    batch, tokens = 2, 160
+    ids = torch.randint(0, 96, (batch, tokens))
+    with EngineUnderTest(model, test_mode=None) as under_test:
+        under_test.profile_step({"input_ids": ids, "labels": ids})
+        profile = under_test.profile
+    kernels = shape_of(config.to_dict(), family).kernels
+    assert kernels == family.removesuffix("_grouped")
+    expected = layer_activations(shape, kernels=kernels, element_bytes=element_bytes)
+    measured = [
+        profile.bytes_of(*kinds)[0] // (batch * tokens)
+        for kinds in (("input",), ("out", "lse"), ("query", "key", "value", "other"))
+    ]
+    assert LayerActivations(*measured) == expected
+    tensors = saved_tensors(shape, kernels=kernels, element_bytes=element_bytes)
+    sizes = [item.size_bytes // (batch * tokens) for item in profile.in_order()[0].saved]
+    assert sorted(sizes) == sorted(tensor.bytes_per_token for tensor in tensors)
+
+
+def test_fused_kernels_keep_sixteen_units_of_a_gpt() -> None:
+    gpt = replace(SHAPE, ffn=4 * SHAPE.hidden, gated=False)
+    unit = 2 * SHAPE.hidden
+    assert layer_activations(gpt, kernels="fused", element_bytes=2) == LayerActivations(unit, unit, 14 * unit)
+
+
+def test_the_lower_bound_is_the_largest_load() -> None:
+    buffers = Buffers()
+    kept, short = buffers.make(10), buffers.make(5)
+    buffers.free(short)
+    buffers.make(3)
+    buffers.free(kept)
+    buffers.make(4)
+    assert buffers.lower_bound_bytes == 15
+
+
+def test_other_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"small has no layers of Llama"):
+        step_bytes(replace(SHAPE, kernels="qwen3"), element_bytes=FP32, tokens=16)
+
+
+# ---- the demo model, trained by a user
+
+DEMO = load_model("llama_tiny")
+DEMO_BUDGETS = {"device_memory": "200MiB", "host_memory": "96MiB"}  # those of conf/experiment/demo.yaml
+LENGTHS = (512, DEMO_TOKENS)
+
+
+def train(folder: Path, tokens: int, **changes: int | bool) -> Plan:
+    """The plan of a short run of the demo model, with changes of its configuration."""
+    config = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / "llama_tiny.yaml"))["config"]
+    ids = torch.randint(0, DEMO.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
+    strategy = MemoStrategy(plan_memory=False, **DEMO_BUDGETS)
+    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder))
+    trainer.fit(CausalLM({"config": config | changes}), batches([{"input_ids": ids, "labels": ids}]))
+    return trainer.strategy.plan
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Plan]:
+    """By length, the plan of a short run of the demo model."""
+    return {tokens: train(tmp_path_factory.mktemp("run"), tokens) for tokens in LENGTHS}
+
+
+def predicted(measured: LayerCosts) -> LayerCosts:
+    """Measured times and bandwidths with predicted bytes."""
+    return replace(measured, **asdict(step_bytes(DEMO, element_bytes=FP32, tokens=measured.tokens)))
+
+
+def plan(costs: LayerCosts, budget: Budget, label: Fingerprint) -> Plan:
+    """The call that training makes, with slots of the predicted size."""
+    return plan_swap(
+        costs,
+        budget,
+        label,
+        alpha="auto",
+        schedule="layer",
+        slice_tokens=None,
+        slot_bytes=lambda alpha: slot_bytes_by_alpha(DEMO, element_bytes=FP32, tokens=costs.tokens, alpha=alpha),
+    )
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_predicted_bytes_are_within_3_percent_of_the_measured_ones(plans: dict[int, Plan], tokens: int) -> None:
+    costs = plans[tokens].costs
+    expected = step_bytes(DEMO, element_bytes=FP32, tokens=tokens)
+    for name in ("input_bytes", "attention_bytes", "other_bytes", "fixed_device_bytes"):
+        assert getattr(expected, name) == getattr(costs, name), name
+    assert expected.transient_device_bytes == pytest.approx(costs.transient_device_bytes, rel=0.03)
+    for recomputed in (0.0, 0.5, 1.0):
+        assert predicted(costs).working_bytes(recomputed) == pytest.approx(costs.working_bytes(recomputed), rel=0.03)
+    in_backward = costs.backward_device_bytes + costs.other_bytes[0]
+    assert expected.backward_device_bytes + expected.other_bytes[0] == pytest.approx(in_backward, rel=0.03)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_what_is_planned_for_predicted_bytes_is_what_training_planned(plans: dict[int, Plan], tokens: int) -> None:
+    trained = plans[tokens]
+    expected = plan(predicted(trained.costs), trained.budget, trained.fingerprint)
+    assert (expected.swap, expected.step_seconds) == (trained.swap, trained.step_seconds)
+    assert expected.device_bytes == pytest.approx(trained.device_bytes, rel=0.03)
+    assert expected.working_set_bytes == pytest.approx(trained.working_set_bytes, rel=0.03)
+    assert (trained.swap.mode == "plain") == (tokens < DEMO_TOKENS)  # the demo's budget is too small for its own length
+
+
+@pytest.mark.parametrize("share", [0.1, 0.37, 0.8])
+@pytest.mark.parametrize("bound", ["host", "overlap"])
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_alpha_is_that_of_measured_bytes(plans: dict[int, Plan], tokens: int, bound: str, share: float) -> None:
+    """Whatever binds: the host has room for a share of the tokens, or copies of it are what hides."""
+    trained = plans[tokens]
+    measured = trained.costs
+    swapped = measured.swapped_bytes(0, share)
+    room = swapped * (measured.calls - 2) if bound == "host" else measured.skeletal_bytes
+    bandwidth = min(measured.offload_bytes_per_second, measured.prefetch_bytes_per_second)
+    seconds = swapped / bandwidth if bound == "overlap" else measured.skeletal_bytes / bandwidth
+    measured = replace(measured, forward_seconds=(seconds,) * measured.calls)
+    budget = Budget(device_bytes=measured.fixed_device_bytes, host_bytes=room)
+    plans_of = [plan(costs, budget, trained.fingerprint).swap for costs in (measured, predicted(measured))]
+    assert plans_of[0].alpha == plans_of[1].alpha == pytest.approx(share, abs=0.01)
+    assert plans_of[0] == plans_of[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config", "shape"),
+    [
+        (512, {"num_key_value_heads": 2}, {"kv_heads": 2}),
+        (512, {"intermediate_size": 256}, {"ffn": 256}),  # attention's backward has the peak
+        (512, {"vocab_size": 8192}, {"vocab": 8192}),  # the loss has it
+        (64, {"tie_word_embeddings": True}, {"tied": True}),  # the optimizer has it
+    ],
+    ids=["grouped", "small_ffn", "large_vocabulary", "tied_and_short"],
+)
+def test_peaks_are_predicted_wherever_they_are(
+    tmp_path: Path, tokens: int, config: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    measured = train(tmp_path, tokens, num_hidden_layers=2, **config).costs
+    expected = step_bytes(replace(DEMO, layers=2, **shape), element_bytes=FP32, tokens=tokens)
+    told = replace(measured, **asdict(expected))
+    assert told.fixed_device_bytes == measured.fixed_device_bytes
+    assert told.transient_device_bytes == pytest.approx(measured.transient_device_bytes, rel=0.03)
+    # A peak that gradients to come leave room for is told as 0.
+    assert told.backward_device_bytes == pytest.approx(measured.backward_device_bytes, rel=0.03)
