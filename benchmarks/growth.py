@@ -45,13 +45,14 @@ _QUICK = [
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
+    known = circumstances(("torch", "transformers", "lightning_memo"))  # what is missing is told before an hour of work
     rows = []
     for schedule in options.schedules:
         for tokens in options.lengths:
             rows.append({"schedule": schedule, "tokens": tokens, **_measure(options, schedule, tokens)})
     names = ("layers", "hidden", "heads", "kv_heads", "vocab", "slice_tokens", "block_tokens", "alpha", "threads")
     report = {
-        **circumstances(("torch", "transformers", "lightning_memo")),
+        **known,
         "settings": {name: getattr(options, name) for name in names},
         "results": rows,
     }
