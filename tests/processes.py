@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import datetime as dt
+import functools
+import gc
 import multiprocessing
 import os
 import socket
@@ -19,10 +21,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_memo.parallel import mesh
 from lightning_memo.profiler import costs
 
 _GRACE_SECONDS = 25.0
+_CALLS_WITH_GROUPS = 8  # the same in all processes: a group that one has kept, the others can't make anew
 _PRELOADED = ["torch", "transformers", "lightning.pytorch", "lightning_memo"]
+
+
+_keepers = [mesh._mesh]
+
+
+def keeps_groups(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache of what is made of groups, until these are given up."""
+    cached = functools.cache(function)
+    _keepers.append(cached)
+    return cached
 
 
 class ProcessError(AssertionError):
@@ -151,6 +165,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     costs._BANDWIDTH_SECONDS = 0.005  # of no interest to tests of what is computed
     timeout = dt.timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    calls = 0
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -160,4 +175,17 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
             answer = (None, function(*args, **kwargs))
         except BaseException:
             answer = (traceback.format_exc(), None)
+        calls += 1
+        if calls % _CALLS_WITH_GROUPS == 0:
+            _give_up_groups()
         pipe.send(answer)
+
+
+def _give_up_groups() -> None:
+    """End all groups but the default one: each has a thread that polls, and those of a hundred take a core."""
+    for keeper in _keepers:
+        keeper.cache_clear()
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
