@@ -28,6 +28,11 @@ ZeRO, in `tests/data/papers`. Nothing is looked up: each cell is an estimate, fo
 alpha where the paper gives them. Where an error is not below the trivial guess's, the paper's cells hardly differ,
 and the model explains less of them than their mean does."""
 
+_CHOSEN = """FPDT's memory is counted in hidden states and buffers (`estimate/keeping.py`: 8 and 20 hidden states, 4 GB
+for ZeRO), chosen with its table 1 at hand, and so are the three steps of the rule for alpha with appendix table 7:
+these scores are of what was looked at, not of what was predicted. Of DeepSpeed, Megatron and FPDT only the status is
+compared: their MFU (table 3 of MEMO, table 3 of FPDT) is not fitted, and can be far off."""
+
 _RULE = """The linear program of training has one alpha for a cell. The runs of MEMO's paper had others, for which no
 physical rule was found. What describes them: alpha is 1, 1/2 or 1/8 where the linear program's is at least {limits},
 else 0; and 0 unless the copies of all tokens would hide under the forward. Only `cluster=a800`, whose constants are
@@ -129,14 +134,21 @@ def markdown(found: Sequence[Section]) -> str:
 
 def _constants() -> str:
     constants = constants_of("a800")
-    lines = [f"| {name} | {getattr(constants, name):.4g} |" for name in fit_papers.FITTED]
+    lines = [f"| {name} | {getattr(constants, name):.4g} | {_unit(name)} |" for name in fit_papers.FITTED]
     read = ("device_share", "host_share", "fragmentation", "cache_growth")
     stated = ", ".join(f"{name} {getattr(constants, name):g}" for name in read)
     return (
-        "## Constants\n\nSix are fitted to tables 3, 4 and 5, by `benchmarks/fit_papers.py`:\n\n| | |\n| --- | --: |\n"
+        "## Constants\n\nSix are fitted to tables 3, 4 and 5, by `benchmarks/fit_papers.py`:\n\n"
+        "| | | unit |\n| --- | --: | --- |\n"
         + "\n".join(lines)
-        + f"\n\nFour are thresholds, read off which cells are out of memory: {stated}."
+        + f"\n\nFour are thresholds, read off which cells are out of memory: {stated}.\n\n{_CHOSEN}"
     )
+
+
+def _unit(constant: str) -> str:
+    if constant.endswith("_bytes_per_second"):
+        return "bytes per second"
+    return "share of the bandwidth of copies" if constant.startswith("host") else "share of the peak FLOP/s"
 
 
 def _errors() -> str:

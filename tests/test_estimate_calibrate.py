@@ -88,8 +88,8 @@ def test_peaks_that_are_exceeded_are_refused() -> None:
     slow = replace(CLUSTER, peak_flops=CLUSTER.peak_flops / 10)
     with pytest.raises(ValueError, match=r"dense_efficiency would have to be 3\.1, above 1: .*cluster\.peak_flops"):
         fit([measurement(512), measurement(2048)], slow, TRUE)
-    far = replace(CLUSTER, host_bandwidth_shared=1e9)
-    with pytest.raises(ValueError, match=r"above cluster\.host_bandwidth_shared=1e\+09"):
+    far = replace(CLUSTER, host_bandwidth=1e9)
+    with pytest.raises(ValueError, match=r"above cluster\.host_bandwidth=1e\+09"):
         fit([measurement(512)], far, TRUE)
     with pytest.raises(ValueError, match="nothing is measured"):
         fit([], CLUSTER, TRUE)

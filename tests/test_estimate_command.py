@@ -246,7 +246,14 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["model.config.num_attention_heads=33"], ["33 heads"]),
         (["model.config.num_key_value_heads=5"], ["heads=32", "kv_heads=5"]),
         (["model.config.model_type=mamba"], ["model_type='mamba'", "llama"]),
-        (["constants=missing.json"], ["missing.json"]),
+        (["constants=missing.json"], ["constants=missing.json", "No such file", "calibrate"]),
+        (["parallel=4"], ["parallel=4", "parallel.tp=4"]),
+        (["parallel=null"], ["parallel=None", "parallel.tp=4"]),
+        (["seq_len=999999999999999"], ["seq_len=999999999999999", "131072"]),
+        (["batch_size=1000000000000000000"], ["batch_size=1000000000000000000", "at most"]),
+        (["cluster.devices_per_node=1.5"], ["devices_per_node=1.5", "whole number"]),
+        (["model.config.num_hidden_layers=3000000"], ["num_hidden_layers", "'3000000'"]),
+        (["model.config.hidden_size=549755813888"], ["hidden_size", "'549755813888'"]),
         (["alternatives=-1"], ["alternatives=-1"]),
     ],
     ids=" ".join,
@@ -270,6 +277,12 @@ def test_mistakes_are_told_in_one_line(run, arguments, words):
         ('{"model_type": "llama", "num_hidden_layers": "two", "hidden_size": 64, "num_attention_heads": 4}', ["'two'"]),
         ('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}', ["experts", "alike"]),
         ('{"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}', ["differ", "alike"]),
+        ('{"model_type": "llama", "layer_types": 5}', ["layer_types", "'5'"]),
+        (
+            '{"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, '
+            '"vocab_size": 9, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 20}',
+            ["active_experts=20", "experts=2"],
+        ),
         ("[" * 100000, ["no JSON"]),
     ],
 )

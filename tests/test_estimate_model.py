@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memo.estimate.alpha_rule import published_alpha
+from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.layer_costs import budget, layer_costs
@@ -96,6 +96,51 @@ def test_out_of_memory_on_the_device_and_on_the_host() -> None:
     swap = estimate(ask(method="full_swap", seq_len=2**19), RING)
     assert (swap.status, swap.alpha) == ("oohm", 1.0)
     assert swap.host_bytes > ask().cluster.host_bytes * ask().constants.host_share
+
+
+@pytest.mark.parametrize("method", ["memo", "full_swap"])
+def test_bytes_are_those_that_were_too_many(method: str) -> None:
+    tokens = {"memo": 2**23, "full_swap": 2**19}[method]
+    many, few = (estimate(ask(method=method, seq_len=length), RING) for length in (tokens, 2**16))
+    assert (many.status, few.status) == ("oohm", "ok")
+    assert many.device_bytes.keys() == few.device_bytes.keys()
+    # Bytes are proportional to the tokens, and to what alpha adds: at most a factor of 16 / 2.
+    for kind in ("rounding_buffers", "transients"):
+        assert many.device_bytes[kind] > tokens / 2**16 * few.device_bytes[kind] / 9
+
+
+def test_one_device_has_its_link_to_itself() -> None:
+    cluster = replace(load_cluster("h100"), host_bandwidth=60e9, host_bandwidth_shared=20e9, devices_per_node=8)
+    assert [cluster.host_bandwidth_of(devices) for devices in (1, 2, 4, 8)] == [60e9, 60e9, 40e9, 20e9]
+    asked = [(ask(cluster=cluster, gpus=gpus), Parallelism(cp=gpus)) for gpus in (1, 8, 16)]
+    rates = [layer_costs(*each).offload_bytes_per_second for each in asked]
+    assert rates == pytest.approx([rate * ask().constants.host_efficiency for rate in (60e9, 20e9, 20e9)])
+
+
+def test_alpha_is_lowered_where_the_device_has_no_room() -> None:
+    """To one of the paper's where its runs are estimated; else as little as is told in 64 steps."""
+    own = ask(cluster=replace(load_cluster("a800"), device_bytes=31 * 2**30), seq_len=2**18)
+    lowered = estimate(own, RING)
+    assert lowered.status == "ok" and lowered.alpha is not None and 0 < lowered.alpha < 1
+    assert lowered.alpha * 64 == round(lowered.alpha * 64)
+    assert any(f"so alpha={lowered.alpha:.4g} is taken" in limit for limit in lowered.limits)
+    assert estimate(replace(own, alpha=lowered.alpha + 1 / 64), RING).status == "oom"
+    published = estimate(replace(own, constants=constants_of("a800")), RING)
+    assert published.alpha in {alpha for _, alpha in PUBLISHED_ALPHAS} | {0.0}
+
+
+def test_layers_of_hugging_face_keep_more_than_fused_ones() -> None:
+    """Where this project runs them; the papers' programs have fused kernels on every cluster."""
+    shape = load_model("llama3_8b")
+    assert (shape.kernels, load_model("gpt_7b").kernels, load_model("qwen3_8b").kernels) == (
+        "llama",
+        "gpt_neox",
+        "qwen3",
+    )
+    own, published = ask(shape=shape), ask(shape=shape, constants=constants_of("a800"))
+    others = [layer_costs(q, RING).other_bytes[0] for q in (own, published, replace(own, method="megatron"))]
+    assert others[0] > 1.3 * others[1]
+    assert others[1] == others[2]
 
 
 def test_rings_use_the_network_where_they_leave_the_node() -> None:

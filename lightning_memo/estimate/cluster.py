@@ -46,3 +46,7 @@ class Cluster:
         for name in ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")
+
+    def host_bandwidth_of(self, devices: int) -> float:
+        """What each of some devices of a node gets when all of these copy: its link's, or its part of the host's."""
+        return min(self.host_bandwidth, self.host_bandwidth_shared * self.devices_per_node / devices)

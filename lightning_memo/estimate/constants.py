@@ -34,7 +34,7 @@ class Constants:
     """The same in its backward, which has 2.5 times the FLOPs."""
 
     host_efficiency: float
-    """Share of `Cluster.host_bandwidth_shared` that copies reach beside computing."""
+    """Share of `Cluster.host_bandwidth_of` that copies reach beside computing."""
 
     merged_bytes_per_second: float
     """Attention outputs that ring attention merges: what each of its steps adds to attention without a ring."""

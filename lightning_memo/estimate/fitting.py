@@ -185,9 +185,10 @@ def _at_peak(shape: ModelShape, cluster: Cluster, base: Constants, tokens: int) 
 
 def _host_efficiency(layers: Sequence[LayerMeasurement], cluster: Cluster) -> float:
     copied = median(min(m.costs.offload_bytes_per_second, m.costs.prefetch_bytes_per_second) for m in layers)
-    if copied > cluster.host_bandwidth_shared:
+    alone = cluster.host_bandwidth_of(1)
+    if copied > alone:
         raise ValueError(
-            f"copies ran at {copied:.3g} bytes per second, above cluster.host_bandwidth_shared="
-            f"{cluster.host_bandwidth_shared:.3g}: give that of the machine that ran"
+            f"copies ran at {copied:.3g} bytes per second, above cluster.host_bandwidth={alone:.3g}: give that of the "
+            "machine that ran"
         )
-    return copied / cluster.host_bandwidth_shared
+    return copied / alone

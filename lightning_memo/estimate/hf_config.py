@@ -25,6 +25,9 @@ _NAMES: Final = {
     "ffn_of_hidden": ("expansion_ratio",),
 }
 """What families call one thing."""
+_MOST: Final = {"layers": 2**13, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16}
+_MOST_OF_OTHERS: Final = 2**24
+"""Far beyond any model; larger ones would only take all memory and time of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +156,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _check_alike(config: Mapping[str, Any]) -> None:
-    kinds = sorted(set(map(str, config.get("layer_types") or ())))
+    given = config.get("layer_types") or ()
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"layer_types is {str(given)[:40]!r}, and has to be a list of one kind for each layer")
+    kinds = sorted(set(map(str, given)))
     if len(kinds) > 1:
         raise ValueError(f"its layers differ ({', '.join(kinds)}), and an estimate is of layers that are alike")
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
@@ -200,8 +206,9 @@ def _size(config: Mapping[str, Any], what: str, default: int | None = None) -> i
     names = " or ".join(_NAMES[what])
     if value is None:
         raise ValueError(f"{names} is missing")
-    if not _is_size(value):
-        raise ValueError(f"{names} is {str(value)[:40]!r}, and has to be an integer of at least 1")
+    most = _MOST.get(what, _MOST_OF_OTHERS)
+    if not _is_size(value) or value > most:
+        raise ValueError(f"{names} is {str(value)[:40]!r}, and has to be an integer from 1 to {most}")
     return int(value)
 
 

@@ -23,7 +23,7 @@ def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
     tokens = question.seq_len // (parallel.tp * parallel.cp)
     kept = layer_activations(question.shape, kernels=kernels_of(question), element_bytes=BF16)
     times = layer_times(question, parallel)
-    bandwidth = question.cluster.host_bandwidth_shared * question.constants.host_efficiency
+    bandwidth = question.cluster.host_bandwidth_of(devices_of_node(question)) * question.constants.host_efficiency
     return LayerCosts(
         batch=1,
         tokens=tokens,

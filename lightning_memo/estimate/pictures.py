@@ -67,7 +67,7 @@ def draw_bytes(series: Series, path: Path) -> Path:
         axes.set_ylabel("" if place % columns else "GiB")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.suptitle("Memory of the fullest device (x: does not fit)")
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5 if columns > 1 else 3, frameon=False)
     return _save(figure, path)
 
 
@@ -77,7 +77,7 @@ def draw_mfu(series: Series, path: Path) -> Path:
     axes.set_title("MFU (attention causal, nothing recomputed counted); gaps do not fit")
     axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("MFU (%)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     return _save(figure, path)
 
 

@@ -18,6 +18,7 @@ from lightning_memo.estimate.shape import ModelShape
 _SIZES: Final = ("device_bytes", "host_bytes")
 _BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth")
 _CALLED: Final = ("name", "device")
+_COUNT: Final = "devices_per_node"
 
 
 def load_cluster(name: str) -> Cluster:
@@ -101,4 +102,6 @@ def _cluster_value(name: str, value: Any) -> Any:
         return float(parse_bytes(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r} is no number")
+    if name == _COUNT and value != int(value):
+        raise ValueError(f"{name}={value!r} is no whole number")
     return value

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from lightning_memo.estimate.answer import Method, Question
-from lightning_memo.estimate.constants import constants_of, read_constants
+from lightning_memo.estimate.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.presets import cluster_of, model_of
 
 MOST_GPUS: Final = 64
+_MOST: Final = 2**20
 SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
 """Of `parallel`."""
 
 _LENGTH: Final = re.compile(r"\s*([0-9]{1,12})\s*([KkMm]?)\s*", re.ASCII)
+_MOST_TOKENS: Final = 2**40
 _TIMES: Final = {"": 1, "k": 2**10, "m": 2**20}
 
 Output = Literal["table", "json"]
@@ -46,8 +48,8 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
         model: what a model without a path is called.
 
     Raises:
-        ValueError: a setting is not allowed; one line says what was given, what is allowed and what to do.
-        OSError: the file of constants can't be read.
+        ValueError: a setting is not allowed, or a file can't be read; one line says what was given, what is allowed
+            and what to do.
     """
     cluster = cluster_of(settings["cluster"])
     gpus = _count("gpus", settings["gpus"])
@@ -62,7 +64,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
         question=Question(
             shape=model_of(settings["model"], model),
             cluster=cluster,
-            constants=constants_of(cluster.name) if constants is None else read_constants(Path(str(constants))),
+            constants=constants_of(cluster.name) if constants is None else _constants(str(constants)),
             method=_choice("method", settings["method"], get_args(Method)),
             gpus=gpus,
             seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
@@ -85,14 +87,26 @@ def read_length(name: str, value: Any, or_else: str = "") -> int:
     """
     match = _LENGTH.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
     tokens = int(match[1]) * _TIMES[match[2].lower()] if match else 0
-    if tokens < 1:
-        raise ValueError(f"{name}={value!r} is not a number of tokens: give one like 131072, 128K or 1M{or_else}")
+    if not 1 <= tokens <= _MOST_TOKENS:
+        raise ValueError(
+            f"{name}={value!r} is not a number of tokens from 1 to {_MOST_TOKENS}: give one like 131072, 128K or 1M"
+            f"{or_else}"
+        )
     return tokens
+
+
+def _constants(path: str) -> Constants:
+    try:
+        return read_constants(Path(path))
+    except OSError as error:
+        raise ValueError(f"constants={path}: {error.strerror or error}; give a file that calibrate wrote") from None
 
 
 def _count(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+    if value > _MOST:
+        raise ValueError(f"{name}={value!r}: give an integer of at most {_MOST}")
     return value
 
 
@@ -112,7 +126,9 @@ def _alpha(value: Any, method: Any) -> float | None:
     return float(value)
 
 
-def _forced(settings: Mapping[str, Any]) -> dict[str, int]:
+def _forced(settings: Any) -> dict[str, int]:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"parallel={str(settings)[:40]}: give its sizes one by one, as parallel.tp=4")
     for name in settings:
         if name not in SIZES:
             raise ValueError(f"parallel.{str(name)[:40]} is no setting: give {', '.join(SIZES)}")

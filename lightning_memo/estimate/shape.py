@@ -23,7 +23,8 @@ class ModelShape:
     """A decoder: layers of attention and feed-forward that are alike, between an embedding and a head.
 
     Raises:
-        ValueError: a size below 1, or query heads that key and value heads don't divide.
+        ValueError: a size below 1, fewer experts than active ones, or query heads that key and value heads don't
+            divide.
     """
 
     name: str
@@ -53,7 +54,10 @@ class ModelShape:
     """Of its layers where Hugging Face's code runs them; programs with kernels of their own take them fused."""
 
     def __post_init__(self) -> None:
-        check_range(self, dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"), 1))
+        sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "experts", "active_experts")
+        check_range(self, dict.fromkeys(sizes, 1))
+        if self.active_experts > self.experts:
+            raise ValueError(f"active_experts={self.active_experts} must be at most experts={self.experts}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
 

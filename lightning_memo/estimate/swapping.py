@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_memo.config import format_bytes
 from lightning_memo.costs import Budget, LayerCosts
-from lightning_memo.estimate.alpha_rule import published_alpha
+from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.layer_costs import budget, layer_costs
@@ -20,7 +20,7 @@ def swap(question: Question, parallel: Parallelism) -> Outcome:
     try:
         plan = _plan(question, parallel, costs, room, _wanted_alpha(question))
     except HostMemoryError as error:
-        return _too_much_for_host(question, costs, str(error))
+        return _too_much_for_host(question, parallel, costs, str(error))
     limits = [plan.reason]
     if question.constants.published and _wanted_alpha(question) == "auto":
         plan, rule = _as_published(question, parallel, plan)
@@ -39,7 +39,7 @@ def swap(question: Question, parallel: Parallelism) -> Outcome:
         alpha=plan.swap.alpha,
         seconds=plan.step_seconds,
         recomputed=0.0 if plan.swap.mode == "plain" else 1.0 - plan.swap.alpha,
-        device_bytes=_by_kind(question, parallel, plan),
+        device_bytes=_bytes_of_plan(question, parallel, plan),
         host_bytes=plan.swap.host_bytes,
         limits=limits,
     )
@@ -87,37 +87,45 @@ def _as_published(question: Question, parallel: Parallelism, plan: Plan) -> tupl
 
 
 def _fitting_device(question: Question, parallel: Parallelism, plan: Plan) -> Plan | None:
-    """The plan with the largest alpha below, in eighths, that fits the device."""
-    for eighth in range(7, -1, -1):
-        if eighth / 8 < plan.swap.alpha:
-            smaller = _plan(question, parallel, plan.costs, plan.budget, eighth / 8)
-            if smaller.device_bytes <= plan.budget.device_bytes:
-                return smaller
-    return None
+    """The plan with the largest alpha below that fits the device: of the paper's, or of 64 steps."""
+    steps = [alpha for _, alpha in PUBLISHED_ALPHAS] + [0.0]
+    if not question.constants.published:
+        steps = [step / 64 for step in range(63, -1, -1)]
+    below = [alpha for alpha in steps if alpha < plan.swap.alpha]
+    plans = (_plan(question, parallel, plan.costs, plan.budget, alpha) for alpha in below)
+    return next((smaller for smaller in plans if smaller.device_bytes <= plan.budget.device_bytes), None)
 
 
-def _by_kind(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:
-    """The plan's device bytes: which transients there are depends on when the peak is."""
-    costs, working = plan.costs, plan.working_set_bytes - plan.swap.buffer_bytes
-    kept = costs.skeletal_bytes if plan.swap.mode == "plain" else 0
-    logits = round(logits_bytes(question, parallel)) if working - kept == costs.transient_device_bytes else 0
+def _bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:
+    kept = plan.costs.skeletal_bytes if plan.swap.mode == "plain" else 0
+    working = plan.working_set_bytes - plan.swap.buffer_bytes - kept
+    return _by_kind(question, parallel, plan.costs, plan.swap.buffer_bytes, kept, working)
+
+
+def _by_kind(
+    question: Question, parallel: Parallelism, costs: LayerCosts, buffers: int, kept: int, working: int
+) -> dict[str, int]:
+    """Device bytes by kind: which transients there are depends on when the peak of the working set is."""
+    logits = round(logits_bytes(question, parallel)) if working == costs.transient_device_bytes else 0
     return {
-        "rounding_buffers": plan.swap.buffer_bytes,
+        "rounding_buffers": buffers,
         "activations": kept,
-        "transients": working - kept - logits,
+        "transients": working - logits,
         "logits": logits,
         "gathered": round(gathered_bytes(question, parallel)),
     }
 
 
-def _too_much_for_host(question: Question, costs: LayerCosts, reason: str) -> Outcome:
+def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCosts, reason: str) -> Outcome:
+    """What there would be on the device and on the host, were there a plan."""
     alpha = question.alpha if question.alpha is not None else float(question.method == "full_swap")
+    buffers, working = 2 * costs.swapped_bytes(0, alpha), costs.working_bytes(1.0 - alpha)
     return Outcome(
         status="oohm",
         alpha=alpha,
         seconds=0.0,
         recomputed=0.0,
-        device_bytes={},
+        device_bytes=_by_kind(question, parallel, costs, buffers, 0, working),
         host_bytes=max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha),
         limits=[f"{reason[0].upper()}{reason[1:]}."],
     )

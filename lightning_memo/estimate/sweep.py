@@ -17,6 +17,7 @@ from lightning_memo.config import format_bytes
 from lightning_memo.estimate.swept import SweptEstimate, load_jobs, swept_settings, write_csv
 
 CSV_NAME: Final = "estimates.csv"
+_WIDTH: Final = 140
 
 
 class SweepEstimates(Callback):
@@ -34,6 +35,8 @@ class SweepEstimates(Callback):
         write_csv(jobs, folder / CSV_NAME)
         files = [folder / CSV_NAME, *draw_sweep(jobs, folder)]
         console = Console(stderr=config.output == "json")
+        if not console.is_terminal:  # a file or a pipe has no width; without one rich takes 80
+            console.width = max(console.width, _WIDTH)
         console.print(sweep_table(jobs))
         for file in files:
             console.print(str(file), soft_wrap=True, highlight=False, markup=False)
@@ -45,10 +48,13 @@ def sweep_table(jobs: Sequence[SweptEstimate]) -> Table:
     table = Table(title="Estimates", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in names:
         table.add_column(name.rpartition(".")[2], justify="right", no_wrap=True)
-    for title in ("tokens", "status", "TP", "CP", "DP", "PP", "ZeRO", "alpha", "step (s)", "MFU (%)", "device", "host"):
+    told = all("seq_len" in names and not job.longest for job in jobs)  # the length, by what was swept
+    titles = ("status", "tp/cp/dp/pp", "ZeRO", "alpha", "step (s)", "MFU (%)", "device", "host")
+    for title in titles if told else ("tokens", *titles):
         table.add_column(title, justify="right", no_wrap=True)
     for job in jobs:
-        table.add_row(*[job.setting(name) for name in names], *_cells(job))
+        length = [] if told else [f"{job.answer['seq_len']:,}" if job.answer else "-"]
+        table.add_row(*[job.setting(name) for name in names], *length, *_cells(job))
     mistakes = [f"{job.label(names)}: {job.message}" for job in jobs if job.message]
     table.caption = Text("\n".join(mistakes)) if mistakes else None
     return table
@@ -57,12 +63,12 @@ def sweep_table(jobs: Sequence[SweptEstimate]) -> Table:
 def _cells(job: SweptEstimate) -> list[str]:
     answer = job.answer
     if answer is None:
-        return ["-", "mistake", *["-"] * 10]
-    numbers = {"alpha": "{:.3g}", "step_seconds": "{:.2f}", "mfu": "{:.2f}"}
+        return ["mistake", *["-"] * 7]
+    numbers = {"alpha": "{:.2g}", "step_seconds": "{:.1f}", "mfu": "{:.1f}"}
     return [
-        f"{answer['seq_len']:,}",
         answer["status"],
-        *map(str, answer["parallel"].values()),
+        "{tp}/{cp}/{dp}/{pp}".format(**answer["parallel"]),
+        str(answer["parallel"]["zero_stage"]),
         *("-" if answer[name] is None else form.format(answer[name]) for name, form in numbers.items()),
         format_bytes(answer["device_bytes"]["total"]),
         format_bytes(answer["host_bytes"]),

@@ -78,9 +78,9 @@ def write_csv(jobs: Sequence[SweptEstimate], path: Path) -> None:
     """
     rows = [{"overrides": " ".join(job.overrides), **_flat(job.answer or {}), "message": job.message} for job in jobs]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "message"]
-    # All columns of one group stand together, though not every method has the same kinds of bytes.
+    # All columns of one group stand together, its total last, though not every method has the same kinds of bytes.
     groups = list(dict.fromkeys(name.partition(".")[0] for name in names))
-    columns = sorted(names, key=lambda name: groups.index(name.partition(".")[0]))
+    columns = sorted(names, key=lambda name: (groups.index(name.partition(".")[0]), name.endswith(".total")))
     with replacing(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*columns, "message"], restval="")
         writer.writeheader()
