@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import atexit
 import datetime as dt
-import functools
-import gc
 import multiprocessing
 import os
 import socket
@@ -21,22 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_memo.parallel import mesh
 from lightning_memo.profiler import costs
 
 _GRACE_SECONDS = 25.0
-_CALLS_WITH_GROUPS = 8  # the same in all processes: a group that one has kept, the others can't make anew
+# Every mesh leaves groups behind, each with a thread that polls; those of a hundred tests would take a core.
+_MOST_CALLS = 40
 _PRELOADED = ["torch", "transformers", "lightning.pytorch", "lightning_memo"]
-
-
-_keepers = [mesh._mesh]
-
-
-def keeps_groups(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A cache of what is made of groups, until these are given up."""
-    cached = functools.cache(function)
-    _keepers.append(cached)
-    return cached
 
 
 class ProcessError(AssertionError):
@@ -53,6 +41,9 @@ class Group:
     Args:
         size: Number of processes.
         timeout_seconds: After it a collective that nobody answers fails.
+
+    Attributes:
+        calls: Functions that were run.
     """
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
@@ -62,6 +53,7 @@ class Group:
         self._pipes: list[Connection] = []
         self._processes = []
         self._folder = tempfile.TemporaryDirectory(prefix="processes-")
+        self.calls = 0
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(
@@ -78,6 +70,7 @@ class Group:
         Raises:
             ProcessError: Some process raised, or did not answer in time.
         """
+        self.calls += 1
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results: dict[int, Any] = {}
@@ -133,6 +126,8 @@ def run_in_processes(size: int, function: Callable[..., Any], *args: Any, **kwar
         ProcessError: Some process raised, or did not answer in time; the group is gone then.
     """
     group = _groups.get(size)
+    if group is not None and group.calls >= _MOST_CALLS:
+        group.stop()
     if group is None or not group.alive:
         group = _groups[size] = Group(size)
     return group.run(function, *args, **kwargs)
@@ -165,7 +160,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     costs._BANDWIDTH_SECONDS = 0.005  # of no interest to tests of what is computed
     timeout = dt.timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-    calls = 0
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -175,17 +169,4 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
             answer = (None, function(*args, **kwargs))
         except BaseException:
             answer = (traceback.format_exc(), None)
-        calls += 1
-        if calls % _CALLS_WITH_GROUPS == 0:
-            _give_up_groups()
         pipe.send(answer)
-
-
-def _give_up_groups() -> None:
-    """End all groups but the default one: each has a thread that polls, and those of a hundred take a core."""
-    for keeper in _keepers:
-        keeper.cache_clear()
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from attention_reference import Inputs, attention, make_inputs, visible
-from processes import keeps_groups, run_in_processes
+from processes import run_in_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,7 +46,7 @@ SPECS = {
 }
 
 
-@keeps_groups
+@cache
 def context_groups(ring: int, ulysses: int) -> ContextGroups:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     return ContextGroups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from families import VOCABULARY
-from processes import keeps_groups, run_in_processes
+from processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -145,7 +145,7 @@ def errors(got: Gradients, expected: Gradients) -> dict[str, float]:
     return {n: float((got[n] - g).norm() / g.norm()) for n, g in expected.items()}
 
 
-@keeps_groups
+@cache
 def tensor_mesh(tensor: int, data: int = 1) -> DeviceMesh:
     """The ranks; made once in a process, as every mesh opens connections that stay."""
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data_parallel", "tensor_parallel"))
