@@ -31,7 +31,7 @@ class HuggingFaceStep:
     """A step of a model of Hugging Face with Llama's layers, on one device, with AdamW.
 
     Raises:
-        ValueError: a feed-forward that is not gated, or experts.
+        ValueError: layers that are not those of Llama, or experts.
     """
 
     shape: ModelShape
