@@ -22,6 +22,7 @@ from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.slices import cut
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
+from lightning_memo.engine.weight_copies import WeightCopies, WeightCopy
 from lightning_memo.kernels import AttentionSpec, RngState
 from lightning_memo.planner.slices import TokenRange
 from lightning_memo.storage_costs import Place
@@ -111,6 +112,7 @@ class LayerRun:
         self.device = x.device
         self.unit = None if streamed else engine.open_unit(memory, swap, spill_bytes)
         self.kept = KeptTensors()
+        self._weight_copies = WeightCopies()
         by_kind = slices[0].places is not None
         self._spills_all = spill_bytes > 0 and not by_kind
         # x itself must not live until the backward. By kind, slices store their parts of it, each in its place.
@@ -182,14 +184,17 @@ class LayerRun:
     # ---- arguments
 
     def shared_handle(self, t: Tensor) -> Handle:
-        """The handle of a saved tensor that all layers share."""
-        view = None if self._arguments is None else self._arguments.view_of(t)
-        return t if view is None else view
+        """The handle of a saved tensor that is no activation: it stays where it is, or can be had again."""
+        # Slices of a sequence are short: copies made again for each would take as long as their products.
+        copy = WeightCopy.of(t) if self._arguments is None else self._arguments.view_of(t)
+        return t if copy is None else copy
 
-    def load_shared(self, view: ParkedView) -> Tensor:
+    def load_shared(self, handle: ParkedView | WeightCopy) -> Tensor:
         """What `shared_handle` stood for."""
+        if isinstance(handle, WeightCopy):
+            return self._weight_copies.restore(handle)
         assert self._arguments is not None
-        t: Tensor = self._arguments.restore(view)
+        t: Tensor = self._arguments.restore(handle)
         return t
 
     def restored_call(self) -> LayerCall:
@@ -260,6 +265,8 @@ class LayerRun:
         if self._arguments is not None:
             args, kwargs = self._arguments.park((self.call.args, self.call.kwargs))
             self.call = replace(self.call, args=args, kwargs=kwargs)
+        elif torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # it holds a copy of each weight until autocast ends, which is after the loss
         self.mark("forward_end")
 
     # ---- hidden states
@@ -318,6 +325,7 @@ class LayerRun:
         dx, self.dx = self.dx, None
         self._dy = iter(())
         self._ended = True
+        self._weight_copies.clear()
         if self.first_slice == 0:
             self.release_cores()
         self.engine.end_backward(self)

@@ -20,6 +20,7 @@ from lightning_memo.engine.run import LayerRun
 from lightning_memo.engine.sharded import ShardedHandle, local_part
 from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.unit import Handle, KeysValues
+from lightning_memo.engine.weight_copies import WeightCopy
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.slices import Action, TokenRange
 
@@ -94,7 +95,8 @@ class SliceRun:
     def unpack(self, handle: Handle) -> Tensor:
         if isinstance(handle, int):
             return self.recompute().take(handle)
-        return self.run.load_shared(handle) if isinstance(handle, ParkedView) else self.load(handle)
+        shared = isinstance(handle, (ParkedView, WeightCopy))
+        return self.run.load_shared(handle) if shared else self.load(handle)
 
     def store(self, kind: str, t: Tensor) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""

@@ -15,13 +15,14 @@ from lightning_memo.engine.regions import Registry, flat
 from lightning_memo.engine.sharded import ShardedHandle
 from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.slot import Slot, Stored
+from lightning_memo.engine.weight_copies import WeightCopy
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
 
-# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share, or
-# its number in a replay.
-Handle = Tensor | Stored | ShardedHandle | ParkedView | int
+# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share,
+# the weight that it is a copy of, or its number in a replay.
+Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | int
 
 
 class Unit:

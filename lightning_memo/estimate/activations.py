@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from lightning_memo.estimate.precision import ElementBytes
 from lightning_memo.estimate.shape import Kernels, ModelShape
 
 _FP32: Final = 4
@@ -45,28 +46,28 @@ class LayerActivations:
         return self.input + self.attention + self.others
 
 
-def layer_activations(shape: ModelShape, *, kernels: Kernels, element_bytes: int) -> LayerActivations:
+def layer_activations(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> LayerActivations:
     """What a layer of a model keeps for each token, undivided by any parallelism.
 
     Args:
         shape: The model.
         kernels: See there.
-        element_bytes: 2 where weights and activations are bf16, 4 where they are fp32.
+        sizes: Of elements.
     """
     sums = {"input": 0, "attention": 0, "other": 0}
-    for tensor in saved_tensors(shape, kernels=kernels, element_bytes=element_bytes):
+    for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes):
         sums[tensor.kind] += tensor.bytes_per_token
     return LayerActivations(sums["input"], sums["attention"], sums["other"])
 
 
-def saved_tensors(shape: ModelShape, *, kernels: Kernels, element_bytes: int) -> tuple[SavedTensor, ...]:
+def saved_tensors(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> tuple[SavedTensor, ...]:
     """The same tensor by tensor, in the order in which a layer makes them; see `layer_activations`."""
-    layer = _Layer(shape, kernels, element_bytes)
+    layer = _Layer(shape, kernels, sizes)
     return (
-        SavedTensor("input", shape.hidden, element_bytes, "input"),
-        *layer.norm("input norm", reads_input=True),
+        SavedTensor("input", shape.hidden, sizes.stream, "input"),
+        *layer.norm("input norm", ("query", "key", "value"), reads_input=True),
         *layer.attention(),
-        *layer.norm("feed-forward norm", reads_input=kernels == "gpt_neox_parallel"),
+        *layer.norm("feed-forward norm", ("gate", "up"), reads_input=kernels == "gpt_neox_parallel"),
         *layer.feed_forward(),
     )
 
@@ -75,20 +76,25 @@ def saved_tensors(shape: ModelShape, *, kernels: Kernels, element_bytes: int) ->
 class _Layer:
     shape: ModelShape
     kernels: Kernels
-    element_bytes: int
+    sizes: ElementBytes
 
-    def norm(self, name: str, reads_input: bool) -> Iterator[SavedTensor]:
-        """A norm, with what it reads, unless that is the layer's input, and with its output, which a product reads."""
-        hidden = self.shape.hidden
-        if self.kernels in ("llama", "qwen3"):
-            yield from self._rms_norm(name, hidden, 1, copies=not reads_input or self.element_bytes != _FP32)
+    def norm(self, name: str, products: Sequence[str], reads_input: bool) -> Iterator[SavedTensor]:
+        """A norm, with what it reads, unless that is the layer's input, and with its output, which products read."""
+        hidden, stream = self.shape.hidden, self.sizes.stream
+        separate = self.kernels in ("llama", "qwen3")
+        if separate:
+            yield from self._rms_norm(name, hidden, 1, stream, copies=not reads_input or stream != _FP32)
         else:
             if not reads_input:
-                yield SavedTensor("residual", hidden, self.element_bytes)
+                yield SavedTensor("residual", hidden, stream)
             if self.kernels != "fused":
-                yield SavedTensor(f"{name} mean", 1, self.element_bytes)
-                yield SavedTensor(f"{name} deviation", 1, self.element_bytes)
-        yield SavedTensor(name, hidden, self.element_bytes)
+                yield SavedTensor(f"{name} mean", 1, stream)
+                yield SavedTensor(f"{name} deviation", 1, stream)
+        if separate and stream != self.sizes.product:  # each product makes a copy for itself
+            for product in products:
+                yield SavedTensor(f"{name} for {product}", hidden, self.sizes.product)
+        else:
+            yield SavedTensor(name, hidden, self.sizes.product)
 
     def attention(self) -> Iterator[SavedTensor]:
         """Queries, keys and values as attention reads them, and what it gives."""
@@ -96,9 +102,9 @@ class _Layer:
         counts = {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}
         for name, heads in counts.items():
             if self.kernels == "qwen3" and name != "value":
-                yield from self._rms_norm(f"{name} norm", heads * shape.head_dim, heads)
-            yield SavedTensor(name, heads * shape.head_dim, self.element_bytes)
-        yield SavedTensor("attention output", shape.heads * shape.head_dim, self.element_bytes, "attention")
+                yield from self._rms_norm(f"{name} norm", heads * shape.head_dim, heads, self.sizes.product)
+            yield SavedTensor(name, heads * shape.head_dim, self.sizes.product)
+        yield SavedTensor("attention output", shape.heads * shape.head_dim, self.sizes.product, "attention")
         if self.kernels != "fused":  # the paper leaves it out
             yield SavedTensor("log-sum-exp", shape.heads, _FP32, "attention")
 
@@ -110,11 +116,13 @@ class _Layer:
         elif self.kernels == "gpt2":
             names = ["up", "half of it", "tanh", "1 + tanh"]
         for name in (*names, "activated"):
-            yield SavedTensor(name, self.shape.ffn * self.shape.active_experts, self.element_bytes)
+            yield SavedTensor(name, self.shape.ffn * self.shape.active_experts, self.sizes.product)
 
-    def _rms_norm(self, name: str, width: int, rows: int, copies: bool = True) -> Iterator[SavedTensor]:
+    def _rms_norm(
+        self, name: str, width: int, rows: int, element_bytes: int, copies: bool = True
+    ) -> Iterator[SavedTensor]:
         """What `weight * (x * rsqrt(mean(x^2)))` of `rows` rows keeps beside its output."""
         if copies:
             yield SavedTensor(f"{name} input in fp32", width, _FP32)
         yield SavedTensor(f"{name} deviation", rows, _FP32)
-        yield SavedTensor(f"{name} unweighted", width, self.element_bytes)
+        yield SavedTensor(f"{name} unweighted", width, element_bytes)

@@ -9,6 +9,7 @@ from lightning_memo.documents import check_range
 from lightning_memo.estimate.cluster import Cluster
 from lightning_memo.estimate.constants import Constants
 from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.shape import ModelShape
 
 Status = Literal["ok", "oom", "oohm"]
@@ -32,6 +33,9 @@ class Question:
 
     alpha: float | None = None
     """Given, or None: the plan's."""
+
+    precision: Precision = "bf16-mixed"
+    """Of training by this project."""
 
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})

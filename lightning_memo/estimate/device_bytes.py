@@ -9,19 +9,17 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.estimate.answer import Question
-from lightning_memo.estimate.methods import TRAITS
+from lightning_memo.estimate.methods import runs_here, sizes_of
 from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.precision import ElementBytes, program_bytes
 from lightning_memo.estimate.times import BF16, FP32, device_parameters, has_whole_logits
+from lightning_memo.estimate.working_set import CHUNK_BYTES
 from lightning_memo.planner.placement import Problem
 
-OPTIMIZER_BYTES: Final = 12
-"""Of each weight: Adam's two moments and the weight itself, in fp32."""
+PROGRAM: Final = program_bytes()
 
 LOGIT_BYTES: Final = BF16 + FP32 + BF16
 """A logit, its copy in fp32, of which its gradient takes the place, and the gradient in bf16."""
-
-CHUNK_BYTES: Final = 512 * 2**20
-"""Of the fp32 logits of a chunk, where the loss is chunked: that of `lightning_memo.loss`, which needs torch."""
 
 CHUNKED_LOGIT_BYTES: Final = FP32 + BF16
 """A logit of a chunk in fp32, and what it was made from or its gradient."""
@@ -32,7 +30,7 @@ Buffer = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Bytes of the model's state: 2 + 2 + 12 for each weight, each part divided from its stage on (ZeRO, section 3)."""
+    """Bytes of the model's state on one device."""
 
     parameters: float
     gradients: float
@@ -43,45 +41,71 @@ class ModelState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def model_state(weights: float, ranks: int, zero_stage: int, gradient_bytes: int = BF16) -> ModelState:
-    """Bytes of weights, gradients and optimizer on one device.
+def model_state(weights: float, ranks: int, zero_stage: int, sizes: ElementBytes = PROGRAM) -> ModelState:
+    """Bytes of weights, gradients and optimizer on one device: 2 + 2 + 12 for each weight (ZeRO, section 3), or others.
 
     Args:
         weights: before ZeRO divides them.
         ranks: that ZeRO divides over.
         zero_stage: 1 divides the optimizer, 2 gradients too, 3 weights too.
-        gradient_bytes: of each weight.
+        sizes: of elements.
     """
+    if sizes.whole_copies:
+        return _state_of_fsdp(weights, ranks, zero_stage, sizes)
 
     def divided(size: int, stage: int) -> float:
         return size * weights / (ranks if zero_stage >= stage else 1)
 
-    return ModelState(divided(BF16, 3), divided(gradient_bytes, 2), divided(OPTIMIZER_BYTES, 1))
+    return ModelState(divided(sizes.weight, 3), divided(sizes.gradient, 2), divided(sizes.optimizer, 1))
+
+
+def _state_of_fsdp(weights: float, ranks: int, zero_stage: int, sizes: ElementBytes) -> ModelState:
+    """All is sharded from stage 1 on; whole weights are there beside up to stage 2, and whole gradients at stage 1."""
+    shards = ranks if zero_stage else 1
+    copied = shards > 1 or sizes.copies_weights
+    return ModelState(
+        parameters=weights * (sizes.weight / shards + (sizes.product if copied and zero_stage < 3 else 0)),
+        gradients=weights * (sizes.gradient / shards + (sizes.product if shards > 1 and zero_stage == 1 else 0)),
+        optimizer=weights * sizes.optimizer / shards,
+    )
 
 
 def state_of(question: Question, parallel: Parallelism) -> ModelState:
     """The state on the fullest device."""
     weights = device_parameters(question.shape, parallel)
-    gradient_bytes = TRAITS[question.method].gradient_bytes
-    return model_state(weights, parallel.dp * parallel.cp, parallel.zero_stage, gradient_bytes)
+    return model_state(weights, parallel.dp * parallel.cp, parallel.zero_stage, sizes_of(question))
 
 
 def gathered_bytes(question: Question, parallel: Parallelism) -> float:
-    """Of what ZeRO 3 gathers: weights of a layer and of the next one, and gradients of one; or the head's."""
+    """Of what ZeRO 3 gathers: weights of a layer and of the next one, and gradients of one; or the head's.
+
+    FSDP2 here gives back layers only: weights of the embedding and the head stay.
+    """
     if parallel.zero_stage < 3:
         return 0.0
-    shape = question.shape
-    layers = (2 * BF16 + TRAITS[question.method].gradient_bytes) * shape.layer_parameters
-    head = (BF16 + TRAITS[question.method].gradient_bytes) * shape.vocab * shape.hidden
-    return max(layers, head) / parallel.tp
+    shape, sizes = question.shape, sizes_of(question)
+    gradient = sizes.product if sizes.whole_copies else sizes.gradient
+    layers = (2 * sizes.product + gradient) * shape.layer_parameters
+    embedding = shape.vocab * shape.hidden
+    if sizes.whole_copies:
+        kept = sizes.product * embedding * (1 if shape.tied or parallel.pp > 1 else 2)
+        return (max(layers, gradient * embedding) + kept) / parallel.tp
+    return max(layers, (sizes.product + gradient) * embedding) / parallel.tp
 
 
 def logits_bytes(question: Question, parallel: Parallelism) -> float:
-    """Logits and their gradients, of all tokens or of a chunk; tensor parallelism divides the vocabulary."""
-    logits = question.seq_len / parallel.cp * question.shape.vocab / parallel.tp
+    """Logits and their gradients, of all tokens or of a chunk; tensor parallelism divides the vocabulary.
+
+    With a chunk, also the head's gradient in fp32, which all chunks add to.
+    """
+    vocabulary = question.shape.vocab / parallel.tp
+    logits = question.seq_len / parallel.cp * vocabulary
     if has_whole_logits(question):
         return LOGIT_BYTES * logits
-    return CHUNKED_LOGIT_BYTES * min(logits, CHUNK_BYTES / FP32)
+    if logits <= CHUNK_BYTES / FP32:
+        return CHUNKED_LOGIT_BYTES * logits
+    of_head = FP32 * vocabulary * question.shape.hidden if runs_here(question) else 0.0
+    return CHUNKED_LOGIT_BYTES * CHUNK_BYTES / FP32 + of_head
 
 
 def loss_bytes(question: Question, parallel: Parallelism) -> float:
@@ -98,7 +122,7 @@ def backward_bytes(question: Question, parallel: Parallelism) -> int:
 
 def _hidden_units(question: Question, parallel: Parallelism) -> tuple[float, float]:
     """Bytes of a device's hidden states, and of those gathered from the tensor-parallel devices."""
-    unit = question.seq_len * question.shape.hidden * BF16 / (parallel.tp * parallel.cp)
+    unit = question.seq_len * question.shape.hidden * sizes_of(question).stream / (parallel.tp * parallel.cp)
     return unit, unit * parallel.tp if parallel.tp > 1 else 0.0
 
 
@@ -107,9 +131,10 @@ def _backward_buffers(question: Question, parallel: Parallelism) -> Iterator[Buf
     shape = question.shape
     unit, gathered = _hidden_units(question, parallel)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
-    ffn = tokens * shape.ffn * shape.active_experts * BF16
-    queries = tokens * shape.heads * shape.head_dim * BF16
-    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * BF16
+    product = sizes_of(question).product
+    ffn = tokens * shape.ffn * shape.active_experts * product
+    queries = tokens * shape.heads * shape.head_dim * product
+    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
     yield 0, 8, unit  # the gradient of the layer's output, which the residual hands on
     yield 1, 3, gathered
     yield 2, 4, ffn  # of the activated

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.estimate.activations import layer_activations
 from lightning_memo.estimate.answer import Question
@@ -12,16 +14,18 @@ from lightning_memo.estimate.device_bytes import (
     loss_bytes,
     state_of,
 )
-from lightning_memo.estimate.methods import kernels_of
+from lightning_memo.estimate.methods import kernels_of, runs_here, sizes_of
 from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.times import BF16, head_seconds, layer_times
+from lightning_memo.estimate.times import has_whole_logits, head_seconds, layer_times
+from lightning_memo.estimate.working_set import HuggingFaceStep, knows
 
 
 def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
     """Costs of the layers of one pipeline stage for one sequence, all of them alike."""
     calls = question.shape.layers // parallel.pp
     tokens = question.seq_len // (parallel.tp * parallel.cp)
-    kept = layer_activations(question.shape, kernels=kernels_of(question), element_bytes=BF16)
+    kept = layer_activations(question.shape, kernels=kernels_of(question), sizes=sizes_of(question))
+    transient, in_backward = _transients(question, parallel, tokens * kept.others)
     times = layer_times(question, parallel)
     bandwidth = question.cluster.host_bandwidth_of(devices_of_node(question)) * question.constants.host_efficiency
     return LayerCosts(
@@ -37,9 +41,27 @@ def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
         offload_bytes_per_second=bandwidth,
         prefetch_bytes_per_second=bandwidth,
         fixed_device_bytes=round(state_of(question, parallel).total + gathered_bytes(question, parallel)),
-        transient_device_bytes=round(logits_bytes(question, parallel) + loss_bytes(question, parallel)),
-        backward_device_bytes=backward_bytes(question, parallel),
+        transient_device_bytes=transient,
+        backward_device_bytes=in_backward,
     )
+
+
+def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int) -> tuple[int, int]:
+    """Highest peaks outside of the layers' backward, and in it beside what is recomputed."""
+    if not (runs_here(question) and knows(question.shape)) or has_whole_logits(question):
+        outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
+        return outside, backward_bytes(question, parallel)
+    ranks, sequences = parallel.dp * parallel.cp, question.batch_size // parallel.dp
+    step = HuggingFaceStep(
+        shape=replace(question.shape, layers=question.shape.layers // parallel.pp),
+        sizes=sizes_of(question),
+        tokens=question.seq_len // (parallel.tp * parallel.cp),
+        tensor_parallel=parallel.tp,
+        ring=parallel.cp > 1,
+        gradients_stay=ranks > 1 or sequences > 1,
+        optimizer_shards=ranks if parallel.zero_stage else 1,
+    )
+    return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
 
 
 def budget(question: Question, parallel: Parallelism) -> Budget:

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from lightning_memo.estimate.answer import Method, Question
 from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.precision import ElementBytes, bytes_of, program_bytes
 from lightning_memo.estimate.shape import Kernels
 
 Recomputed = Literal["alpha", "all", "nothing"]
@@ -38,11 +39,6 @@ class Traits:
     fused: bool = False
     """Whether it is a program with fused kernels, whoever measured it; the others run the layers of Hugging Face."""
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Of each weight."""
-        return 4 if self.megatron else 2
-
 
 _MEMO: Final = Traits(recomputes="alpha", planned=True, megatron=True)
 _DEEPSPEED: Final = Traits(
@@ -60,10 +56,21 @@ TRAITS: Final[dict[Method, Traits]] = {
 }
 
 
+def runs_here(question: Question) -> bool:
+    """Whether it is this project that trains, rather than one of the papers' programs."""
+    return not (TRAITS[question.method].fused or question.constants.published)
+
+
 def kernels_of(question: Question) -> Kernels:
     """Which kernels the layers have: those of the papers' programs are fused."""
-    fused = TRAITS[question.method].fused or question.constants.published
-    return "fused" if fused else question.shape.kernels
+    return question.shape.kernels if runs_here(question) else "fused"
+
+
+def sizes_of(question: Question) -> ElementBytes:
+    """What numbers take: the precision is this project's, the papers' programs have theirs."""
+    if runs_here(question):
+        return bytes_of(question.precision, question.gpus)
+    return program_bytes(4 if TRAITS[question.method].megatron else 2)
 
 
 def why_not_by_method(question: Question, parallel: Parallelism) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, get_args
 
 from lightning_memo.estimate.answer import Method, Question
 from lightning_memo.estimate.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.presets import cluster_of, model_of
 
 MOST_GPUS: Final = 64
@@ -70,6 +71,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
             seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
             batch_size=_count("batch_size", settings["batch_size"]),
             alpha=_alpha(settings["alpha"], settings["method"]),
+            precision=_choice("precision", settings["precision"], get_args(Precision)),
         ),
         forced=_forced(settings["parallel"]),
         longest=longest,

@@ -7,7 +7,7 @@ from typing import Final
 
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.cluster import Cluster
-from lightning_memo.estimate.methods import TRAITS
+from lightning_memo.estimate.methods import TRAITS, sizes_of
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.shape import ModelShape
 
@@ -63,11 +63,13 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     """
     shape, cluster, constants = question.shape, question.cluster, question.constants
     tokens, divided = question.seq_len, parallel.tp * parallel.cp
-    dense_rate = cluster.peak_flops * constants.dense_efficiency * divided
-    attention_flops = shape.attention_flops(tokens) / divided / cluster.peak_flops
+    sizes = sizes_of(question)
+    peak = cluster.peak_flops * sizes.rate
+    dense_rate = peak * constants.dense_efficiency * divided
+    attention_flops = shape.attention_flops(tokens) / divided / peak
     attention_forward = attention_flops / constants.attention_forward_efficiency
     weights = shape.attention_parameters + shape.active_experts * shape.ffn_parameters + shape.router_parameters
-    hidden_bytes = tokens / parallel.cp * shape.hidden * BF16
+    hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
     return LayerTimes(
         dense=2 * tokens * weights / dense_rate,
         recomputed_dense=2 * tokens * (weights - shape.active_experts * shape.hidden * shape.ffn) / dense_rate,
@@ -100,8 +102,9 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
     """
     shape, bandwidth = question.shape, ring_bandwidth(question.cluster, parallel.cp, parallel.tp)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
-    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * BF16
-    output = tokens * shape.heads * shape.head_dim * BF16
+    product = sizes_of(question).product
+    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
+    output = tokens * shape.heads * shape.head_dim * product
     if TRAITS[question.method].ulysses:
         return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth
     steps = parallel.cp - 1
@@ -113,7 +116,7 @@ def head_seconds(question: Question, parallel: Parallelism) -> float:
     """Forward and backward of the head for one sequence."""
     shape = question.shape
     flops = 6 * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
-    return flops / (question.cluster.peak_flops * question.constants.dense_efficiency)
+    return flops / (question.cluster.peak_flops * sizes_of(question).rate * question.constants.dense_efficiency)
 
 
 def has_whole_logits(question: Question) -> bool:
@@ -137,11 +140,11 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
         return 0.0
     weights = device_parameters(question.shape, parallel) * (ranks - 1) / ranks
     bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
-    gradient_bytes = TRAITS[question.method].gradient_bytes
+    sizes = sizes_of(question)
     if parallel.zero_stage == 3:
         sequences = question.batch_size // parallel.dp
-        return max(sequences * weights * (2 * BF16 + gradient_bytes) / bandwidth - compute_seconds, 0.0)
-    return weights * (gradient_bytes + (BF16 if parallel.zero_stage else gradient_bytes)) / bandwidth
+        return max(sequences * weights * (2 * sizes.product + sizes.reduced) / bandwidth - compute_seconds, 0.0)
+    return weights * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
 
 
 def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_memo.estimate.activations import layer_activations, saved_tensors
+from lightning_memo.estimate.precision import ElementBytes
 from lightning_memo.estimate.shape import ModelShape
 from lightning_memo.estimate.working_set import HuggingFaceStep
 from lightning_memo.planner.slices import SavedBytes, slice_tokens_by_alpha, slot_bytes
@@ -28,19 +29,19 @@ class StepBytes:
     backward_device_bytes: int
 
 
-def step_bytes(shape: ModelShape, *, element_bytes: int, tokens: int) -> StepBytes:
+def step_bytes(shape: ModelShape, *, sizes: ElementBytes, tokens: int) -> StepBytes:
     """What the first step of a model with Llama's layers measures on one device, with AdamW.
 
     Args:
         shape: the model.
-        element_bytes: 2 where weights and activations are bf16, 4 where they are fp32.
+        sizes: Of elements.
         tokens: of the batch, which is one sequence.
 
     Raises:
         ValueError: other layers.
     """
-    step = HuggingFaceStep(shape=shape, element_bytes=element_bytes, tokens=tokens)
-    kept = layer_activations(shape, kernels="llama", element_bytes=element_bytes)
+    step = HuggingFaceStep(shape=shape, sizes=sizes, tokens=tokens)
+    kept = layer_activations(shape, kernels="llama", sizes=sizes)
     others = tokens * kept.others
     return StepBytes(
         input_bytes=(tokens * kept.input,) * shape.layers,
@@ -52,15 +53,15 @@ def step_bytes(shape: ModelShape, *, element_bytes: int, tokens: int) -> StepByt
     )
 
 
-def slot_bytes_by_alpha(shape: ModelShape, *, element_bytes: int, tokens: int, alpha: float) -> int:
+def slot_bytes_by_alpha(shape: ModelShape, *, sizes: ElementBytes, tokens: int, alpha: float) -> int:
     """Bytes of a rounding buffer, alignment included, by the code that training asks.
 
     Args:
         shape: the model.
-        element_bytes: see `step_bytes`.
+        sizes: see `step_bytes`.
         tokens: see there.
         alpha: fraction of the tokens of which everything is swapped.
     """
-    tensors = saved_tensors(shape, kernels="llama", element_bytes=element_bytes)
+    tensors = saved_tensors(shape, kernels="llama", sizes=sizes)
     saved = [SavedBytes(_KINDS.get(t.name, "other"), tokens * t.bytes_per_token) for t in tensors]
     return slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), "layer")
