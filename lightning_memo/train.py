@@ -13,7 +13,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -27,7 +27,6 @@ from lightning_memo.assemble import (
     module_settings,
     trainer_settings,
 )
-from lightning_memo.callbacks import PlanMemory
 from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
 from lightning_memo.compare import measure_baselines
 from lightning_memo.data import TextDataModule
@@ -120,7 +119,6 @@ def fit(cfg: DictConfig, data: TextDataModule, sweep: bool = False) -> Fitted:
         logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
     with ending_together(trainer.strategy.launcher):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
-    draw_memory(trainer)
     data.trainer = None  # it holds the model, and what follows needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")
     fitted = Fitted(
@@ -146,15 +144,6 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
         host_bytes=swap.host_bytes,
         spill_bytes=swap.spill_bytes,
     )
-
-
-def draw_memory(trainer: Trainer) -> None:
-    """Writes pictures of the memory plan beside the run's logs, if memory was planned."""
-    memory: PlanMemory | None = getattr(trainer.strategy, "memory", None)
-    folder = Path(trainer.log_dir or trainer.default_root_dir)  # the first process's: all ask for it together
-    files = memory.draw(folder) if memory is not None and trainer.is_global_zero else []
-    if files:
-        log.info("memory map: %s", files[-1])
 
 
 def compare(cfg: DictConfig, data: TextDataModule, fitted: Fitted) -> list[Measurement]:

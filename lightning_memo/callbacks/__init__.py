@@ -1,6 +1,8 @@
-"""Lightning callbacks that MemoStrategy adds by itself."""
+"""Lightning callbacks: those that MemoStrategy adds by itself, and those for a user's Trainer."""
 
 from lightning_memo.callbacks.memory import PlanMemory
+from lightning_memo.callbacks.monitor import Monitor
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
+from lightning_memo.callbacks.run_report import WriteReport
 
-__all__ = ["PlanAfterFirstStep", "PlanMemory"]
+__all__ = ["Monitor", "PlanAfterFirstStep", "PlanMemory", "WriteReport"]

@@ -92,15 +92,27 @@ class ModelShape:
         active = self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
         return self.layers * active + self.vocab * self.hidden
 
-    def model_flops(self, tokens: int) -> float:
+    def model_flops(self, tokens: int, trained: float = 1.0) -> float:
         """FLOPs of forward and backward of one sequence, nothing recomputed, attention causal.
 
         `6 s P + 6 n h s^2` as MEMO counts them; with a window, only the pairs in it.
 
         Args:
             tokens: s, of the sequence.
+            trained: share of the weights that get a gradient: a third of the products is for that.
         """
-        return 6.0 * tokens * self.multiplied_parameters + 3.0 * self.layers * self.attention_flops(tokens)
+        products = (4.0 + 2.0 * trained) * tokens * self.multiplied_parameters
+        return products + 3.0 * self.layers * self.attention_flops(tokens)
+
+    def recomputed_flops(self, tokens: int) -> float:
+        """FLOPs of the layers' forward for one sequence without attention and the last product: MEMO's recomputation.
+
+        Args:
+            tokens: of the sequence.
+        """
+        weights = self.attention_parameters + self.router_parameters
+        weights += self.active_experts * (self.ffn_parameters - self.hidden * self.ffn)
+        return 2.0 * tokens * weights * self.layers
 
     def attention_flops(self, tokens: int) -> float:
         """FLOPs of the forward of one layer's attention over a sequence: two products of `s^2 / 2` pairs, `2 h s^2`."""

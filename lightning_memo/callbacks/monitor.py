@@ -1,0 +1,178 @@
+"""Throughput, utilisation and memory of training, for loggers."""
+
+from __future__ import annotations
+
+import resource
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from typing_extensions import override
+
+from lightning_memo.engine.find import find_hugging_face
+from lightning_memo.estimate.hf_config import shape_of
+from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.plan import Plan
+
+
+class Monitor(Callback):
+    """Logs how fast and how full training is, every `log_every_n_steps` optimizer steps, as means since the last time.
+
+    | name | |
+    | --- | --- |
+    | `throughput/tokens_per_second` | of all processes, padding included; for batches with `input_ids` |
+    | `throughput/step_seconds` | of an optimizer step, loading data included, validation and checkpoints excluded |
+    | `throughput/mfu`, `throughput/hfu` | percent of the peak: attention causal, without and with what is recomputed |
+    | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | of the plan, for a step of this process |
+    | `device/peak_bytes`, `device/reserved_bytes` | of the device so far, as PyTorch's allocator counts; on GPUs |
+    | `host/peak_bytes` | most memory that this process had, activations included |
+
+    Args:
+        peak_flops: FLOP/s of a device in the run's precision. None: that of Lightning's table, if it knows the device;
+            without, there is no utilisation.
+
+    Raises:
+        ValueError: `peak_flops` is not above 0.
+    """
+
+    def __init__(self, peak_flops: float | None = None) -> None:
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"peak_flops={peak_flops!r}: give FLOP/s of a device, above 0, or None to look it up")
+        self._peak_flops = peak_flops
+        self._shape: ModelShape | None = None
+        self._trained = 1.0
+        self._window = _Window()
+        self._step = 0
+        self._paused = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._shape, self._trained = shape_of_module(pl_module), _trained_share(pl_module)
+        if self._peak_flops is None:
+            self._peak_flops = peak_flops_of(pl_module.device, str(trainer.precision))
+        self._step = trainer.global_step
+        self._window = _Window()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        rows, tokens = _size_of(batch)
+        strategy = trainer.strategy
+        # What is here of the batch is this process's part of it.
+        rows *= getattr(strategy, "data_parallel_size", trainer.world_size)
+        tokens *= getattr(getattr(strategy, "config", None), "context_parallel_size", 1)
+        self._window.tokens += rows * tokens
+        if self._shape is not None and tokens:
+            again = _recomputed_share(getattr(strategy, "plan", None))
+            self._window.model_flops += rows * self._shape.model_flops(tokens, self._trained)
+            self._window.recomputed_flops += rows * again * self._shape.recomputed_flops(tokens)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:  # gradients accumulate
+            return
+        self._step = trainer.global_step
+        self._window.steps += 1
+        if self._step % max(trainer.log_every_n_steps, 1) == 0:
+            metrics = self._metrics(trainer, pl_module.device)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=self._step)
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            self._window = _Window()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._window.started += time.perf_counter() - self._paused
+
+    def _metrics(self, trainer: pl.Trainer, device: torch.device) -> dict[str, float]:
+        window, seconds = self._window, time.perf_counter() - self._window.started
+        metrics = {"throughput/step_seconds": seconds / window.steps}
+        if window.tokens:
+            metrics["throughput/tokens_per_second"] = window.tokens / seconds
+        if window.model_flops and self._peak_flops is not None:
+            peak = self._peak_flops * trainer.world_size * seconds
+            metrics["throughput/mfu"] = 100 * window.model_flops / peak
+            metrics["throughput/hfu"] = 100 * (window.model_flops + window.recomputed_flops) / peak
+        return metrics | plan_metrics(getattr(trainer.strategy, "plan", None)) | memory_peaks(device)
+
+
+class _Window:
+    """What was done since `started`, in seconds of the process's clock."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.steps = self.tokens = 0
+        self.model_flops = self.recomputed_flops = 0.0
+
+
+def shape_of_module(module: nn.Module) -> ModelShape | None:
+    """The shape of the Hugging Face model in a module; `None`: there is not one, or its layers are not known."""
+    models = list(find_hugging_face(module))
+    if len(models) != 1:
+        return None
+    try:
+        return shape_of(models[0].config.to_dict(), "model")
+    except ValueError:
+        return None
+
+
+def peak_flops_of(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of a device without sparsity, from Lightning's table; `None`: it does not know the device."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not know the device
+        peak = get_available_flops(device, torch.bfloat16 if precision.startswith("bf16") else torch.float32)
+    return None if peak is None else float(peak)
+
+
+def plan_metrics(plan: Plan | None) -> dict[str, float]:
+    """What a step of the plan swaps and recomputes; nothing where there is none."""
+    if plan is None:
+        return {}
+    swap, costs = plan.swap, plan.costs
+    again = (
+        0 if swap.mode == "plain" else sum(costs.other_bytes) - sum(round(swap.alpha * b) for b in costs.other_bytes)
+    )
+    return {
+        "memo/alpha": swap.alpha,
+        "memo/swapped_bytes": float(swap.host_bytes + swap.spill_bytes),
+        "memo/recomputed_bytes": float(again),
+    }
+
+
+def memory_peaks(device: torch.device) -> dict[str, float]:
+    """Most memory so far."""
+    peaks = {"host/peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
+    if device.type == "cuda":
+        peaks["device/peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        peaks["device/reserved_bytes"] = float(torch.cuda.max_memory_reserved(device))
+    return peaks
+
+
+def _recomputed_share(plan: Plan | None) -> float:
+    return 0.0 if plan is None or plan.swap.mode == "plain" else 1.0 - plan.swap.alpha
+
+
+def _size_of(batch: Any) -> tuple[int, int]:
+    """Rows and tokens of each row; 0 where it can't be told."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return (ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (0, 0)
+
+
+def _trained_share(module: nn.Module) -> float:
+    weights = list(module.parameters())
+    return sum(w.numel() for w in weights if w.requires_grad) / max(sum(w.numel() for w in weights), 1)

@@ -1,0 +1,142 @@
+"""Writes a page about a run when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_memo.callbacks.monitor import memory_peaks
+from lightning_memo.config import format_bytes, format_seconds
+from lightning_memo.report import memory_table, plan_tables
+from lightning_memo.run_report import NAME, RunReport
+
+_CURVES: Final = {
+    "Loss (nats)": ("loss",),
+    "Tokens per second": ("throughput/tokens_per_second",),
+    "Utilisation (% of the peak)": ("throughput/mfu", "throughput/hfu"),
+    "Learning rate": ("lr",),
+}
+"""Titles, and how the names of the metrics of each end."""
+
+_RATES: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
+    "throughput/step_seconds": ("a step, median", format_seconds),
+    "throughput/tokens_per_second": ("tokens per second, median", "{:,.0f}".format),
+    "throughput/mfu": ("MFU, median", "{:.1f} %".format),
+    "throughput/hfu": ("HFU, median", "{:.1f} %".format),
+}
+_PICTURES: Final = {
+    "Memory map: where each buffer of a step lies": "memory_map.png",
+    "Memory over a step": "memory_curve.png",
+    "Schedule: when a step computes and copies": "schedule.png",
+}
+_PAGES: Final = {"Memory map to look around in": "memory.html"}
+
+
+class WriteReport(Callback):
+    """Writes `report.html` into the logs' folder when training ends: the plan, the memory map, curves.
+
+    The page needs no network and no other file. Metrics are those that the module and other callbacks log. Of several
+    processes, the first one writes. It stands after the callbacks that log or draw.
+    """
+
+    def __init__(self) -> None:
+        self._history: dict[str, list[tuple[int, float]]] = {}
+        self._evaluated: set[str] = set()  # metrics of validation, which stay as they are until the next one
+        self._started = 0.0
+        self._seen = -1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._history, self._evaluated = {}, set()
+        self._started, self._seen = time.monotonic(), trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step != self._seen and step % max(trainer.log_every_n_steps, 1) == 0:
+            self._note(trainer, set(trainer.callback_metrics) - self._evaluated)
+        self._seen = step
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._evaluated |= set(trainer.callback_metrics) - set(self._history)
+            self._note(trainer, self._evaluated)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # the first process's: all ask for it together
+        if not trainer.is_global_zero:
+            return
+        memory = getattr(trainer.strategy, "memory", None)
+        if memory is not None:
+            memory.draw(folder)
+        report = RunReport(
+            title=f"{type(pl_module).__name__}, {_weights(pl_module)} parameters, {trainer.global_step:,} steps",
+            facts=self._facts(trainer, pl_module.device),
+            tables=_tables(trainer),
+            curves=self._curves(),
+            pictures={title: folder / name for title, name in _PICTURES.items() if (folder / name).is_file()},
+            links={title: name for title, name in _PAGES.items() if (folder / name).is_file()},
+        )
+        report.save(folder / NAME)
+        rank_zero_info(f"Report: {folder / NAME}")
+
+    def _note(self, trainer: pl.Trainer, names: set[str]) -> None:
+        for name in sorted(names & set(trainer.callback_metrics)):
+            self._history.setdefault(name, []).append((trainer.global_step, float(trainer.callback_metrics[name])))
+
+    def _facts(self, trainer: pl.Trainer, device: torch.device) -> dict[str, str]:
+        facts = {"training took": format_seconds(time.monotonic() - self._started)}
+        for name, (title, text) in _RATES.items():
+            if name in self._history:
+                facts[title] = text(median(value for _, value in self._history[name]))
+        for name, points in self._history.items():
+            if name.endswith("loss"):
+                facts[f"last {name}"] = f"{points[-1][1]:.4f}"
+        plan = getattr(trainer.strategy, "plan", None)
+        if plan is not None:
+            facts["alpha"] = "plain" if plan.swap.mode == "plain" else f"{plan.swap.alpha:.4g}"
+        for name, size_bytes in memory_peaks(device).items():
+            facts[name.replace("/", " ").replace("_bytes", "")] = format_bytes(int(size_bytes))
+        return facts | {
+            "devices": f"{trainer.world_size} x {_name_of(device)}",
+            "precision": str(trainer.precision),
+            "PyTorch": torch.__version__,
+        }
+
+    def _curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
+        return {
+            title: {name: points for name, points in self._history.items() if name.endswith(ends)}
+            for title, ends in _CURVES.items()
+        }
+
+
+def _tables(trainer: pl.Trainer) -> list[Any]:
+    plan, memory = getattr(trainer.strategy, "plan", None), getattr(trainer.strategy, "memory", None)
+    tables = [] if plan is None else plan_tables(plan)
+    use = getattr(memory, "use", None)
+    return tables if use is None else [*tables, memory_table(use)]
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _weights(module: torch.nn.Module) -> str:
+    """Their number, short."""
+    count = sum(p.numel() for p in module.parameters())
+    return next(
+        (f"{count / size:.3g} {name}" for size, name in ((1e9, "B"), (1e6, "M")) if count >= size), f"{count:,}"
+    )

@@ -1,0 +1,117 @@
+"""The closing report of a run: one page of HTML that needs nothing else, to be kept and sent."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_memo.files import replacing
+
+NAME: Final = "report.html"
+_TEMPLATE: Final = Path(__file__).with_name("report_page.html")
+_COLUMNS: Final = 110
+_COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+"""Which people with colour-blindness can tell apart."""
+
+Points = Sequence[tuple[int, float]]
+"""Steps, and what was logged there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What the page shows."""
+
+    title: str
+    facts: Mapping[str, str]
+    """Names and values, in order."""
+
+    tables: Sequence[Table] = ()
+    curves: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
+    """Pictures by title, each with its lines by name."""
+
+    pictures: Mapping[str, Path] = field(default_factory=dict)
+    """PNG files by title."""
+
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Other pages in the same folder, by what they show."""
+
+    def save(self, path: Path) -> None:
+        """Write the page.
+
+        Raises:
+            OSError: A picture can't be read, or the page not be written.
+        """
+        page = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+            title=html.escape(self.title),
+            facts="\n".join(_fact(name, value) for name, value in self.facts.items()),
+            sections="\n".join([*self._tables(), *self._curves(), *self._pictures(), *self._links()]),
+        )
+        with replacing(path) as unfinished:
+            unfinished.write_text(page, encoding="utf-8")
+
+    def _tables(self) -> list[str]:
+        return [f'<pre tabindex="0">{html.escape(_text(table))}</pre>' for table in self.tables]
+
+    def _curves(self) -> list[str]:
+        drawn = [(title, curve_svg(title, lines)) for title, lines in self.curves.items() if any(lines.values())]
+        figures = [_image(title, svg.encode(), "image/svg+xml") for title, svg in drawn]
+        return [f'<div class="curves">{"".join(figures)}</div>'] if figures else []
+
+    def _pictures(self) -> list[str]:
+        images = {title: _image(title, path.read_bytes(), "image/png") for title, path in self.pictures.items()}
+        return [
+            f"<figure>{image}<figcaption>{html.escape(title)}</figcaption></figure>" for title, image in images.items()
+        ]
+
+    def _links(self) -> list[str]:
+        items = [f'<li><a href="{html.escape(to)}">{html.escape(what)}</a></li>' for what, to in self.links.items()]
+        return [f"<h2>Beside this page</h2><ul>{''.join(items)}</ul>"] if items else []
+
+
+def curve_svg(title: str, lines: Mapping[str, Points]) -> str:
+    """Lines over optimizer steps, as SVG.
+
+    Args:
+        title: what they show, with its unit.
+        lines: by name; what is not a number leaves a gap.
+    """
+    from matplotlib.figure import Figure  # takes a second
+
+    figure = Figure(figsize=(5.2, 3), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, points), color in zip(lines.items(), _COLORS, strict=False):
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, values, color=color, label=name, marker="o" if len(points) < 12 else None, markersize=3)
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel("optimizer step")
+    axes.grid(visible=True, alpha=0.3)
+    if len(lines) > 1:
+        axes.legend(frameon=False)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def _fact(name: str, value: str) -> str:
+    return f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+
+
+def _image(title: str, content: bytes, kind: str) -> str:
+    data = base64.b64encode(content).decode()
+    return f'<img src="data:{kind};base64,{data}" alt="{html.escape(title)}">'
+
+
+def _text(table: Table) -> str:
+    console = Console(width=_COLUMNS, file=io.StringIO(), color_system=None, force_terminal=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
