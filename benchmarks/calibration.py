@@ -18,19 +18,17 @@ from typing import Any
 
 import torch
 from circumstances import circumstances
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.cli import config_dir
 from lightning_memo.costs import LayerCosts
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.constants import constants_of
 from lightning_memo.estimate.fitting import LayerMeasurement, fit
 from lightning_memo.estimate.layer_costs import layer_costs
-from lightning_memo.estimate.own_machine import run
+from lightning_memo.estimate.own_machine import fastest
 from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
 from lightning_memo.files import replacing
 from lightning_memo.planner.step_time import steady
 
@@ -40,12 +38,10 @@ _RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    model = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / f"{options.model}.yaml"))
-    assert isinstance(model, dict)
-    settings = {str(name): value for name, value in model.items() if name != "defaults"}
+    settings = load_preset("model", options.model)
     shape, cluster = load_model(options.model), load_cluster(options.cluster)
     runs = [
-        LayerMeasurement(origin=f"{tokens} tokens", shape=shape, costs=run(settings, tokens).costs)
+        LayerMeasurement(origin=f"{tokens} tokens", shape=shape, costs=fastest(settings, tokens, options.repeats).costs)
         for tokens in options.lengths
     ]
     base = replace(constants_of(cluster.name), program="lightning_memo")
@@ -57,7 +53,7 @@ def main() -> None:
     measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(layer_costs(question, Parallelism()))
     report: dict[str, Any] = {
         **circumstances(("torch", "transformers")),
-        "settings": {name: getattr(options, name) for name in ("model", "cluster", "lengths", "threads")},
+        "settings": {name: getattr(options, name) for name in ("model", "cluster", "lengths", "repeats", "threads")},
         "constants": asdict(constants),
         "fitted": [asdict(residual) for residual in residuals],
         "results": [
@@ -84,9 +80,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="llama_tiny", help="of conf/model")
     parser.add_argument("--cluster", default="h100", help="of conf/cluster; efficiencies are shares of its peaks")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="ascending; the last is told")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each length; the fastest counts")
     parser.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: give at least 1")
     if len(options.lengths) < 2 or min(options.lengths) < 2:
         parser.error(f"--lengths {options.lengths}: give at least two, each of at least 2 tokens")
     return options

@@ -8,8 +8,9 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from lightning_memo.cli import plain_settings
 from lightning_memo.data import TextDataModule
 from lightning_memo.launch import started_processes
 from lightning_memo.models import ModelConfig, load_hf_config
@@ -21,12 +22,12 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 
 def module_settings(cfg: DictConfig) -> dict[str, Any]:
     """Returns the arguments of :class:`~lightning_memo.models.CausalLM`."""
-    return {"model": plain_container(cfg.model), **plain_container(cfg.optim)}
+    return {"model": plain_settings(cfg.model), **plain_settings(cfg.optim)}
 
 
 def trainer_settings(cfg: DictConfig) -> dict[str, Any]:
     """Returns the arguments of Lightning's trainer that the configuration holds."""
-    return plain_container(cfg.trainer)
+    return plain_settings(cfg.trainer)
 
 
 def build_trainer(cfg: DictConfig, *callbacks: Callback) -> Trainer:
@@ -105,13 +106,6 @@ def check_vocabulary(model: Mapping[str, Any], vocab_size: int) -> None:
             f"data.tokenizer: it has {vocab_size} ids, but the model has embeddings for {embeddings};"
             " give the model's own tokenizer, or a larger model.config.vocab_size"
         )
-
-
-def plain_container(cfg: DictConfig) -> dict[str, Any]:
-    """Returns the resolved section as a dictionary, without Hydra's own keys."""
-    container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items() if key != "_target_"}
 
 
 def build_strategy(cfg: DictConfig) -> Strategy | str:

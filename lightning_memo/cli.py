@@ -6,13 +6,16 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_memo.launch import let_the_first_speak
 
 USER_ERROR_EXIT = 2
+_HYDRAS_OWN = ("_target_", "defaults")
 _LONGEST_MESSAGE = 600  # libraries list all that they know
 
 
@@ -20,6 +23,17 @@ def config_dir() -> str:
     """Returns the folder of the Hydra configuration: inside an installed package, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     return str(next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir()))
+
+
+def plain_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Returns a section of the configuration as plain data, without Hydra's own keys.
+
+    Raises:
+        OmegaConfBaseException: A value is missing, or refers to nothing.
+    """
+    settings = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(settings, dict)
+    return {str(name): value for name, value in settings.items() if name not in _HYDRAS_OWN}
 
 
 def run_command(command: Callable[[], None]) -> None:

@@ -29,24 +29,32 @@ def seed():
 
 
 @pytest.fixture
-def train(monkeypatch, tmp_path, capfd):
-    """Runs the training command in this process and a fresh folder; returns exit status, stdout and stderr."""
-    from lightning_memo.train import main
-
+def in_process(monkeypatch, tmp_path, capfd):
+    """Runs the main of a command in this process and a fresh folder; returns exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
 
-    def run(*overrides):
+    def run(main, *arguments):
         GlobalHydra.instance().clear()
-        flags = [argument for argument in overrides if argument.startswith("-")]  # argparse wants them first
-        settings = [argument for argument in overrides if argument not in flags]
-        monkeypatch.setattr(sys, "argv", ["train", *flags, *TINY_RUN, *settings])
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
         capfd.readouterr()
         try:
             main()
         except SystemExit as end:
             return (end.code, *capfd.readouterr())
         return (0, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def train(in_process):
+    """Runs the training command with settings that make it small; see `in_process`."""
+    from lightning_memo.train import main
+
+    def run(*overrides):
+        flags = [argument for argument in overrides if argument.startswith("-")]  # argparse wants them first
+        return in_process(main, *flags, *TINY_RUN, *(each for each in overrides if each not in flags))
 
     return run

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from commands import errors, run
-from omegaconf import OmegaConf
 
-from lightning_memo.cli import config_dir
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.estimate import own_machine
 from lightning_memo.estimate.answer import Question
@@ -20,7 +18,7 @@ from lightning_memo.estimate.constants import Constants, constants_of, read_cons
 from lightning_memo.estimate.fitting import EFFICIENCIES, LayerMeasurement, StepMeasurement, fit
 from lightning_memo.estimate.layer_costs import layer_costs
 from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
 from lightning_memo.plan import Fingerprint, Plan
 from lightning_memo.planner import plan_swap
 
@@ -154,6 +152,9 @@ def test_plans_and_benchmarks_of_a_folder_make_constants_that_the_estimate_uses(
         ({"files": "[empty]"}, "error: nothing is measured"),
         ({"files": "runs"}, "error: files='runs': give a list"),
         ({"seq_lens": "[1]"}, "error: seq_lens has 1: give lengths of at least 2 tokens"),
+        ({"seq_lens": "4K"}, "error: seq_lens='4K': give a list"),
+        ({"seq_lens": "[]"}, "error: seq_lens=[]: give a list"),
+        ({"repeats": "0"}, "error: repeats=0: give an integer"),
         ({"seq_lens": "[long]"}, "error: seq_lens='long' is not a number of tokens"),
         ({"model": "none"}, "error: "),
     ],
@@ -168,32 +169,41 @@ def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, str], told: st
     assert not (tmp_path / "constants.json").exists()
 
 
-def test_a_short_run_here_is_measured() -> None:
-    model = {
-        "config": {
-            "model_type": "llama", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 172,
-            "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 256,
-        }
-    }  # fmt: skip
-    plan = own_machine.run(model, 96)
-    assert (plan.costs.batch, plan.costs.tokens, plan.costs.calls, plan.fingerprint.device) == (1, 96, 4, "cpu")
-    times = (plan.costs.forward_seconds, plan.costs.backward_seconds, plan.costs.recompute_seconds)
-    assert min(map(min, times)) > 0
+def test_a_short_run_here_is_measured_and_only_progress_and_the_table_are_seen(tmp_path: Path) -> None:
+    small = (
+        "model=llama_tiny", "model.config.hidden_size=64", "model.config.intermediate_size=172",
+        "model.config.num_hidden_layers=4", "model.config.num_attention_heads=4",
+        "model.config.num_key_value_heads=4",
+    )  # fmt: skip
+    status, out, err = run([*COMMAND, "calibrate", *small, "seq_lens=[1K]", "repeats=1"], tmp_path)
+    assert status == 0
+    assert err == "length 1 of 1: llama_tiny, 1,024 tokens, 1 runs\n"
+    assert out.count("1 x 1024 tokens") == 3
+    assert out.split()[:3] == ["measured", "and", "fitted"] and out.endswith("use it with constants=constants.json\n")
+    found = read_constants(tmp_path / "constants.json")
+    assert "measured on cpu" in found.source and len(found.measurements) == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / "constants.json"]
 
 
-def test_constants_say_how_they_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_say_how_they_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slower = {512: [1.5, 1.0, 2.0], 2048: [1.0, 3.0, 2.0]}
+
     def run_here(model: Any, tokens: int) -> Plan:
         save_plan(tmp_path / "plan.json", tokens)
-        return Plan.load(tmp_path / "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+        seconds = tuple(slower[tokens].pop() * each for each in plan.costs.forward_seconds[:1]) * plan.costs.calls
+        return replace(plan, costs=replace(plan.costs, forward_seconds=seconds))
 
     monkeypatch.setattr(own_machine, "run", run_here)
-    folder = Path(config_dir())
-    model, cluster = (
-        OmegaConf.to_container(OmegaConf.load(folder / name)) for name in ("model/llama_tiny.yaml", "cluster/h100.yaml")
-    )
+    model, cluster = load_preset("model", "llama_tiny"), load_preset("cluster", "h100")
     path = tmp_path / "made" / "constants.json"
-    given = {"model": model, "cluster": cluster, "files": [], "seq_lens": [512, "2K"], "output": str(path)}
-    constants, residuals = calibrate(given, "llama_tiny")
+    given = {"model": model, "cluster": cluster, "files": [], "seq_lens": [512, "2K"], "repeats": 3}
+    constants, residuals = calibrate({**given, "output": str(path)}, "llama_tiny")
+    assert capsys.readouterr().err.splitlines() == [
+        "length 1 of 2: llama_tiny, 512 tokens, 3 runs", "length 2 of 2: llama_tiny, 2,048 tokens, 3 runs",
+    ]  # fmt: skip
     assert read_constants(path) == constants
     assert efficiencies(constants) == pytest.approx(efficiencies(TRUE))
     assert "torch" in constants.source and "measured on cpu" in constants.source

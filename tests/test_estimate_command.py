@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from commands import ROOT
 from commands import run as run_process
-from hydra.core.global_hydra import GlobalHydra
+from matplotlib.colors import to_hex
 from PIL import Image
 from test_place_cli import imported
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_memo.estimate import load_cluster, load_model, load_shape
+from lightning_memo.estimate import Question, constants_of, load_cluster, load_model, load_shape, pictures, search
 from lightning_memo.estimate.command import main
 from lightning_memo.estimate.hf_config import _FAMILIES, shape_of
-from lightning_memo.estimate.presets import cluster_of
+from lightning_memo.estimate.presets import cluster_of, load_preset
 from lightning_memo.estimate.settings import read_length
+from lightning_memo.estimate.swept import SweptEstimate
 
 KEYS = [
     "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "step_seconds", "mfu", "hfu",
@@ -29,23 +29,10 @@ KEYS = [
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path, capfd):
-    """Runs the command in this process and a fresh folder; returns exit status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(in_process, monkeypatch):
+    """Runs the command; see `in_process`."""
     monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
-
-    def estimate(*arguments):
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", ["estimate", *arguments])
-        capfd.readouterr()
-        try:
-            main()
-        except SystemExit as end:
-            return (end.code, *capfd.readouterr())
-        return (0, *capfd.readouterr())
-
-    return estimate
+    return lambda *arguments: in_process(main, *arguments)
 
 
 def answer_of(result):
@@ -190,6 +177,61 @@ def test_a_sweep_over_gpus_draws_the_longest_lengths(run):
     }
 
 
+def swept(method, tokens, cluster="h100", gpus=8):
+    question = Question(
+        shape=load_model("llama3_8b"), cluster=load_cluster(cluster), constants=constants_of(cluster), method=method,
+        gpus=gpus, seq_len=tokens, batch_size=16,
+    )  # fmt: skip
+    overrides = [f"method={method}", f"seq_len={tokens}", f"cluster={cluster}"]
+    best = search(question, {"pp": 1}).best.to_dict()
+    return SweptEstimate(overrides=overrides, longest=False, answer=best, device_room_bytes=70 * 2**30)
+
+
+def colors(figure, kind):
+    """Of what is drawn, by label."""
+    return {
+        label: to_hex(handle.patches[0].get_facecolor() if kind == "bars" else handle.get_color())
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        if kind == "lines" or label != "usable memory"
+    }
+
+
+def test_kinds_of_bytes_and_methods_have_their_colors_in_every_picture(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure) or path)
+    methods = ["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
+    jobs = {method: [swept(method, tokens) for tokens in (4096, 2**17, 2**20)] for method in methods}
+    for group in (methods, methods[::-1], ["plain", "megatron"], ["fpdt"]):
+        pictures.draw_sweep([job for method in group for job in jobs[method]], tmp_path)
+    bars = [colors(figure, "bars") for figure in figures[::2]]
+    kinds = {
+        kind for each in jobs.values() for job in each for kind, size in job.answer["device_bytes"].items() if size
+    }
+    assert {label.replace(" ", "_") for label in bars[0]} == kinds - {"total"}
+    assert len(set(bars[0].values())) == len(bars[0])
+    assert all(found.items() <= bars[0].items() for found in bars)
+    lines = [
+        {label.split(",")[0]: color for label, color in colors(figure, "lines").items()} for figure in figures[1::2]
+    ]
+    assert set(lines[0]) == {f"method={method}" for method in methods}
+    assert len(set(lines[0].values())) == len(methods)
+    assert lines[1] == lines[0] and lines[2].items() <= lines[0].items()
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([2**16, 2**17, 2**20], [2**16, 2**17, 2**20]),
+        ([2**16, 100_000, 100_003, 2**18], [2**16, 2**17, 2**18]),
+        ([100_000, 100_003], [100_000, 100_003]),
+        ([8], [8]),
+    ],
+)
+def test_ticks_are_apart(values, ticks):
+    assert pictures.ticks_of(values) == ticks
+
+
 def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
     status, out, err = run("-m", "seq_len=64K", "gpus=8,12", "output=json")
     assert status == 1
@@ -215,7 +257,7 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["gpus=eight"], ["gpus='eight'"]),
         (["gpus=65"], ["gpus=65", "64"]),
         (["gpus=128"], ["gpus=128", "64"]),
-        (["gpus=12"], ["gpus=12", "whole nodes of 8"]),
+        (["gpus=12"], ["gpus=12", "whole nodes of 8", "8 or 16"]),
         (["seq_len=0"], ["seq_len=0", "128K"]),
         (["seq_len=-5"], ["seq_len=-5"]),
         (["seq_len=long"], ["seq_len='long'", "max"]),
@@ -228,7 +270,9 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["alpha=auto"], ["alpha='auto'", "null"]),
         (["alpha=0.5", "method=megatron"], ["alpha=0.5", "megatron", "memo"]),
         (["alpha=0.5", "method=full_swap"], ["alpha=0.5", "full_swap"]),
-        (["parallel.tp=3"], ["parallel.tp=3", "gpus=8"]),
+        (["parallel.tp=3"], ["parallel.tp=3", "gpus=8", "1, 2, 4 or 8"]),
+        (["gpus=3"], ["gpus=3: ", "give gpus=2 or 4"]),
+        (["gpus=128"], ["such as 64\n"]),
         (["parallel.tp=0"], ["parallel.tp=0"]),
         (["parallel.zero_stage=4"], ["parallel.zero_stage=4", "0 to 3"]),
         (["parallel.xp=2"], ["parallel.xp"]),
@@ -344,10 +388,7 @@ def presets(group):
 
 @pytest.mark.parametrize("name", presets("model"))
 def test_model_presets_have_the_shapes_of_hugging_face(name):
-    from omegaconf import OmegaConf
-
-    settings = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml"))["config"]
-    config = AutoConfig.for_model(**settings)
+    config = AutoConfig.for_model(**load_preset("model", name)["config"])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert load_model(name).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.002)

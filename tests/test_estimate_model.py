@@ -14,6 +14,7 @@ from lightning_memo.estimate.layer_costs import budget, layer_costs
 from lightning_memo.estimate.model import estimate
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.shares import format_alpha
 from lightning_memo.estimate.times import layer_times, ring_bandwidth
 from lightning_memo.planner import solve_alpha
 
@@ -80,6 +81,31 @@ def test_recomputing_counts_in_hfu_only() -> None:
     assert swapped.hfu == swapped.mfu
 
 
+@pytest.mark.parametrize(
+    ("changes", "shares", "beside"),
+    [
+        ({"method": "memo", "alpha": 0.25}, (25, 75, 0), "inputs and attention outputs are swapped"),
+        ({"method": "memo", "alpha": 0.0}, (0, 100, 0), "inputs and attention outputs are swapped"),
+        ({"method": "memo", "seq_len": 2**12}, (0, 0, 100), ""),
+        ({"method": "full_swap"}, (100, 0, 0), "inputs and attention outputs are swapped"),
+        ({"method": "full_recompute"}, (0, 100, 0), "inputs are kept"),
+        ({"method": "fpdt"}, (0, 100, 0), "inputs are swapped"),
+        ({"method": "plain"}, (0, 0, 100), ""),
+        ({"method": "memo", "seq_len": 2**23}, (0, 100, 0), "inputs and attention outputs are swapped"),
+    ],
+)
+def test_what_happens_to_activations_is_the_first_that_is_told(
+    changes: dict[str, object], shares: tuple[int, int, int], beside: str
+) -> None:
+    swapped, recomputed, kept = shares
+    expected = (
+        f"Of the tokens' activations {swapped} % are swapped, {recomputed} % recomputed, {kept} % kept on the device"
+    )
+    answer = estimate(ask(**{"seq_len": 2**15, **changes}), Parallelism(cp=8, zero_stage=3))
+    assert answer.limits[0] == expected + (f"; layer {beside} for all tokens." if beside else ".")
+    assert (format_alpha(answer.alpha, answer.device_bytes) == "kept") == (kept == 100 and answer.alpha is not None)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_of_zero_takes_less(stage: int) -> None:
     less, more = (
@@ -92,7 +118,7 @@ def test_each_stage_of_zero_takes_less(stage: int) -> None:
 def test_out_of_memory_on_the_device_and_on_the_host() -> None:
     recompute = estimate(ask(method="full_recompute", seq_len=2**22), RING)
     assert (recompute.status, recompute.step_seconds, recompute.mfu) == ("oom", None, None)
-    assert "The device would hold" in recompute.limits[0]
+    assert "The device would hold" in recompute.limits[1]
     swap = estimate(ask(method="full_swap", seq_len=2**19), RING)
     assert (swap.status, swap.alpha) == ("oohm", 1.0)
     assert swap.host_bytes > ask().cluster.host_bytes * ask().constants.host_share

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import re
 import time
 from dataclasses import replace
 
 import pytest
-from commands import ROOT
 
 from lightning_memo.estimate import (
     Parallelism,
@@ -20,8 +19,8 @@ from lightning_memo.estimate import (
     longest_with,
     search,
 )
+from lightning_memo.estimate.candidates import candidates
 from lightning_memo.estimate.reasons import step_parts
-from lightning_memo.estimate.search import candidates
 
 K = 1024
 
@@ -78,22 +77,83 @@ def test_megatron_shards_the_optimizer_at_most():
 
 
 @pytest.mark.parametrize(
-    ("changes", "forced", "words"),
+    ("changes", "forced", "told"),
     [
-        ({}, {"tp": 3}, ["gpus=8", "parallel.tp=3", "divide the GPUs"]),
-        ({}, {"tp": 4, "cp": 4}, ["parallel.tp=4", "parallel.cp=4"]),
-        ({"seq_len": 1001}, {"cp": 8}, ["8 does not divide the sequence, 1001"]),
-        ({"batch_size": 3}, {"dp": 2}, ["2 does not divide the batch, 3"]),
-        ({"gpus": 64}, {"tp": 64}, ["64 does not divide the heads, 32"]),
-        ({"method": "fpdt"}, {"tp": 2}, ["fpdt", "tp"]),
+        ({}, {"tp": 3}, "parallel.tp=3 does not divide gpus=8: give 1, 2, 4 or 8, or leave it out"),
+        (
+            {},
+            {"tp": 4, "cp": 4, "pp": 1},
+            "parallel.tp=4 x parallel.cp=4 = 16 does not divide gpus=8: give sizes whose product does, or leave one "
+            "out",
+        ),
+        (
+            {},
+            {"tp": 2, "cp": 2, "dp": 1, "pp": 1},
+            "parallel.tp=2 x parallel.cp=2 x parallel.dp=1 = 4 is not gpus=8: give sizes whose product is 8, or leave "
+            "one out",
+        ),
+        (
+            {"seq_len": 1001},
+            {"cp": 8},
+            "gpus=8, parallel.cp=8: there is no such parallelism (8 does not divide the sequence, 1001): "
+            "give parallel.cp=1, or seq_len=1000 or 1008",
+        ),
+        (
+            {"batch_size": 3, "seq_len": 3 * K},
+            {"dp": 2},
+            "gpus=8, parallel.dp=2: there is no such parallelism (2 does not divide the batch, 3): "
+            "give parallel.dp=1, or batch_size=2 or 4",
+        ),
+        (
+            {"gpus": 64},
+            {"tp": 64, "pp": 1},
+            "gpus=64, parallel.tp=64: there is no such parallelism (64 does not divide the heads, 32): "
+            "give parallel.tp=1, 2, 4 or 8",
+        ),
+        (
+            {"method": "fpdt"},
+            {"tp": 2},
+            "gpus=8, parallel.tp=2: there is no such parallelism (fpdt has neither tensor nor pipeline parallelism: "
+            "tp and pp must be 1): give parallel.tp=1",
+        ),
+        (
+            {"gpus": 24},
+            {"pp": 1},
+            "gpus=24: there is no such parallelism (3 does not divide the batch, 16; 3 does not divide the sequence, "
+            "131072; 3 does not divide the heads, 32): "
+            "give gpus=16 or 32, or batch_size=15 or 18, or seq_len=131064 or 131088",
+        ),
     ],
 )
-def test_no_parallelism_is_told_with_the_reason(changes, forced, words):
-    with pytest.raises(ValueError, match="no such parallelism") as caught:
+def test_no_parallelism_is_told_with_what_would_do(changes, forced, told):
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         search(ask(**changes), forced)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "forced"),
+    [
+        *[({"gpus": gpus}, {"pp": 1}) for gpus in (16, 32)],
+        *[({"gpus": 24, "batch_size": size}, {"pp": 1}) for size in (15, 18)],
+        *[({"gpus": 24, "seq_len": tokens}, {"pp": 1}) for tokens in (131064, 131088)],
+    ],
+)
+def test_what_would_do_does(changes, forced):
+    assert candidates(ask(**changes), forced)
+
+
+def test_parallelisms_that_the_length_rules_out_are_told():
+    prime = search(ask(seq_len=100_003), {"pp": 1})
+    assert sizes(prime.best) == (1, 1, 8, 1) and not prime.alternatives
+    (told,) = [limit for limit in prime.best.limits if limit.startswith("Left out")]
+    assert told == (
+        "Left out: parallelisms whose TP x CP is 2, 4 or 8, which does not divide 100,003 tokens; "
+        "100,000 or 100,008 tokens would do."
+    )
+    for tokens in (100_000, 100_008):
+        ranking = search(ask(seq_len=tokens), {"pp": 1})
+        assert len(ranking.alternatives) == 9
+        assert not any("Left out" in limit for limit in ranking.best.limits)
 
 
 # ---- ranking
@@ -242,17 +302,3 @@ def test_a_search_of_64_gpus_takes_seconds():
     start = time.process_time()
     estimate(question, Parallelism(tp=8, cp=8, zero_stage=3))
     assert time.process_time() - start < 2
-
-
-def test_the_papers_parallelism_is_among_the_first_three():
-    """Of the appendix's table 7 of MEMO: a pipeline apart, the authors chose by trying."""
-    with (ROOT / "tests" / "data" / "papers" / "memo_app_table7_memo.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
-    among = 0
-    for row in rows:
-        ranking = search(ask(f"gpt_{row['model'].lower()}", "a800", int(row["gpus"]), int(row["seq_k"]) * K), {"pp": 1})
-        first = [ranking.best, *[alternative.estimate for alternative in ranking.alternatives]][:3]
-        paper = tuple(int(row[name]) for name in ("TP", "CP", "DP", "PP"))
-        among += paper in {sizes(answer) for answer in first if answer.status == "ok"}
-    assert len(rows) == 21
-    assert among >= 18

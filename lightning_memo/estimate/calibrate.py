@@ -15,17 +15,17 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from lightning_memo import __version__
-from lightning_memo.cli import config_dir, exit_for_user, run_command
+from lightning_memo.cli import config_dir, exit_for_user, plain_settings, run_command
 from lightning_memo.estimate.constants import Constants, constants_of
 from lightning_memo.estimate.fitting import EFFICIENCIES, LayerMeasurement, Measurement, Residual, fit
 from lightning_memo.estimate.measurements import read_measurements
 from lightning_memo.estimate.presets import cluster_of, model_of
-from lightning_memo.estimate.settings import read_length
+from lightning_memo.estimate.settings import read_count, read_length
 from lightning_memo.estimate.shape import ModelShape
 from lightning_memo.files import replacing
 
@@ -47,8 +47,9 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
         measurements = [m for path in files for m in read_measurements(path, shape)]
         devices = [str(path) for path in files]
     else:
-        lengths = [read_length("seq_lens", each) for each in settings["seq_lens"]]
-        measurements, devices = _run(settings["model"], shape, lengths)
+        measurements, devices = _run(
+            settings["model"], shape, _lengths(settings["seq_lens"]), read_count("repeats", settings["repeats"])
+        )
     base = replace(constants_of(cluster.name), program="lightning_memo")
     constants, residuals = fit(measurements, cluster, base)
     constants = replace(constants, source=_source(devices, cluster.name), measurements=tuple(map(str, residuals)))
@@ -69,16 +70,33 @@ def _files(given: Any) -> list[Path]:
     return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 
 
-def _run(model: Mapping[str, Any], shape: ModelShape, lengths: Sequence[int]) -> tuple[list[Measurement], list[str]]:
+def _lengths(given: Any) -> list[int]:
+    """Tokens of sequences.
+
+    Raises:
+        ValueError: it is no list of lengths, or one is too short.
+    """
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"seq_lens={given!r}: give a list of lengths, like [4K,8K]")
+    lengths = [read_length("seq_lens", each) for each in given]
+    if min(lengths) < 2:
+        raise ValueError(f"seq_lens has {min(lengths)}: give lengths of at least 2 tokens")
+    return lengths
+
+
+def _run(
+    model: Mapping[str, Any], shape: ModelShape, lengths: Sequence[int], repeats: int
+) -> tuple[list[Measurement], list[str]]:
     """Measurements of this machine, and what its device is called."""
-    from lightning_memo.estimate.own_machine import run
+    from lightning_memo.estimate.own_machine import fastest
 
     measurements: list[Measurement] = []
     devices: dict[str, None] = {}
-    for tokens in lengths:
-        if tokens < 2:
-            raise ValueError(f"seq_lens has {tokens}: give lengths of at least 2 tokens")
-        plan = run(model, tokens)
+    console = Console(stderr=True)
+    for number, tokens in enumerate(lengths, 1):
+        told = f"length {number} of {len(lengths)}: {shape.name}, {tokens:,} tokens, {repeats} runs"
+        console.print(told, highlight=False, soft_wrap=True)
+        plan = fastest(model, tokens, repeats)
         devices[plan.fingerprint.device] = None
         origin = f"{shape.name}, {plan.costs.batch} x {tokens} tokens"
         measurements.append(LayerMeasurement(origin=origin, shape=shape, costs=plan.costs))
@@ -113,14 +131,12 @@ def main() -> None:
     """Calibrates; a user's mistake ends it with one line on stderr and exit status 2."""
 
     def task(cfg: DictConfig) -> None:
-        settings = OmegaConf.to_container(cfg)
-        assert isinstance(settings, dict)
-        named = {str(name): value for name, value in settings.items()}
         try:
-            constants, residuals = calibrate(named, str(HydraConfig.get().runtime.choices.get("model")))
+            settings = plain_settings(cfg)
+            constants, residuals = calibrate(settings, str(HydraConfig.get().runtime.choices.get("model")))
         except Exception as error:
             exit_for_user(error)  # before Hydra says that a job failed
             raise
-        _print(constants, residuals, named["output"])
+        _print(constants, residuals, str(settings["output"]))
 
     run_command(lambda: hydra.main(version_base="1.3", config_path=config_dir(), config_name="calibrate")(task)())

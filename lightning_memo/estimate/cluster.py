@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_memo.documents import check_range
+
+MOST_DEVICES: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,12 @@ class Cluster:
         for name in ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")
+
+    @property
+    def device_counts(self) -> list[int]:
+        """How many devices can be asked for: some of a node, or whole nodes."""
+        node = self.devices_per_node
+        return [count for count in range(1, MOST_DEVICES + 1) if count <= node or count % node == 0]
 
     def host_bandwidth_of(self, devices: int) -> float:
         """What each of some devices of a node gets when all of these copy: its link's, or its part of the host's."""

@@ -11,11 +11,11 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
+from lightning_memo.cli import config_dir, exit_for_user, plain_settings, run_command, user_message
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.layer_costs import budget
 from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
@@ -64,13 +64,9 @@ def _shown(what: str, progress: bool) -> Iterator[Report]:
 def run_job(cfg: DictConfig) -> SweptEstimate:
     """Answers one job. Alone, it prints, and a mistake ends it; within a sweep it leaves a file, mistake or not."""
     job = HydraConfig.get()
-    settings = OmegaConf.to_container(cfg)
-    assert isinstance(settings, dict)
     sweep = job.mode is RunMode.MULTIRUN
     try:
-        request = read_request(
-            {str(name): value for name, value in settings.items()}, str(job.runtime.choices.get("model"))
-        )
+        request = read_request(plain_settings(cfg), str(job.runtime.choices.get("model")))
         question, ranking = answer(request)
     except Exception as error:
         message = user_message(error)

@@ -12,6 +12,7 @@ from lightning_memo.estimate.layer_costs import budget, devices_of_node, sequenc
 from lightning_memo.estimate.methods import TRAITS, why_not_by_method
 from lightning_memo.estimate.outcome import Outcome
 from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.shares import shares_sentence
 from lightning_memo.estimate.swapping import swap
 from lightning_memo.estimate.times import data_parallel_seconds, head_seconds
 
@@ -58,7 +59,7 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
         device_bytes=device_bytes,
         host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
-        limits=limits,
+        limits=[shares_sentence(traits, outcome), *limits],
     )
 
 
@@ -68,8 +69,8 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
             f"tp={parallel.tp} x cp={parallel.cp} x dp={parallel.dp} x pp={parallel.pp} is {parallel.devices} devices, "
             f"but gpus={question.gpus}: give sizes whose product is that"
         )
-    why_not = parallel.why_not(question.shape, question.seq_len, question.batch_size)
-    why_not = why_not or why_not_by_method(question, parallel)
+    obstacles = parallel.obstacles(question.shape, question.seq_len, question.batch_size)
+    why_not = [*map(str, obstacles), why_not_by_method(question, parallel)][0]
     if why_not:
         raise ValueError(f"{why_not}: choose another parallelism")
     if question.alpha is not None and question.alpha > 1:

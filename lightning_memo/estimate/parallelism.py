@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_memo.documents import check_range
 from lightning_memo.estimate.shape import ModelShape
+
+SEQUENCE: Final = "sequence"
+BATCH: Final = "batch"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Obstacle:
+    """A size, and what it does not divide."""
+
+    size: int
+    of: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.size} does not divide the {self.of}, {self.count}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +50,17 @@ class Parallelism:
     def devices(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
 
-    def why_not(self, shape: ModelShape, seq_len: int, batch_size: int) -> str:
-        """Why a model, sequences and a batch can't be divided so; empty if they can."""
-        for size, of, count in (
-            (self.tp, "the heads", shape.heads),
-            (self.tp, "the key and value heads", shape.kv_heads),
-            (self.tp, "the width of the feed-forward", shape.ffn),
-            (self.pp, "the layers", shape.layers),
-            (self.cp * self.tp, "the sequence", seq_len),
-            (self.dp, "the batch", batch_size),
-        ):
-            if count % size:
-                return f"{size} does not divide {of}, {count}"
-        return ""
+    def obstacles(self, shape: ModelShape, seq_len: int, batch_size: int) -> tuple[Obstacle, ...]:
+        """What of a model, sequences and a batch can't be divided so; none if all can."""
+        return tuple(
+            Obstacle(size, of, count)
+            for size, of, count in (
+                (self.tp, "heads", shape.heads),
+                (self.tp, "key and value heads", shape.kv_heads),
+                (self.tp, "width of the feed-forward", shape.ffn),
+                (self.pp, "layers", shape.layers),
+                (self.cp * self.tp, SEQUENCE, seq_len),
+                (self.dp, BATCH, batch_size),
+            )
+            if count % size
+        )

@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_memo.cli import config_dir
+from lightning_memo.cli import config_dir, plain_settings
 from lightning_memo.config import parse_bytes
 from lightning_memo.estimate.cluster import Cluster
 from lightning_memo.estimate.hf_config import load_shape, shape_of
@@ -21,13 +21,28 @@ _CALLED: Final = ("name", "device")
 _COUNT: Final = "devices_per_node"
 
 
+def load_preset(group: str, name: str) -> dict[str, Any]:
+    """The settings in a file of a group of `conf`.
+
+    Raises:
+        ValueError: there is no such file; one line lists those that there are.
+    """
+    folder = Path(config_dir()) / group
+    names = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != "default")
+    if name not in names:
+        raise ValueError(f"{group}={name!r} is not there: give {', '.join(names)}")
+    settings = OmegaConf.load(folder / f"{name}.yaml")
+    assert isinstance(settings, DictConfig)
+    return plain_settings(settings)
+
+
 def load_cluster(name: str) -> Cluster:
     """The cluster of a file in `conf/cluster`.
 
     Raises:
         ValueError: there is no such file; one line lists those that there are.
     """
-    return cluster_of(_preset("cluster", name))
+    return cluster_of(load_preset("cluster", name))
 
 
 def load_model(name: str) -> ModelShape:
@@ -36,7 +51,7 @@ def load_model(name: str) -> ModelShape:
     Raises:
         ValueError: there is no such file; one line lists those that there are.
     """
-    return model_of(_preset("model", name), name)
+    return model_of(load_preset("model", name), name)
 
 
 def cluster_of(settings: Mapping[str, Any]) -> Cluster:
@@ -81,16 +96,6 @@ def model_of(settings: Mapping[str, Any], name: str) -> ModelShape:
         return shape_of(config, name)
     except ValueError as error:
         raise ValueError(f"model.config: {error}") from None
-
-
-def _preset(group: str, name: str) -> dict[str, Any]:
-    folder = Path(config_dir()) / group
-    names = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != "default")
-    if name not in names:
-        raise ValueError(f"{group}={name!r} is not there: give {', '.join(names)}")
-    settings = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))
-    assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items() if key != "defaults"}
 
 
 def _cluster_value(name: str, value: Any) -> Any:

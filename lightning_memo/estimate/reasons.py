@@ -31,7 +31,8 @@ def reason(question: Question, answer: Estimate, best: Estimate) -> str:
     if slower < 0.0005 or more <= 0:
         return "as fast, more memory" if _total(answer) > _total(best) else "as fast"
     network = " over the network" if _leaves_node(question, answer, what) else ""
-    return f"{100 * slower:.2g} % slower: {what}{network}, {format_seconds(more)} more"
+    percent = f"{100 * slower:.0f}" if slower > 0.1 else f"{100 * slower:.2g}"
+    return f"{percent} % slower: {what}{network}, {format_seconds(more)} more"
 
 
 def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
@@ -51,15 +52,14 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
         again = times.recompute_all
     else:
         again = (1 - (answer.alpha or 0.0)) * times.recompute
-    in_layers = layers * (3 * times.dense + times.attention_forward + times.attention_backward)
+    in_layers = layers * times.computing
     computing = in_layers + head_seconds(question, parallel)
-    collectives, ring = 10 * times.collective, 3 * times.context
-    passing = layers * (collectives + ring + again)
+    passing = layers * (times.tensor_parallel + times.context_parallel + again)
     parts = {
         "computing": sequences * computing,
         "recomputing": sequences * layers * again,
-        _TENSOR: sequences * layers * collectives,
-        _CONTEXT: sequences * layers * ring,
+        _TENSOR: sequences * layers * times.tensor_parallel,
+        _CONTEXT: sequences * layers * times.context_parallel,
         _DATA: data_parallel_seconds(question, parallel, sequences * (computing + passing)),
         "pipeline stages that wait": (parallel.pp - 1) * (in_layers + passing) / layers,
     }

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.estimate.answer import Estimate, Question
-from lightning_memo.estimate.methods import why_not_by_method
+from lightning_memo.estimate.answer import MOST_TOKENS, Estimate, Question
+from lightning_memo.estimate.candidates import candidates, left_out
 from lightning_memo.estimate.model import estimate
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.reasons import reason
-
-LONGEST: Final = 2**30
-"""Lengths above are not tried."""
 
 _SAME_TIME: Final = 1.001
 """Stages of ZeRO whose times differ by less count as equally fast, and the one that takes least memory is taken."""
@@ -61,8 +58,9 @@ def search(question: Question, forced: Mapping[str, int] | None = None, report: 
             report(done, len(choices))
         sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp)
         divided.setdefault(sizes, []).append(estimate(question, parallel))
-    ranked = sorted(map(_best_stage, divided.values()), key=_rank)
-    best, others = ranked[0], ranked[1:]
+    best, *others = sorted(map(_best_stage, divided.values()), key=_rank)
+    if missing := left_out(question, forced or {}):
+        best = replace(best, limits=[*best.limits, missing])
     return Ranking(
         best=best,
         alternatives=tuple(Alternative(estimate=other, reason=reason(question, other, best)) for other in others),
@@ -110,7 +108,7 @@ def longest_with(question: Question, parallel: Parallelism, multiple_of: int, ab
 
     def fits(steps: int) -> bool:
         tokens = steps * step
-        return tokens <= LONGEST and estimate(replace(question, seq_len=tokens), parallel).status == "ok"
+        return tokens <= MOST_TOKENS and estimate(replace(question, seq_len=tokens), parallel).status == "ok"
 
     low = above // step + 1
     if not fits(low):
@@ -122,45 +120,6 @@ def longest_with(question: Question, parallel: Parallelism, multiple_of: int, ab
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step
-
-
-def candidates(question: Question, forced: Mapping[str, int]) -> list[Parallelism]:
-    """All parallelisms that a question allows.
-
-    Raises:
-        ValueError: there is none; one line says why not.
-    """
-    choices, why_not = [], ""
-    for parallel in _products(question.gpus, forced):
-        obstacle = parallel.why_not(question.shape, question.seq_len, question.batch_size)
-        obstacle = obstacle or why_not_by_method(question, parallel)
-        if not obstacle:
-            choices.append(parallel)
-        why_not = why_not or obstacle
-    if not choices:
-        given = "".join(f", parallel.{name}={value}" for name, value in forced.items())
-        raise ValueError(
-            f"gpus={question.gpus}{given}: there is no such parallelism"
-            + (f" ({why_not})" if why_not else "; the sizes have to divide the GPUs")
-            + ": give other sizes, or leave them out"
-        )
-    return choices
-
-
-def _products(gpus: int, forced: Mapping[str, int]) -> Iterator[Parallelism]:
-    """Parallelisms of so many devices with the given sizes; with one rank, all stages of ZeRO are the same."""
-    for tp in _divisors(gpus, forced.get("tp")):
-        for cp in _divisors(gpus // tp, forced.get("cp")):
-            for pp in _divisors(gpus // tp // cp, forced.get("pp")):
-                dp = gpus // tp // cp // pp
-                if dp == forced.get("dp", dp):
-                    sharded = (0, 1, 2, 3) if dp * cp > 1 else (0,)
-                    for stage in [forced["zero_stage"]] if "zero_stage" in forced else sharded:
-                        yield Parallelism(tp=tp, cp=cp, dp=dp, pp=pp, zero_stage=stage)
-
-
-def _divisors(number: int, forced: int | None) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0 and forced in (None, size)]
 
 
 def _best_stage(stages: list[Estimate]) -> Estimate:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from lightning_memo.estimate.answer import Method, Question
+from lightning_memo.estimate.answer import MOST_TOKENS, Method, Question
+from lightning_memo.estimate.candidates import near
+from lightning_memo.estimate.cluster import MOST_DEVICES
 from lightning_memo.estimate.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.presets import cluster_of, model_of
 
-MOST_GPUS: Final = 64
 _MOST: Final = 2**20
 SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
 """Of `parallel`."""
 
 _LENGTH: Final = re.compile(r"\s*([0-9]{1,12})\s*([KkMm]?)\s*", re.ASCII)
-_MOST_TOKENS: Final = 2**40
 _TIMES: Final = {"": 1, "k": 2**10, "m": 2**20}
 
 Output = Literal["table", "json"]
@@ -53,10 +53,11 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
             and what to do.
     """
     cluster = cluster_of(settings["cluster"])
-    gpus = _count("gpus", settings["gpus"])
-    if gpus > MOST_GPUS or (gpus > cluster.devices_per_node and gpus % cluster.devices_per_node):
+    gpus = read_count("gpus", settings["gpus"])
+    if gpus not in cluster.device_counts:
         raise ValueError(
-            f"gpus={gpus}: give 1 to {MOST_GPUS}, and whole nodes of {cluster.devices_per_node} if it is more than one"
+            f"gpus={gpus}: give 1 to {MOST_DEVICES}, and whole nodes of {cluster.devices_per_node} if it is more than "
+            f"one, such as {' or '.join(map(str, near(cluster.device_counts, gpus)))}"
         )
     longest = settings["seq_len"] == "max"
     multiple_of = read_length("multiple_of", settings["multiple_of"])
@@ -69,7 +70,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
             method=_choice("method", settings["method"], get_args(Method)),
             gpus=gpus,
             seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
-            batch_size=_count("batch_size", settings["batch_size"]),
+            batch_size=read_count("batch_size", settings["batch_size"]),
             alpha=_alpha(settings["alpha"], settings["method"]),
             precision=_choice("precision", settings["precision"], get_args(Precision)),
         ),
@@ -77,7 +78,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
         longest=longest,
         multiple_of=multiple_of,
         output=_choice("output", settings["output"], get_args(Output)),
-        alternatives=_count("alternatives", settings["alternatives"], least=0),
+        alternatives=read_count("alternatives", settings["alternatives"], least=0),
     )
 
 
@@ -89,9 +90,9 @@ def read_length(name: str, value: Any, or_else: str = "") -> int:
     """
     match = _LENGTH.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
     tokens = int(match[1]) * _TIMES[match[2].lower()] if match else 0
-    if not 1 <= tokens <= _MOST_TOKENS:
+    if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(
-            f"{name}={value!r} is not a number of tokens from 1 to {_MOST_TOKENS}: give one like 131072, 128K or 1M"
+            f"{name}={value!r} is not a number of tokens from 1 to {MOST_TOKENS}: give one like 131072, 128K or 1M"
             f"{or_else}"
         )
     return tokens
@@ -104,7 +105,12 @@ def _constants(path: str) -> Constants:
         raise ValueError(f"constants={path}: {error.strerror or error}; give a file that calibrate wrote") from None
 
 
-def _count(name: str, value: Any, least: int = 1) -> int:
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """A setting that is an integer.
+
+    Raises:
+        ValueError: it is none, or out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
     if value > _MOST:
@@ -136,7 +142,7 @@ def _forced(settings: Any) -> dict[str, int]:
             raise ValueError(f"parallel.{str(name)[:40]} is no setting: give {', '.join(SIZES)}")
     forced = {name: value for name, value in settings.items() if value is not None}
     for name, value in forced.items():
-        _count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
+        read_count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
     if forced.get("zero_stage", 0) > 3:
         raise ValueError(f"parallel.zero_stage={forced['zero_stage']}: give 0 to 3, or null for the fastest")
     return forced

@@ -124,7 +124,7 @@ def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCo
         status="oohm",
         alpha=alpha,
         seconds=0.0,
-        recomputed=0.0,
+        recomputed=1.0 - alpha,
         device_bytes=_by_kind(question, parallel, costs, buffers, 0, working),
         host_bytes=max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha),
         limits=[f"{reason[0].upper()}{reason[1:]}."],

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.config import format_bytes
+from lightning_memo.estimate.shares import format_alpha
 from lightning_memo.estimate.swept import SweptEstimate, load_jobs, swept_settings, write_csv
 
 CSV_NAME: Final = "estimates.csv"
@@ -64,11 +65,12 @@ def _cells(job: SweptEstimate) -> list[str]:
     answer = job.answer
     if answer is None:
         return ["mistake", *["-"] * 7]
-    numbers = {"alpha": "{:.2g}", "step_seconds": "{:.1f}", "mfu": "{:.1f}"}
+    numbers = {"step_seconds": "{:.1f}", "mfu": "{:.1f}"}
     return [
         answer["status"],
         "{tp}/{cp}/{dp}/{pp}".format(**answer["parallel"]),
         str(answer["parallel"]["zero_stage"]),
+        format_alpha(answer["alpha"], answer["device_bytes"]),
         *("-" if answer[name] is None else form.format(answer[name]) for name, form in numbers.items()),
         format_bytes(answer["device_bytes"]["total"]),
         format_bytes(answer["host_bytes"]),

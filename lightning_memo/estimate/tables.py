@@ -12,6 +12,7 @@ from lightning_memo.estimate.answer import Estimate, Question
 from lightning_memo.estimate.layer_costs import budget
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.search import Ranking
+from lightning_memo.estimate.shares import format_alpha
 
 _STATUS = {
     "ok": "fits",
@@ -33,7 +34,7 @@ def print_answer(question: Question, ranking: Ranking, alternatives: int) -> Non
     console.print(bytes_table(question, ranking.best))
     if ranking.alternatives and alternatives:
         console.print(alternatives_table(ranking, alternatives))
-    for limit in ranking.best.limits:
+    for limit in ranking.best.limits[1:]:
         console.print(f"- {limit}", highlight=False, markup=False)
     console.print(f"Constants: {question.constants.source}", highlight=False, markup=False)
 
@@ -45,15 +46,16 @@ def answer_table(question: Question, answer: Estimate) -> Table:
     table = Table(title="Estimate", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    where = f"{question.gpus} x {cluster.device}, {nodes} node{'s' if nodes > 1 else ''}"
+    where = f"{question.gpus} x {cluster.device}, {nodes} node{_plural(nodes)}"
     rows = {
-        "model": f"{answer.model}, {question.shape.parameters / 1e9:.2f} B parameters",
+        "model": f"{answer.model}, {_count(question.shape.parameters)} parameters",
         "cluster": where,
         "method": answer.method,
-        "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequences a step",
+        "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} a step",
         "status": _STATUS[answer.status],
         "parallelism": format_parallelism(answer.parallel),
         "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
+        "activations": answer.limits[0],
         "step": _seconds(answer),
         "MFU": _percent(answer.mfu, "attention causal, nothing recomputed counted"),
         "HFU": _percent(answer.hfu, "what is recomputed counted"),
@@ -102,8 +104,16 @@ def format_parallelism(parallel: Parallelism) -> str:
 def _add_row(table: Table, answer: Estimate, remark: str) -> None:
     parallel = answer.parallel
     sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.zero_stage)
-    alpha = "-" if answer.alpha is None else f"{answer.alpha:.3g}"
+    alpha = format_alpha(answer.alpha, answer.device_bytes)
     table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def _plural(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 def _seconds(answer: Estimate) -> str:

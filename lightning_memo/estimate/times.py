@@ -17,6 +17,11 @@ FP32: Final = 4
 BACKWARD_OF_ATTENTION: Final = 2.5
 """FLOPs over those of the forward: five products instead of two."""
 
+_FORWARD_COLLECTIVES: Final = 4
+_BACKWARD_COLLECTIVES: Final = 6
+_BACKWARD_CONTEXTS: Final = 2
+"""What a backward sends over the context-parallel devices, over what a forward does."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
@@ -39,12 +44,28 @@ class LayerTimes:
     @property
     def forward(self) -> float:
         """With a gather before, and a scatter after, attention and feed-forward."""
-        return self.dense + self.attention_forward + 4 * self.collective + self.context
+        return self.dense + self.attention_forward + _FORWARD_COLLECTIVES * self.collective + self.context
 
     @property
     def backward(self) -> float:
         """Nothing recomputed. The inputs of both parts are gathered anew for the weights' gradients."""
-        return 2 * self.dense + self.attention_backward + 6 * self.collective + 2 * self.context
+        passed = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
+        return 2 * self.dense + self.attention_backward + passed
+
+    @property
+    def tensor_parallel(self) -> float:
+        """Of forward and backward."""
+        return (_FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES) * self.collective
+
+    @property
+    def context_parallel(self) -> float:
+        """Of forward and backward."""
+        return (1 + _BACKWARD_CONTEXTS) * self.context
+
+    @property
+    def computing(self) -> float:
+        """Of forward and backward, with nothing sent."""
+        return self.forward + self.backward - self.tensor_parallel - self.context_parallel
 
     @property
     def recompute(self) -> float:
