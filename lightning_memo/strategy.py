@@ -272,7 +272,7 @@ class MemoStrategy(CheckpointingStrategy):
             self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device)
 
     @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
         if self.config.offload_state:
             return self.precision_plugin.tensor_init_context()
         # Weights are made on the device. The parent would make them on "meta", and fill them with random ones in setup.
@@ -287,6 +287,7 @@ class MemoStrategy(CheckpointingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._processes is None or not isinstance(dataloader, DataLoader):
             return dataloader
+        assert self.lightning_module is not None
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
         return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
@@ -345,8 +346,9 @@ class MemoStrategy(CheckpointingStrategy):
     def _bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
         """Where the slices of a batch's layers are going to end; nothing outside of training, where none are cut."""
         assert self.lightning_module is not None
-        training = self.engine is not None and self.lightning_module.trainer.training
-        return self.engine.bounds_for(batch, tokens) if training else ()
+        if self.engine is None or not self.lightning_module.trainer.training:
+            return ()
+        return self.engine.bounds_for(batch, tokens)
 
     def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
         _, layers = find_layers(model, self.config.layers)

@@ -6,7 +6,7 @@ import resource
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -124,7 +124,7 @@ def shape_of_module(module: nn.Module) -> ModelShape | None:
     if len(models) != 1:
         return None
     try:
-        return shape_of(models[0].config.to_dict(), "model")
+        return shape_of(cast(Any, models[0]).config.to_dict(), "model")
     except ValueError:
         return None
 

@@ -66,7 +66,7 @@ def build_model(model: ModelConfig) -> nn.Module:
     """
     config, dtype = load_hf_config(model), torch.get_default_dtype()
     if model.path is None:
-        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
         network = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, local_files_only=True)
     network.train()  # from_pretrained returns it for inference

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from typing_extensions import override
@@ -74,7 +75,7 @@ class CausalLM(LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     @override
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in weights if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
