@@ -60,7 +60,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda or cuda:N")
-    for name, default in (("layers", 8), ("hidden", 512), ("heads", 8), ("kv-heads", None)):
+    for name, default in (("layers", 8), ("hidden", 512), ("heads", 8), ("kv-heads", None), ("ffn", None)):
         parser.add_argument(f"--{name}", type=_positive, default=default)
     for name, default in (("seq-len", 2048), ("batch", 1), ("vocab", 256)):
         parser.add_argument(f"--{name}", type=_positive, default=default)
@@ -92,6 +92,7 @@ def _method(name: str) -> Method:
 def _with_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
     """Fill in what depends on other options, and refuse what does not fit together."""
     options.kv_heads = options.kv_heads or options.heads
+    options.ffn = options.ffn or options.hidden * 43 // 16  # as wide as that of Llama 7B, of 4096
     if options.hidden % (2 * options.heads) or options.heads % options.kv_heads:
         parser.error("--hidden must be a multiple of twice --heads, and --heads one of --kv-heads")
     if options.device.type == "cuda" and not torch.cuda.is_available():
@@ -105,7 +106,7 @@ def _with_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("layers", "hidden", "heads", "kv_heads", "vocab", "batch", "seq_len", "dtype")
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "batch", "seq_len", "dtype")
     return {name: getattr(options, name) for name in names}
 
 
@@ -136,7 +137,7 @@ def _measure(options: argparse.Namespace) -> Bench:
 def _workload(options: argparse.Namespace) -> Workload:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=options.hidden, intermediate_size=options.hidden * 43 // 16, num_hidden_layers=options.layers,
+        hidden_size=options.hidden, intermediate_size=options.ffn, num_hidden_layers=options.layers,
         num_attention_heads=options.heads, num_key_value_heads=options.kv_heads, vocab_size=options.vocab,
         max_position_embeddings=options.seq_len, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip

@@ -32,6 +32,7 @@ _ITERATIONS = 40
 _STEP = 1e-3
 _LEAST_ERROR = 0.05  # points below which an error does not count more
 _LONGEST_STEP = 0.3
+_LAST_STEP = 2e-4  # below the third digit, which is the last that is kept
 
 Floats = npt.NDArray[np.float64]
 
@@ -78,6 +79,8 @@ def least_absolute(residuals_of: Callable[[Floats], Floats], start: Floats) -> F
         normal, gradient = slopes.T @ (weights[:, None] * slopes), slopes.T @ (weights * errors)
         step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
         trial = np.minimum(values * np.exp(np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)), most)
+        if np.abs(trial / values - 1).max() < _LAST_STEP:
+            break
         found = residuals_of(trial)
         if np.abs(found).sum() < np.abs(errors).sum():
             values, errors, damping = trial, found, damping / 5

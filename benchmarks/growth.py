@@ -50,7 +50,9 @@ def main() -> None:
     for schedule in options.schedules:
         for tokens in options.lengths:
             rows.append({"schedule": schedule, "tokens": tokens, **_measure(options, schedule, tokens)})
-    names = ("layers", "hidden", "heads", "kv_heads", "vocab", "slice_tokens", "block_tokens", "alpha", "threads")
+    names = (
+        "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "slice_tokens", "block_tokens", "alpha", "threads",
+    )  # fmt: skip
     report = {
         **known,
         "settings": {name: getattr(options, name) for name in names},
@@ -69,6 +71,7 @@ def _options() -> argparse.Namespace:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kv-heads", type=int, help="(default: as many as heads)")
+    parser.add_argument("--ffn", type=int, help="(default: 43/16 of hidden, as in Llama 7B)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--schedules", choices=("layer", "slice"), nargs="+", default=["layer", "slice"])
     parser.add_argument("--alpha", type=float, default=0.0, help="share of the tokens whose activations are swapped")
@@ -80,6 +83,7 @@ def _options() -> argparse.Namespace:
     if options.quick:
         options = parser.parse_args([*_QUICK, *sys.argv[1:]])
     options.kv_heads = options.kv_heads or options.heads
+    options.ffn = options.ffn or options.hidden * 43 // 16
     return options
 
 
@@ -116,7 +120,7 @@ def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[st
 def _model(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=options.hidden, intermediate_size=options.hidden * 43 // 16, num_hidden_layers=options.layers,
+        hidden_size=options.hidden, intermediate_size=options.ffn, num_hidden_layers=options.layers,
         num_attention_heads=options.heads, num_key_value_heads=options.kv_heads, vocab_size=options.vocab,
         max_position_embeddings=2**20, use_cache=False,
     )  # fmt: skip

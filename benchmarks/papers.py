@@ -3,146 +3,124 @@
     python benchmarks/papers.py
     python benchmarks/papers.py --write docs/papers.md
 
-Beside the mean error of a table stands that of the trivial guess: the mean of the paper's own cells.
+Beside each error stands that of the trivial guess: the mean of the paper's own column.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import fit_papers
 import paper_cells
 from paper_cells import Cell
+from paper_sections import Section, sections
 
-from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS
 from lightning_memo.estimate.constants import constants_of
 from lightning_memo.files import replacing
 
-_INTRODUCTION = """# The papers' tables, recomputed
+_INTRODUCTION: Final = """# The papers' tables, recomputed
 
 Written by `python benchmarks/papers.py --write docs/papers.md`. The tables are those of MEMO (7B and 13B), FPDT and
 ZeRO, in `tests/data/papers`. Nothing is looked up: each cell is an estimate, forced to the paper's parallelism and
-alpha where the paper gives them. Where an error is not below the trivial guess's, the paper's cells hardly differ,
-and the model explains less of them than their mean does."""
+alpha where the paper gives them, and to the fastest parallelism that is found where it does not.
 
-_CHOSEN = """FPDT's memory is counted in hidden states and buffers (`estimate/keeping.py`: 8 and 20 hidden states, 4 GB
-for ZeRO), chosen with its table 1 at hand, and so are the three steps of the rule for alpha with appendix table 7:
-these scores are of what was looked at, not of what was predicted. Of DeepSpeed, Megatron and FPDT only the status is
-compared: their MFU (table 3 of MEMO, table 3 of FPDT) is not fitted, and can be far off."""
+"Error" is ours less the paper's, or its share of the paper's where the unit is %. "Error of the mean" is that of the
+trivial guess: the mean of the paper's own column. Where ours is not below it, the paper's cells hardly differ, and the
+model explains less of them than their mean does."""
 
-_RULE = """The linear program of training has one alpha for a cell. The runs of MEMO's paper had others, for which no
-physical rule was found. What describes them: alpha is 1, 1/2 or 1/8 where the linear program's is at least {limits},
-else 0; and 0 unless the copies of all tokens would hide under the forward. Only `cluster=a800`, whose constants are
-those of the paper's program, follows that, and says so in `limits`."""
+_CHOSEN: Final = """What was chosen with tables at hand, so that their scores are of what was looked at, not of what was
+predicted: FPDT's memory, counted in hidden states and buffers (`estimate/keeping.py`: 8 and 20 hidden states, 4 GB for
+ZeRO), with its table 1; the three steps of the rule for alpha, with appendix table 7; and that DeepSpeed's attention
+takes twice Megatron-LM's time (`estimate/methods.py`) and waits for ZeRO's gathers, with table 3: FlashAttention's
+first version takes that time, and so does a kernel that computes masked pairs, too. DeepSpeed's loss of a divided
+sequence keeps 14 bytes of a logit, as its code shows, where Megatron-LM's, in place, keeps 8. Table 3's Megatron-LM and
+DeepSpeed, and FPDT, are in no fit."""
 
+_DEVIATION: Final = 3.0
+"""Points of MFU above which an error is listed by itself."""
 
-@dataclass(frozen=True)
-class Section:
-    """A table, and how its errors are summed up."""
+_REASONS: Final = """Why, as far as it is known:
 
-    title: str
-    cells: Sequence[Cell]
-    note: str = ""
-
-    @property
-    def numbers(self) -> list[tuple[float, float]]:
-        """Paper and ours where both have a number."""
-        return [(c.paper, c.ours) for c in self.cells if isinstance(c.paper, float) and isinstance(c.ours, float)]
-
-    @property
-    def mean_error(self) -> float:
-        return sum(abs(ours - paper) for paper, ours in self.numbers) / len(self.numbers)
-
-    @property
-    def trivial_error(self) -> float:
-        """Of the mean of the paper's own cells."""
-        mean = sum(paper for paper, _ in self.numbers) / len(self.numbers)
-        return sum(abs(paper - mean) for paper, _ in self.numbers) / len(self.numbers)
-
-    @property
-    def summary(self) -> str:
-        parts = []
-        if self.numbers:
-            parts.append(
-                f"Mean absolute error of {len(self.numbers)} cells: {self.mean_error:.3f}; of their own mean: "
-                f"{self.trivial_error:.3f}."
-            )
-        others = [cell for cell in self.cells if not (isinstance(cell.paper, float) and isinstance(cell.ours, float))]
-        if others:
-            parts.append(f"The same: {sum(cell.paper == cell.ours for cell in others)} of {len(others)}.")
-        return " ".join(parts)
-
-
-def sections() -> Iterator[Section]:
-    """All tables."""
-    mfu3, mfu4, mfu5 = (
-        [c.cell for c in cells()] for cells in (paper_cells.table3, paper_cells.table4, paper_cells.table5)
-    )
-    yield Section("ZeRO, table 1: GB of the model's state on a GPU", paper_cells.zero_table())
-    for model in paper_cells.GPUS:
-        cells = [cell for cell in mfu3 if cell.table == model]
-        yield Section(f"MEMO, table 3, {model}: MFU in percent", cells)
-    note = (
-        "Full Recomputation without a plan is Megatron-LM. What its allocator's reorganisations take has one "
-        "rate: skeletal activations over it, and over the share of memory that is free."
-    )
-    yield Section("MEMO, table 4: MFU in percent", mfu4, note)
-    for method in paper_cells.ABLATIONS:
-        yield Section(f"MEMO, table 4, {method}", [cell for cell in mfu4 if cell.table == method])
-    yield Section("MEMO, table 5: MFU in percent by alpha", mfu5)
-    yield Section("MEMO, table 5: best alpha of each length", best_alphas(mfu5))
-    limits = ", ".join(f"{least:g}" for least, _ in PUBLISHED_ALPHAS)
-    yield Section("MEMO, appendix, table 7: alpha", paper_cells.alphas(), _RULE.format(limits=limits))
-    yield Section("The same without the rule: the linear program, down to eighths", paper_cells.alphas_of_program())
-    for peer, method in paper_cells.PEERS.items():
-        yield Section(f"MEMO, table 3: does any parallelism fit, {method}", paper_cells.statuses(peer))
-    places = paper_cells.ranks()
-    first = sum(1 <= cell.ours <= 3 for cell in places)
-    note = f"Among the first three: {first} of {len(places)}. Pipelines are not searched, and so not found."
-    yield Section("MEMO, appendix, table 7: place by time of the paper's parallelism (0: not found)", places, note)
-    yield Section("FPDT, table 1: longest length in thousands of tokens (0: none)", paper_cells.fpdt_lengths())
-
-
-def best_alphas(sweep: Sequence[Cell]) -> list[Cell]:
-    """The row with the highest MFU of each length."""
-    best = []
-    for length in dict.fromkeys(cell.table for cell in sweep):
-        found = [cell for cell in sweep if cell.table == length]
-        paper, ours = (
-            max(
-                (c for c in found if isinstance(getattr(c, side), float)), key=lambda c, side=side: getattr(c, side)
-            ).row
-            for side in ("paper", "ours")
-        )
-        best.append(Cell(length, "best", paper, ours))
-    return best
+- Below 64K the paper lists no parallelism, nor whether it recomputed. Matrix products and attention have one share of
+  the peak here at all lengths; small kernels are slower.
+- Megatron-LM, 13B, 640K: reorganising takes twice what the model has; in all other cells it is within two fifths. Up
+  to 384K the search finds TP 8 CP 2, which reorganises less than the two pipeline stages of the paper's runs.
+- Megatron-LM, 7B, 512K and 640K: "oom" is also what the paper's appendix has; table 3 has a time.
+- DeepSpeed's rows show no reorganisation, so that none is taken for it.
+- FPDT does not tell what its MFU counts. With what is recomputed, ours is within a point."""
 
 
 def markdown(found: Sequence[Section]) -> str:
     """The page for the documentation."""
-    parts = [_INTRODUCTION, _constants(), _errors()]
+    parts = [_INTRODUCTION, "## Summary", _summary(found), _deviations(found), _constants(), _errors()]
     for section in found:
-        parts.append(f"## {section.title}\n\n{section.summary}" + (f"\n\n{section.note}" if section.note else ""))
-        lines = ["| | | paper | ours | error |", "| --- | --- | --: | --: | --: |"]
-        lines += [f"| {c.table} | {c.row} | {_text(c.paper)} | {_text(c.ours)} | {_error(c)} |" for c in section.cells]
-        parts.append("\n".join(lines))
+        if not section.part:
+            parts.append(f"## {section.title}" + (f"\n\n{section.note}" if section.note else ""))
+            parts.append(_cells(section))
     return "\n\n".join(parts) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterator[Sequence[str]], words: int) -> str:
+    """Of markdown; the first columns are words, the others numbers."""
+    marks = ["---"] * words + ["--:"] * (len(header) - words)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, marks, *rows))
+
+
+def _summary(found: Sequence[Section]) -> str:
+    def row(section: Section) -> Sequence[str]:
+        errors = ["", "", "", ""]
+        if section.numbers:
+            mean, trivial = (f"{value:.3g}" for value in (section.mean_error, section.mean_trivial_error))
+            errors = [str(len(section.numbers)), mean, trivial, section.unit]
+        same = f"{section.same} of {len(section.words)}" if section.words else ""
+        return [section.title, *errors, same]
+
+    note = "Mean absolute errors; where a cell is no number, whether both have the same (out of memory, say)."
+    header = ["table", "numbers", "ours", "the mean", "unit", "the same"]
+    return f"{note}\n\n{_table(header, map(row, found), 1)}"
+
+
+def _deviations(found: Sequence[Section]) -> str:
+    far = [
+        (section, cell)
+        for section in found
+        for cell in section.numbers
+        if section.unit == "points" and not section.part and abs(section.error(cell)) > _DEVIATION
+    ]
+    rows = ((section.title, *_row(section, cell)) for section, cell in far)
+    header = ["table", "", "", "paper", "ours", "error", "error of the mean"]
+    known = f"## Known deviations\n\nAll MFUs that are more than {_DEVIATION:g} points off:"
+    return f"{known}\n\n{_table(header, rows, 3)}\n\n{_REASONS}"
+
+
+def _cells(section: Section) -> str:
+    header = ["", "", "paper", "ours", "error"] + (["error of the mean"] if section.numbers else [])
+    return _table(header, (_row(section, cell)[: len(header)] for cell in section.cells), 2)
+
+
+def _row(section: Section, cell: Cell) -> Sequence[str]:
+    sign = " %" if section.unit == "%" else ""
+    errors = ["" if cell.paper == cell.ours else "differs", ""]
+    if cell in section.numbers:
+        errors = [f"{value:+.3g}{sign}" for value in (section.error(cell), section.trivial_error(cell))]
+    return [str(cell.table), cell.row, _text(cell.paper), _text(cell.ours), *errors]
+
+
+def _text(value: float | int | str) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _constants() -> str:
     constants = constants_of("a800")
-    lines = [f"| {name} | {getattr(constants, name):.4g} | {_unit(name)} |" for name in fit_papers.FITTED]
+    rows = ([name, f"{getattr(constants, name):.4g}", _unit(name)] for name in fit_papers.FITTED)
     read = ("device_share", "host_share", "fragmentation", "cache_growth")
     stated = ", ".join(f"{name} {getattr(constants, name):g}" for name in read)
-    return (
-        "## Constants\n\nSix are fitted to tables 3, 4 and 5, by `benchmarks/fit_papers.py`:\n\n"
-        "| | | unit |\n| --- | --: | --- |\n"
-        + "\n".join(lines)
-        + f"\n\nFour are thresholds, read off which cells are out of memory: {stated}.\n\n{_CHOSEN}"
-    )
+    fitted = "## Constants\n\nSix are fitted to tables 3 (Memo), 4 and 5, by `benchmarks/fit_papers.py`:"
+    thresholds = f"Four are thresholds, read off which cells are out of memory, and which reorganise it: {stated}."
+    return f"{fitted}\n\n{_table(['', 'value', 'unit'], rows, 1)}\n\n{thresholds}\n\n{_CHOSEN}"
 
 
 def _unit(constant: str) -> str:
@@ -153,28 +131,16 @@ def _unit(constant: str) -> str:
 
 def _errors() -> str:
     lines = [f"- {table}, {model}, {seq_k}K: {what}." for (table, model, seq_k), what in paper_cells.ERRORS.items()]
-    return "## Errors of the papers\n\nNone of these is fitted.\n\n" + "\n".join(lines)
-
-
-def _text(value: float | int | str) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def _error(cell: Cell) -> str:
-    if isinstance(cell.paper, float) and isinstance(cell.ours, float):
-        return f"{cell.ours - cell.paper:+.3g}"
-    return "" if cell.paper == cell.ours else "differs"
+    how = "None of these is fitted. Where two numbers of a cell contradict the third, that one is put right below."
+    return f"## Errors of the papers\n\n{how}\n\n" + "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page, too")
     options = parser.parse_args()
-    found = list(sections())
-    page = markdown(found)
+    page = markdown(list(sections()))
     print(page)
-    for section in found:
-        print(f"{section.title}: {section.summary}")
     if options.write is not None:
         with replacing(options.write) as unfinished:
             unfinished.write_text(page, encoding="utf-8")

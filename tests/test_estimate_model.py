@@ -15,7 +15,7 @@ from lightning_memo.estimate.model import estimate
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.shares import format_alpha
-from lightning_memo.estimate.times import layer_times, ring_bandwidth
+from lightning_memo.estimate.times import data_parallel_seconds, layer_times, ring_bandwidth
 from lightning_memo.planner import solve_alpha
 
 RING = Parallelism(tp=4, cp=2, zero_stage=1)
@@ -133,6 +133,54 @@ def test_bytes_are_those_that_were_too_many(method: str) -> None:
     # Bytes are proportional to the tokens, and to what alpha adds: at most a factor of 16 / 2.
     for kind in ("rounding_buffers", "transients"):
         assert many.device_bytes[kind] > tokens / 2**16 * few.device_bytes[kind] / 9
+
+
+def test_attention_of_the_papers_deepspeed_takes_twice_as_long() -> None:
+    """As table 3 of MEMO shows; on other clusters, all programs have the same kernels."""
+    for published, factor in ((True, 2.0), (False, 1.0)):
+        constants = constants_of("a800" if published else "h100")
+        mine, other = (
+            layer_times(ask(method=method, constants=constants), Parallelism(cp=8))
+            for method in ("deepspeed_ulysses", "megatron")
+        )
+        assert mine.attention_forward == factor * other.attention_forward
+        assert mine.attention_backward == factor * other.attention_backward
+        assert mine.dense == other.dense
+
+
+def test_deepspeed_waits_for_gathered_weights_in_the_papers() -> None:
+    published = ask(method="deepspeed_ulysses", constants=constants_of("a800"), seq_len=2**15)
+    own = replace(published, constants=replace(constants_of("a800"), program="lightning_memo"))
+    parallel = Parallelism(cp=4, dp=2, zero_stage=3)
+    gathered = 8 * 6 * published.shape.parameters * 7 / 8 / published.cluster.node_bandwidth
+    assert data_parallel_seconds(published, parallel, 1e6) == pytest.approx(gathered, rel=1e-3)
+    assert data_parallel_seconds(own, parallel, 1e6) == 0
+
+
+def test_loss_of_a_divided_sequence_takes_softmax_and_its_logarithm() -> None:
+    """Of DeepSpeed: 8 bytes of a logit more, and half of that again is lost to fragmentation."""
+    question = ask(method="deepspeed_ulysses", seq_len=2**15)
+    whole, divided = (
+        estimate(question, Parallelism(cp=cp, dp=8 // cp, zero_stage=3)).device_bytes["total"] for cp in (1, 8)
+    )
+    units = 2 + question.shape.layers  # hidden states at the loss, and a checkpoint of each layer
+    expected = 1.5 * 2**15 * ((8 - 16 / 8) * question.shape.vocab + 7 / 8 * 2 * units * question.shape.hidden)
+    assert whole - divided == pytest.approx(expected, rel=0.01)
+
+
+def test_memory_is_reorganised_where_the_loss_and_a_layer_do_not_fit_side_by_side() -> None:
+    """Of the paper's Megatron-LM on TP 4, CP 2 between 64K and 128K, as in table 4."""
+    published = ask(method="megatron", constants=constants_of("a800"))
+    for seq_len, reorganises in ((2**16, False), (2**17, True)):
+        megatron, planned = (
+            estimate(replace(published, seq_len=seq_len, method=method), RING)
+            for method in ("megatron", "full_recompute")
+        )
+        assert any("reorganisation" in limit for limit in megatron.limits) == reorganises
+        assert megatron.step_seconds is not None and planned.step_seconds is not None
+        assert (megatron.step_seconds > 1.5 * planned.step_seconds) == reorganises
+    elsewhere = estimate(ask(method="megatron", seq_len=2**17), RING)
+    assert not any("reorganisation" in limit for limit in elsewhere.limits)
 
 
 def test_one_device_has_its_link_to_itself() -> None:

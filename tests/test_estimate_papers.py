@@ -12,8 +12,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import fit_papers  # noqa: E402
 import numpy as np  # noqa: E402
 import paper_cells  # noqa: E402
+import paper_runs  # noqa: E402
 import papers  # noqa: E402
 from paper_cells import Cell  # noqa: E402
+from paper_sections import Section, best_alphas, sections  # noqa: E402
 
 
 def mean_error(cells: Sequence[Cell], count: int) -> float:
@@ -50,7 +52,7 @@ def test_mfu_of_table_5() -> None:
 
 
 def test_best_alpha_of_each_row_of_table_5() -> None:
-    best = papers.best_alphas([c.cell for c in paper_cells.table5()])
+    best = best_alphas([c.cell for c in paper_cells.table5()])
     assert len(best) == same(best) == 4
 
 
@@ -73,9 +75,9 @@ def test_alpha_of_the_appendix() -> None:
     assert mean_error(paper_cells.alphas_of_program(), 21) > mean_error(cells, 21)
 
 
-@pytest.mark.parametrize(("peer", "least"), [("Memo", 24), ("Mega", 22)])
+@pytest.mark.parametrize(("peer", "least"), [("Memo", 24), ("Mega", 22), ("DS", 24)])
 def test_what_fits_of_table_3(peer: str, least: int) -> None:
-    cells = paper_cells.statuses(peer)
+    cells = paper_runs.statuses(peer)
     assert len(cells) == 24
     assert same(cells) >= least
 
@@ -87,38 +89,64 @@ def test_longest_lengths_of_fpdt() -> None:
 
 
 def test_parallelism_of_the_paper_is_among_the_fastest() -> None:
-    places = [cell.ours for cell in paper_cells.ranks()]
+    places = [cell.ours for cell in paper_runs.ranks()]
     assert len(places) == 21
     assert sum(1 <= place <= 3 for place in places) >= 18
 
 
-def test_errors_of_the_papers_are_named() -> None:
-    """The MFU that a rate of tokens implies contradicts what is printed, where that is said, and nowhere else."""
+@pytest.mark.parametrize("peer", ["Mega", "DS"])
+def test_peers_are_half_as_far_off_as_the_mean(peer: str) -> None:
+    """MFU with the appendix's parallelism, of programs that nothing is fitted to."""
+    listed = [run.cell("mfu_pct") for run in paper_runs.runs(peer) if run.listed]
+    section = Section(title=peer, cells=listed, unit="points")
+    assert len(section.numbers) == len(section.cells) == {"Mega": 10, "DS": 6}[peer]
+    assert section.mean_error < section.mean_trivial_error / 2
+
+
+def test_numbers_of_a_cell_agree() -> None:
+    """MFU, tokens per second and time, which the papers round; and with their own, only in the cells that are named."""
     wrong = set()
-    for row in paper_cells.rows("memo_table3_sigmod"):
-        if row["status"] == "ok":
-            shape, tokens = paper_cells.shape_of(row["model"]), int(row["seq_k"]) * 1024
-            implied = 100 * float(row["tgs"]) * shape.model_flops(tokens) / tokens / 312e12
-            if abs(implied - float(row["mfu_pct"])) > 0.5:
-                wrong.add((row["model"], int(row["seq_k"]), row["method"]))
+    for peer in paper_runs.PEERS:
+        for run in paper_runs.runs(peer):
+            model, seq_k = run.row["model"], int(run.row["seq_k"])
+            tokens, gpus = seq_k * 1024, paper_cells.GPUS[model]
+            rate = paper_cells.shape_of(model).model_flops(tokens) / tokens / 312e10
+            mfu, tgs, wall = (run.cell(column).paper for column in ("mfu_pct", "tgs", "wall_s"))
+            assert tgs * rate == pytest.approx(mfu, rel=0.005), run.row
+            assert paper_cells.BATCH_SIZE * tokens / gpus / wall == pytest.approx(tgs, rel=0.015), run.row
+            if abs(float(run.row["tgs"]) * rate - float(run.row["mfu_pct"])) > 0.5:
+                wrong.add((model, seq_k, peer))
     assert wrong == {("7B", 896, "Memo"), ("13B", 640, "Mega"), ("7B", 64, "DS")}
+    assert wrong == {key[:3] for key in paper_cells.CORRECTED}
     assert {key[:2] for key in wrong} <= {key[1:] for key in paper_cells.ERRORS}
 
 
 def test_constants_are_what_the_fit_finds() -> None:
+    """From a start that is off by a tenth to a factor of two.
+
+    The minimum is flat: fits from several starts differ by 0.5 % in efficiencies and 7 % in what merging takes, which
+    is hundredths of a step, and by less than 0.001 points in what they leave: a tenth of the tables' last digit.
+    """
+    cells = paper_cells.mfu_cells()
+    start = {
+        "dense_efficiency": 0.85,
+        "attention_forward_efficiency": 0.8,
+        "attention_backward_efficiency": 0.7,
+        "host_efficiency": 0.9,
+        "merged_bytes_per_second": 8e10,
+        "reorganised_bytes_per_second": 3e9,
+    }
+    assert list(start) == list(fit_papers.FITTED)
+
+    def residuals(values: fit_papers.Floats) -> fit_papers.Floats:
+        return fit_papers.residuals(cells, values)
+
+    found = fit_papers.least_absolute(residuals, np.array(list(start.values())))
     constants = paper_cells.question("7B", 64).constants
     kept = np.array([getattr(constants, name) for name in fit_papers.FITTED])
-    cells = paper_cells.mfu_cells()
-
-    def error(values: fit_papers.Floats) -> float:
-        return float(np.abs(fit_papers.residuals(cells, values)).mean())
-
-    best = error(kept)
-    for index in range(len(kept)):
-        for factor in (0.97, 1.03):
-            moved = kept * np.where(np.arange(len(kept)) == index, factor, 1.0)
-            if moved[index] <= 1 or kept[index] > 1:
-                assert error(moved) > best - 0.01, list(fit_papers.FITTED)[index]
+    assert np.abs(residuals(kept)).mean() == pytest.approx(np.abs(residuals(found)).mean(), abs=0.001)
+    for name, ours, again in zip(fit_papers.FITTED, kept, found, strict=True):
+        assert again == pytest.approx(ours, rel=0.1 if name.startswith("merged") else 0.01), name
 
 
 def test_fit_finds_what_made_the_numbers() -> None:
@@ -132,4 +160,4 @@ def test_fit_finds_what_made_the_numbers() -> None:
 
 
 def test_page_in_the_documentation_is_current() -> None:
-    assert (ROOT / "docs" / "papers.md").read_text(encoding="utf-8") == papers.markdown(list(papers.sections()))
+    assert (ROOT / "docs" / "papers.md").read_text(encoding="utf-8") == papers.markdown(list(sections()))

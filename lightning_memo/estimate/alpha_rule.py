@@ -16,6 +16,6 @@ def published_alpha(limit: float, all_hidden: bool) -> float:
 
     Args:
         limit: the linear program's.
-        all_hidden: whether the copies of all tokens would hide under the forward.
+        all_hidden: whether the copies of all tokens would hide under the forward, waiting for the network left out.
     """
     return next((alpha for least, alpha in PUBLISHED_ALPHAS if all_hidden and limit >= least), 0.0)

@@ -52,7 +52,8 @@ class Constants:
     """What activations take beyond their bytes where memory is not planned, as a share of them."""
 
     cache_growth: float
-    """Bytes that an allocator without a plan caches before it has to reorganise, over the bytes alive."""
+    """Free memory below which an allocator without a plan has to reorganise, over what the loss and a layer's backward
+    take."""
 
     program: Literal["lightning_memo", "published"]
     """What runs MEMO: this project, or the paper's program, with whole logits and few alphas (`published_alpha`)."""

@@ -13,7 +13,7 @@ from lightning_memo.estimate.layer_costs import budget, layer_costs, sequences_i
 from lightning_memo.estimate.methods import TRAITS
 from lightning_memo.estimate.outcome import Outcome
 from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.times import layer_times
+from lightning_memo.estimate.times import FP32, layer_times
 from lightning_memo.plan import SwapPlan
 from lightning_memo.planner.step_time import step_seconds
 
@@ -32,6 +32,11 @@ ZERO_BUFFER_BYTES: Final = 4_000_000_000
 """DeepSpeed's defaults for ZeRO 3 in bf16: 1e9 gathered weights alive at most, and two reduction buckets of 5e8."""
 
 
+SEQUENCE_PARALLEL_LOSS_BYTES: Final = 2 * FP32
+"""Of a logit, beside those that all losses have: Megatron-DeepSpeed's loss of a divided sequence does not work in
+place, but makes the softmax, and its logarithm."""
+
+
 def keep(question: Question, parallel: Parallelism) -> Outcome:
     """What a method takes by which nothing leaves the device."""
     traits = TRAITS[question.method]
@@ -41,8 +46,10 @@ def keep(question: Question, parallel: Parallelism) -> Outcome:
     recomputed_bytes = costs.attention_bytes[0] + costs.other_bytes[0] if traits.recomputes == "all" else 0
     in_backward = costs.backward_device_bytes + recomputed_bytes
     first_stage = activations * sequences_in_flight(question, parallel) + in_backward
-    last_stage = activations + max(in_backward, costs.transient_device_bytes)
-    logits = round(logits_bytes(question, parallel)) if last_stage - activations > in_backward else 0
+    at_loss = costs.transient_device_bytes + _loss_bytes(question, parallel)
+    last_stage = activations + max(in_backward, at_loss)
+    requested = max(first_stage, activations + in_backward + at_loss)
+    logits = round(logits_bytes(question, parallel)) if at_loss > in_backward else 0
     if first_stage > last_stage:
         activations, logits = first_stage - in_backward, 0
     alive = max(first_stage, last_stage)
@@ -52,7 +59,8 @@ def keep(question: Question, parallel: Parallelism) -> Outcome:
         "logits": logits,
         "gathered": round(gathered_bytes(question, parallel)),
     }
-    return _outcome(question, parallel, costs, device_bytes, 0)
+    reorganised = _reorganisation_seconds(question, parallel, costs, alive, requested)
+    return _outcome(question, parallel, costs, device_bytes, 0, reorganised)
 
 
 def stream(question: Question, parallel: Parallelism) -> Outcome:
@@ -69,20 +77,50 @@ def stream(question: Question, parallel: Parallelism) -> Outcome:
     return _outcome(question, parallel, costs, device_bytes, costs.calls * unit)
 
 
+def _loss_bytes(question: Question, parallel: Parallelism) -> int:
+    """What a loss takes that is not computed in place."""
+    if not TRAITS[question.method].ulysses or parallel.cp == 1:
+        return 0
+    return SEQUENCE_PARALLEL_LOSS_BYTES * question.seq_len // parallel.cp * question.shape.vocab
+
+
+def _reorganisation_seconds(
+    question: Question, parallel: Parallelism, costs: LayerCosts, alive: int, requested: int
+) -> float:
+    """What the allocator of the paper's Megatron-LM loses for each sequence.
+
+    What others lose is not known; DeepSpeed's times show nothing.
+
+    Args:
+        question: what is trained.
+        parallel: how.
+        costs: of its layers.
+        alive: bytes at once, at most.
+        requested: bytes of the loss and of a layer's backward together: memory cut for one does not serve the other.
+    """
+    constants = question.constants
+    free = budget(question, parallel).device_bytes - costs.fixed_device_bytes
+    known = constants.published and question.method == "megatron"
+    if not known or not alive < free < constants.cache_growth * requested:
+        return 0.0
+    # As with a garbage collector: the fuller the memory, the more often.
+    often = 1 / (1 - alive / free)
+    return often * costs.skeletal_bytes / constants.reorganised_bytes_per_second
+
+
 def _outcome(
-    question: Question, parallel: Parallelism, costs: LayerCosts, device_bytes: dict[str, int], host_bytes: int
+    question: Question,
+    parallel: Parallelism,
+    costs: LayerCosts,
+    device_bytes: dict[str, int],
+    host_bytes: int,
+    reorganised: float = 0.0,
 ) -> Outcome:
     room, limits = budget(question, parallel), []
-    alive, reorganised = sum(device_bytes.values()), 0.0
     if not TRAITS[question.method].planned and host_bytes == 0:
-        free = room.device_bytes - costs.fixed_device_bytes
-        # Measured for the paper's programs only: what other allocators lose is not known.
-        if question.constants.published and alive < free < question.constants.cache_growth * alive:
-            # As with a garbage collector: the fuller the memory, the more often.
-            often = 1 / (1 - alive / free)
-            reorganised = often * costs.skeletal_bytes / question.constants.reorganised_bytes_per_second
-            limits.append(f"Memory is not planned: its reorganisation takes {reorganised:.3g} s for each sequence.")
-        device_bytes["fragmentation"] = round(question.constants.fragmentation * alive)
+        device_bytes["fragmentation"] = round(question.constants.fragmentation * sum(device_bytes.values()))
+    if reorganised:
+        limits.append(f"Memory is not planned: its reorganisation takes {reorganised:.3g} s for each sequence.")
     if host_bytes > room.host_bytes:
         limits.append(
             f"The host would hold {format_bytes(host_bytes)} for each device, and has {format_bytes(room.host_bytes)}."

@@ -51,8 +51,7 @@ def _steps(path: Path, content: Any) -> Iterator[StepMeasurement]:
                 "model_type": "llama",
                 "num_hidden_layers": settings["layers"],
                 "hidden_size": settings["hidden"],
-                # As that benchmark builds its model.
-                "intermediate_size": settings["hidden"] * 43 // 16,
+                "intermediate_size": settings["ffn"],
                 "num_attention_heads": settings["heads"],
                 "num_key_value_heads": settings["kv_heads"],
                 "vocab_size": settings["vocab"],

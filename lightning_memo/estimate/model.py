@@ -96,10 +96,8 @@ def step_seconds_of(question: Question, parallel: Parallelism, outcome: Outcome)
 
 def _recomputed_flops(question: Question, outcome: Outcome) -> float:
     """Of one sequence: a layer's forward, or all of it but attention and the last product where tokens are swapped."""
-    shape, traits = question.shape, TRAITS[question.method]
-    weights = shape.attention_parameters + shape.active_experts * shape.ffn_parameters + shape.router_parameters
-    if traits.recomputes == "all":
-        flops = 2 * question.seq_len * weights + shape.attention_flops(question.seq_len)
-    else:
-        flops = 2.0 * question.seq_len * (weights - shape.active_experts * shape.hidden * shape.ffn)
-    return outcome.recomputed * shape.layers * flops
+    shape, tokens = question.shape, question.seq_len
+    if TRAITS[question.method].recomputes == "all":
+        forward = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
+        return outcome.recomputed * shape.layers * forward
+    return outcome.recomputed * shape.recomputed_flops(tokens)

@@ -87,10 +87,19 @@ class ModelShape:
         return self.layers * self.layer_parameters + embeddings + self.hidden
 
     @property
+    def multiplied_in_a_layer(self) -> int:
+        """Weights of a layer that each token is multiplied by."""
+        return self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
+
+    @property
+    def multiplied_again(self) -> int:
+        """Those of them that MEMO's recomputation needs: all but the last product's, whose output nobody reads."""
+        return self.multiplied_in_a_layer - self.active_experts * self.hidden * self.ffn
+
+    @property
     def multiplied_parameters(self) -> int:
         """Weights that each token is multiplied by: P of MEMO's FLOPs, `12 n h^2 + V h` for a GPT."""
-        active = self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
-        return self.layers * active + self.vocab * self.hidden
+        return self.layers * self.multiplied_in_a_layer + self.vocab * self.hidden
 
     def model_flops(self, tokens: int, trained: float = 1.0) -> float:
         """FLOPs of forward and backward of one sequence, nothing recomputed, attention causal.
@@ -110,9 +119,7 @@ class ModelShape:
         Args:
             tokens: of the sequence.
         """
-        weights = self.attention_parameters + self.router_parameters
-        weights += self.active_experts * (self.ffn_parameters - self.hidden * self.ffn)
-        return 2.0 * tokens * weights * self.layers
+        return 2.0 * tokens * self.multiplied_again * self.layers
 
     def attention_flops(self, tokens: int) -> float:
         """FLOPs of the forward of one layer's attention over a sequence: two products of `s^2 / 2` pairs, `2 h s^2`."""

@@ -41,6 +41,9 @@ class LayerTimes:
     context: float
     """What context parallelism adds to the forward: what attention does not hide."""
 
+    network: float
+    """Of the forward: what it waits for links between nodes."""
+
     @property
     def forward(self) -> float:
         """With a gather before, and a scatter after, attention and feed-forward."""
@@ -87,17 +90,22 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     sizes = sizes_of(question)
     peak = cluster.peak_flops * sizes.rate
     dense_rate = peak * constants.dense_efficiency * divided
-    attention_flops = shape.attention_flops(tokens) / divided / peak
-    attention_forward = attention_flops / constants.attention_forward_efficiency
-    weights = shape.attention_parameters + shape.active_experts * shape.ffn_parameters + shape.router_parameters
+    attention_at_peak = shape.attention_flops(tokens) / divided / peak
+    if constants.published:
+        attention_at_peak *= TRAITS[question.method].attention_time
+    attention_forward = attention_at_peak / constants.attention_forward_efficiency
     hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
+    collective = hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp)
+    exchanging, merging = _context_seconds(question, parallel, attention_forward)
     return LayerTimes(
-        dense=2 * tokens * weights / dense_rate,
-        recomputed_dense=2 * tokens * (weights - shape.active_experts * shape.hidden * shape.ffn) / dense_rate,
+        dense=2 * tokens * shape.multiplied_in_a_layer / dense_rate,
+        recomputed_dense=2 * tokens * shape.multiplied_again / dense_rate,
         attention_forward=attention_forward,
-        attention_backward=BACKWARD_OF_ATTENTION * attention_flops / constants.attention_backward_efficiency,
-        collective=hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp),
-        context=_context_seconds(question, parallel, attention_forward),
+        attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
+        collective=collective,
+        context=exchanging + merging,
+        network=(4 * collective if parallel.tp > cluster.devices_per_node else 0.0)
+        + (exchanging if parallel.tp * parallel.cp > cluster.devices_per_node else 0.0),
     )
 
 
@@ -116,8 +124,10 @@ def ring_bandwidth(cluster: Cluster, devices: int, stride: int = 1) -> float:
     return min(cluster.network_bandwidth * max(cluster.devices_per_node // stride, 1), cluster.node_bandwidth)
 
 
-def _context_seconds(question: Question, parallel: Parallelism, attention_seconds: float) -> float:
-    """A ring passes keys and values on while attention runs, and merges an output at each step.
+def _context_seconds(question: Question, parallel: Parallelism, attention_seconds: float) -> tuple[float, float]:
+    """What is waited for, and what merging takes.
+
+    A ring passes keys and values on while attention runs, and merges an output at each step.
 
     Ulysses exchanges queries, keys, values and outputs; nothing hides that.
     """
@@ -127,10 +137,10 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
     keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
     output = tokens * shape.heads * shape.head_dim * product
     if TRAITS[question.method].ulysses:
-        return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth
+        return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth, 0.0
     steps = parallel.cp - 1
     exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
-    return exposed + steps * output / question.constants.merged_bytes_per_second
+    return exposed, steps * output / question.constants.merged_bytes_per_second
 
 
 def head_seconds(question: Question, parallel: Parallelism) -> float:
@@ -149,7 +159,8 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
     """What synchronising weights and gradients adds to a step.
 
     ZeRO 3 gathers weights for each forward and backward and reduces gradients after each, hidden by computing as far
-    as that lasts. Else gradients are reduced, and weights gathered where the optimizer is sharded, once a step.
+    as that lasts; the papers' DeepSpeed waits, as its times of short sequences show. Else gradients are reduced, and
+    weights gathered where the optimizer is sharded, once a step.
 
     Args:
         question: what is trained.
@@ -164,7 +175,8 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
     sizes = sizes_of(question)
     if parallel.zero_stage == 3:
         sequences = question.batch_size // parallel.dp
-        return max(sequences * weights * (2 * sizes.product + sizes.reduced) / bandwidth - compute_seconds, 0.0)
+        moving = sequences * weights * (2 * sizes.product + sizes.reduced) / bandwidth
+        return moving if question.constants.published else max(moving - compute_seconds, 0.0)
     return weights * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
 
 

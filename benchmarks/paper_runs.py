@@ -1,0 +1,148 @@
+"""Runs of MEMO's table 3, by method: with the parallelism of the appendix, and with the one that is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from paper_cells import CORRECTED, Cell, appendix, question, rows
+
+from lightning_memo.estimate.answer import Estimate, Method
+from lightning_memo.estimate.model import estimate
+from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.search import Ranking, search
+
+PEERS: Final[dict[str, Method]] = {"Memo": "memo", "Mega": "megatron", "DS": "deepspeed_ulysses"}
+"""Methods, as table 3 calls them."""
+
+NAMES: Final = {"Memo": "Memo", "Mega": "Megatron-LM", "DS": "DeepSpeed"}
+LISTED_FROM: Final = 64
+"""Thousands of tokens: the appendix lists no parallelism below."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of table 3 that has numbers, and its estimate."""
+
+    row: dict[str, str]
+    answer: Estimate
+    listed: bool
+    """Whether the appendix has its parallelism; else it is the fastest that is found."""
+
+    def cell(self, column: str) -> Cell:
+        """One of its numbers: `mfu_pct`, `tgs` or `wall_s`."""
+        row, answer = self.row, self.answer
+        paper = CORRECTED.get((row["model"], int(row["seq_k"]), row["method"], column), float(row[column]))
+        ours = {"mfu_pct": answer.mfu, "tgs": answer.tokens_per_gpu_per_second, "wall_s": answer.step_seconds}[column]
+        how = "" if self.listed else ", found"
+        label = f"{row['seq_k']}K, {_sizes(answer.parallel)}{how}"
+        return Cell(row["model"], label, paper, answer.status if ours is None else ours)
+
+
+def _sizes(parallel: Parallelism) -> str:
+    sizes = {"TP": parallel.tp, "CP": parallel.cp, "DP": parallel.dp, "PP": parallel.pp}
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+@cache
+def runs(peer: str) -> tuple[Run, ...]:
+    """All rows of a method that have numbers.
+
+    Args:
+        peer: a method as table 3 calls it.
+    """
+    listed = _listed(peer)
+    found = []
+    for row in _rows(peer):
+        model, seq_k = row["model"], int(row["seq_k"])
+        if row["status"] == "ok":
+            parallel, alpha = listed.get((model, seq_k), (None, None))
+            if parallel is not None:
+                answer = estimate(question(model, seq_k, PEERS[peer], alpha), parallel)
+            else:
+                answer = ranking(model, seq_k, PEERS[peer]).best
+            found.append(Run(row, answer, parallel is not None))
+    return tuple(found)
+
+
+def found_cells(peer: str) -> list[Cell]:
+    """MFU with the fastest parallelism that is found, where the appendix tells of another to compare with."""
+    cells = []
+    for run in runs(peer):
+        if run.listed:
+            best = ranking(run.row["model"], int(run.row["seq_k"]), PEERS[peer]).best
+            cells.append(Run(run.row, best, listed=False).cell("mfu_pct"))
+    return cells
+
+
+def without_recomputation() -> list[Cell]:
+    """MFU of Megatron-LM where the appendix does not tell that it recomputed, did it not."""
+    cells = []
+    for run in runs("Mega"):
+        model, seq_k = _key(run.row)
+        if seq_k < LISTED_FROM:
+            cells.append(Run(run.row, ranking(model, seq_k, "plain").best, listed=False).cell("mfu_pct"))
+    return cells
+
+
+@cache
+def ranking(model: str, seq_k: int, method: Method) -> Ranking:
+    """All parallelisms without pipelines; DeepSpeed ran with stage 3 of ZeRO, always."""
+    stage = {"zero_stage": 3} if method == "deepspeed_ulysses" else {}
+    return search(question(model, seq_k, method), {"pp": 1, **stage})
+
+
+def statuses(peer: str) -> list[Cell]:
+    """Whether any parallelism fits, for the rows of table 3 that the appendix covers."""
+    return [
+        Cell(row["model"], f"{row['seq_k']}K", row["status"], "ok" if _fits(*_key(row), PEERS[peer]) else "oom")
+        for row in _rows(peer)
+        if int(row["seq_k"]) >= LISTED_FROM
+    ]
+
+
+def _fits(model: str, seq_k: int, method: Method) -> bool:
+    return ranking(model, seq_k, method).best.status == "ok"
+
+
+def ranks() -> list[Cell]:
+    """At which place the paper's parallelism is among the fastest that fit; 0: it is not among them."""
+    cells = []
+    for model, seq_k, parallel, _ in appendix():
+        if parallel is not None:
+            of_cell = ranking(model, seq_k, "memo")
+            answers = [of_cell.best, *(other.estimate for other in of_cell.alternatives)]
+            places = [_divided(answer.parallel) for answer in answers if answer.status == "ok"]
+            wanted = _divided(parallel)
+            place = places.index(wanted) + 1 if wanted in places else 0
+            cells.append(Cell(model, f"{seq_k}K, {_sizes(parallel)}", 1, place))
+    return cells
+
+
+def _divided(parallel: Parallelism) -> tuple[int, ...]:
+    return parallel.tp, parallel.cp, parallel.dp, parallel.pp
+
+
+def _rows(peer: str) -> list[dict[str, str]]:
+    """Of table 3, the smaller model first."""
+    mine = [row for row in rows("memo_table3_sigmod") if row["method"] == peer]
+    return sorted(mine, key=lambda row: row["model"] != "7B")
+
+
+def _key(row: dict[str, str]) -> tuple[str, int]:
+    return row["model"], int(row["seq_k"])
+
+
+def _listed(peer: str) -> dict[tuple[str, int], tuple[Parallelism, float | None]]:
+    """Parallelism and alpha of the appendix, by model and thousands of tokens."""
+    if peer == "Memo":
+        return {(model, seq_k): (parallel, alpha) for model, seq_k, parallel, alpha in appendix() if parallel}
+    table = rows({"Mega": "memo_app_table6_megatron", "DS": "memo_app_table5_deepspeed"}[peer])
+    return {_key(row): (_parallel(row), None) for row in table if row["status"] == "ok"}
+
+
+def _parallel(row: dict[str, str]) -> Parallelism:
+    if "SP" in row:
+        return Parallelism(cp=int(row["SP"]), dp=int(row["DP"]), zero_stage=int(row["ZeRO"]))
+    return Parallelism(tp=int(row["TP"]), cp=int(row["CP"]), dp=int(row["DP"]), pp=int(row["PP"]), zero_stage=1)

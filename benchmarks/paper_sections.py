@@ -1,0 +1,177 @@
+"""The papers' tables, each with its cells, and how their errors are summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+import paper_cells
+import paper_runs
+from paper_cells import Cell
+
+from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS
+
+_RULE: Final = """The linear program of training has one alpha for a cell. The runs of MEMO's paper had others, for
+which no physical rule was found. What describes them: alpha is 1, 1/2 or 1/8 where the linear program's is at least
+{limits}, else 0; and 0 unless the copies of all tokens would hide under the forward. Only `cluster=a800`, whose
+constants are those of the paper's program, follows that, and says so in `limits`."""
+
+_MEASURES: Final = {"mfu_pct": "MFU", "tgs": "tokens per GPU and second", "wall_s": "seconds of a step"}
+
+_FOUND: Final = (
+    """"found": the appendix lists no parallelism for that length, and the fastest that is found is taken."""
+)
+_AS_MEGATRON: Final = " Below 64K the paper's numbers of Memo are those of Megatron-LM: nothing was swapped."
+_KEPT: Final = """All lengths of the appendix are recomputed. At 32K the paper's MFU is above what that allows, so that
+it was not, there at least."""
+_FPDT: Final = """FPDT does not tell whether its MFU counts what is recomputed, so that both are given. The other nine
+rows are steps towards it (tensor parallelism, checkpoints on the host, stages of ZeRO), which the table as given does
+not tell apart: they are not asked, and count for the mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table."""
+
+    title: str
+    cells: Sequence[Cell]
+    unit: str = ""
+    """Of its errors; "%": they are shares of the paper's numbers."""
+
+    note: str = ""
+    others: Sequence[float] = ()
+    """Numbers of the paper's column that are not asked; they count for its mean."""
+
+    part: bool = False
+    """Whether another section has the same cells: only the sums are told."""
+
+    @property
+    def numbers(self) -> list[Cell]:
+        """Cells with a number of the paper's and of ours."""
+        return [cell for cell in self.cells if isinstance(cell.paper, float) and isinstance(cell.ours, float)]
+
+    @property
+    def words(self) -> list[Cell]:
+        """The others, which are the same or not."""
+        return [cell for cell in self.cells if not (isinstance(cell.paper, float) and isinstance(cell.ours, float))]
+
+    def error(self, cell: Cell) -> float:
+        """What ours has above the paper's number."""
+        return self._above(cell, cell.ours)
+
+    def trivial_error(self, cell: Cell) -> float:
+        """The same of the trivial guess: the mean of the paper's column."""
+        column = [c.paper for c in self.cells if isinstance(c.paper, float)]
+        return self._above(cell, fmean([*column, *self.others]))
+
+    @property
+    def mean_error(self) -> float:
+        return fmean(abs(self.error(cell)) for cell in self.numbers)
+
+    @property
+    def mean_trivial_error(self) -> float:
+        return fmean(abs(self.trivial_error(cell)) for cell in self.numbers)
+
+    @property
+    def same(self) -> int:
+        return sum(cell.paper == cell.ours for cell in self.words)
+
+    def _above(self, cell: Cell, guess: float) -> float:
+        return 100 * (guess / cell.paper - 1) if self.unit == "%" else guess - float(cell.paper)
+
+
+def sections() -> Iterator[Section]:
+    """All tables."""
+    yield Section(title="ZeRO, table 1: the model's state on a GPU", cells=paper_cells.zero_table(), unit="GB")
+    yield from _table3()
+    yield from _table4()
+    sweep = [c.cell for c in paper_cells.table5()]
+    yield Section(title="MEMO, table 5: MFU by alpha", cells=sweep, unit="points")
+    yield Section(title="MEMO, table 5: best alpha of each length", cells=best_alphas(sweep))
+    limits = ", ".join(f"{least:g}" for least, _ in PUBLISHED_ALPHAS)
+    rule = _RULE.format(limits=limits)
+    alphas, of_program = paper_cells.alphas(), paper_cells.alphas_of_program()
+    yield Section(title="MEMO, appendix, table 7: alpha", cells=alphas, unit="of 1", note=rule)
+    yield Section(
+        title="MEMO, appendix, table 7: alpha without the rule, down to eighths", cells=of_program, unit="of 1"
+    )
+    for peer, name in paper_runs.NAMES.items():
+        yield Section(title=f"MEMO, table 3: does any parallelism fit, {name}", cells=paper_runs.statuses(peer))
+    yield _ranks()
+    lengths = paper_cells.fpdt_lengths()
+    yield Section(title="FPDT, table 1: longest length in thousands of tokens (0: none)", cells=lengths)
+    yield from _fpdt()
+
+
+def _table3() -> Iterator[Section]:
+    for peer, name in paper_runs.NAMES.items():
+        note = _FOUND + (_AS_MEGATRON if peer == "Memo" else "")
+        for model in paper_cells.MODELS:
+            runs = [run for run in paper_runs.runs(peer) if run.row["model"] == model]
+            for column, what in _MEASURES.items():
+                unit = "points" if column == "mfu_pct" else "%"
+                cells = [run.cell(column) for run in runs]
+                yield Section(title=f"MEMO, table 3, {name}, {model}: {what}", cells=cells, unit=unit, note=note)
+                if column == "mfu_pct":
+                    yield _listed(f"MEMO, table 3, {name}, {model}: MFU with the appendix's parallelism", runs)
+    title = "MEMO, table 3, Megatron-LM below 64K: MFU, nothing recomputed"
+    yield Section(title=title, cells=paper_runs.without_recomputation(), unit="points", note=_KEPT)
+    for peer, name in paper_runs.NAMES.items():
+        title = f"MEMO, table 3, {name}: MFU with the parallelism that is found"
+        yield Section(title=title, cells=paper_runs.found_cells(peer), unit="points")
+
+
+def _listed(title: str, runs: Sequence[paper_runs.Run]) -> Section:
+    cells = [run.cell("mfu_pct") for run in runs if run.listed]
+    return Section(title=title, cells=cells, unit="points", part=True)
+
+
+def _table4() -> Iterator[Section]:
+    cells = [c.cell for c in paper_cells.table4()]
+    note = (
+        "Full Recomputation without a plan is Megatron-LM. What its allocator's reorganisations take has one "
+        "rate: skeletal activations over it, and over the share of memory that is free."
+    )
+    yield Section(title="MEMO, table 4: MFU", cells=cells, unit="points", note=note)
+    for method in paper_cells.ABLATIONS:
+        of_method = [cell for cell in cells if cell.table == method]
+        yield Section(title=f"MEMO, table 4, {method}: MFU", cells=of_method, unit="points", part=True)
+
+
+def _ranks() -> Section:
+    places = paper_runs.ranks()
+    first = sum(1 <= cell.ours <= 3 for cell in places)
+    note = f"Among the first three: {first} of {len(places)}. Pipelines are not searched, and so not found."
+    title = "MEMO, appendix, table 7: place by time of the paper's parallelism (0: not found)"
+    return Section(title=title, cells=places, note=note)
+
+
+def _fpdt() -> Iterator[Section]:
+    row, answer = paper_cells.fpdt_table3()
+    others = [r for r in paper_cells.rows("fpdt_table3_llama8b_8gpu") if r["row"] != row["row"]]
+    asked = {
+        "MFU, nothing recomputed counted": ("mfu_pct", answer.mfu, "points"),
+        "MFU, what is recomputed counted": ("mfu_pct", answer.hfu, "points"),
+        "device memory": ("hbm_gb", answer.device_bytes["total"] / 1e9, "GB"),
+    }
+    for what, (column, ours, unit) in asked.items():
+        cell = Cell("Llama 8B", f"{row['max_seq_k']}K, 8 GPUs", float(row[column]), ours)
+        column_of_others = [float(other[column]) for other in others]
+        yield Section(title=f"FPDT, table 3: {what}", cells=[cell], unit=unit, note=_FPDT, others=column_of_others)
+
+
+def best_alphas(sweep: Sequence[Cell]) -> list[Cell]:
+    """The row with the highest MFU of each length."""
+    best = []
+    for length in dict.fromkeys(cell.table for cell in sweep):
+        found = [cell for cell in sweep if cell.table == length]
+        paper, ours = (
+            max(
+                (c for c in found if isinstance(getattr(c, side), float)), key=lambda c, side=side: getattr(c, side)
+            ).row
+            for side in ("paper", "ours")
+        )
+        best.append(Cell(length, "best", paper, ours))
+    return best
