@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from lightning_memo.engine import TestMode
 from lightning_memo.engine.arena import HostArena
-from lightning_memo.engine.copies import ThreadCopyStream
 from lightning_memo.engine.intercept import LayerMode, autocast_inputs, current_handler, handling
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import Registry, gapless_strides, is_dense
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slices import cut
 from lightning_memo.engine.slot import Part, Slot
+from lightning_memo.engine.thread_copies import ThreadCopyStream
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.slices import (
     ALIGNMENT_BYTES,
@@ -488,7 +488,7 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._open.wait()
 
     def open(self) -> None:
@@ -509,7 +509,7 @@ def test_copies_run_in_order_and_after_what_they_wait_for() -> None:
 
 def test_failed_copy_is_reported_to_whoever_waits() -> None:
     class Broken:
-        def wait(self) -> None:
+        def synchronize(self) -> None:
             raise OSError("broken cable")
 
     stream = ThreadCopyStream("test")

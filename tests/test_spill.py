@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from lightning_memo import spill_sizes
 from lightning_memo.engine import TestMode, spill, spill_file
-from lightning_memo.engine.copies import CopyEvent, Delays, ThreadCopyStream
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.spill_file import SpillError, SpillFile
+from lightning_memo.engine.thread_copies import ThreadCopyStream
 from lightning_memo.spill_sizes import BLOCK_BYTES, SpillSizes
 
 CPU = torch.device("cpu")
@@ -96,14 +98,14 @@ class Heedless:
 class HeedlessStream(ThreadCopyStream):
     """A broken copy stream: its copies are taken for finished at once."""
 
-    def copy_after(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
-        return Heedless(super().copy_after(destination, source, *after))
+    def copy_after(self, *arguments: Any, **subject: Any) -> CopyEvent:
+        return Heedless(super().copy_after(*arguments, **subject))
 
 
 @pytest.mark.parametrize("broken", ["spill", "unspill"])
 def test_a_missing_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def make(device: torch.device, name: str, delays: Delays | None = None) -> ThreadCopyStream:
-        return (HeedlessStream if name == broken else ThreadCopyStream)(name, delays)
+    def make(device: torch.device, name: str, *arguments: Any) -> ThreadCopyStream:
+        return (HeedlessStream if name == broken else ThreadCopyStream)(name, *arguments)
 
     monkeypatch.setattr(spill, "make_copy_stream", make)
     sizes = SpillSizes(SLOT_BYTES)

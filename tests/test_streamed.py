@@ -23,10 +23,11 @@ from trainer_harness import LanguageModel, fit, plain, shorten_measurements
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import Engine
 from lightning_memo.engine.block_reader import BlockReader, token_rows
-from lightning_memo.engine.copies import CopyEvent, ThreadCopyStream
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.lazy_tensor import LazyTensor
 from lightning_memo.engine.sequence import _Step
 from lightning_memo.engine.streamed_attention import StreamedAttention
+from lightning_memo.engine.thread_copies import ThreadCopyStream
 from lightning_memo.engine.unit import KeysValues, Unit
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu import CpuFlash
@@ -188,7 +189,7 @@ def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyP
     moved = step._cut(TokenRange(8, 16, Action.RECOMPUTE))
     tensors = {name: (t.device.type, tuple(t.shape)) for name, t in moved.items() if isinstance(t, Tensor)}
     assert {name: of for name, of in tensors.items() if name != "num_items_in_batch"} == dict.fromkeys(
-        ("input_ids", "labels", "shift_labels"), ("meta", (2, 8))
+        ("input_ids", "labels", "shift_labels", "attention_mask"), ("meta", (2, 8))
     ) | {"position_ids": ("meta", (1, 8))}
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)
@@ -215,8 +216,8 @@ def test_nothing_on_the_device_grows_with_the_sequence(schedule: str, monkeypatc
     # How many of the two rows that may be on their way to the host are alive would hang on how busy the machine is.
     copy = ThreadCopyStream.copy
 
-    def copy_at_once(self: ThreadCopyStream, *arguments: Any) -> CopyEvent:
-        event = copy(self, *arguments)
+    def copy_at_once(self: ThreadCopyStream, *arguments: Any, **subject: Any) -> CopyEvent:
+        event = copy(self, *arguments, **subject)
         event.wait()
         return event
 
@@ -333,9 +334,9 @@ class RecordingStream(ThreadCopyStream):
         self.copies += 1
         if which == 0:
             self.timeline.note("copy", block, "issue")
-        super().copy(destination, source, *after, Mock(wait=lambda: self._begin(block, which)))
+        super().copy(destination, source, *after, Mock(synchronize=lambda: self._begin(block, which)))
         nothing = destination[:0]
-        return super().copy(nothing, nothing, Mock(wait=lambda: self._end(block, which)))
+        return super().copy(nothing, nothing, Mock(synchronize=lambda: self._end(block, which)))
 
     def _begin(self, block: int, which: int) -> None:
         self.timeline.wait_for("kernel", block, "begin")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from families import FAMILIES, make_batch
 from harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_memo.engine import TestMode, memory
-from lightning_memo.engine.copies import CopyEvent, Delays, ThreadCopyStream
+from lightning_memo.engine.copy_events import CopyEvent
+from lightning_memo.engine.thread_copies import ThreadCopyStream
 
 SEEDS = 50
 DELAY_SECONDS = 0.005  # about what the backward of a layer takes
@@ -87,12 +89,12 @@ class HeedlessEvent:
 class HeedlessStream(ThreadCopyStream):
     """A broken copy stream: its copies are taken for finished at once."""
 
-    def copy(self, destination: Tensor, source: Tensor, after: CopyEvent | None = None) -> CopyEvent:
-        return HeedlessEvent(super().copy(destination, source, after))
+    def copy(self, *arguments: Any, **subject: Any) -> CopyEvent:
+        return HeedlessEvent(super().copy(*arguments, **subject))
 
 
-def _make_copy_stream(broken: str, device: torch.device, name: str, delays: Delays | None = None) -> ThreadCopyStream:
-    return (HeedlessStream if name == broken else ThreadCopyStream)(name, delays)
+def _make_copy_stream(broken: str, device: torch.device, name: str, *arguments: Any) -> ThreadCopyStream:
+    return (HeedlessStream if name == broken else ThreadCopyStream)(name, *arguments)
 
 
 @pytest.mark.parametrize("broken", ["offload", "prefetch"])

@@ -4,5 +4,6 @@ from lightning_memo.callbacks.memory import PlanMemory
 from lightning_memo.callbacks.monitor import Monitor
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
 from lightning_memo.callbacks.run_report import WriteReport
+from lightning_memo.callbacks.schedule import ScheduleRecorder
 
-__all__ = ["Monitor", "PlanAfterFirstStep", "PlanMemory", "WriteReport"]
+__all__ = ["Monitor", "PlanAfterFirstStep", "PlanMemory", "ScheduleRecorder", "WriteReport"]

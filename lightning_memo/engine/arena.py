@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.regions import POISON
 
 
@@ -48,10 +50,37 @@ class FreeSpace:
             self._taken.remove(taken)
 
 
+def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]:
+    """Host memory of its own pages, uint8 `[size_bytes]`; page-locked when `pinned`.
+
+    Direct I/O needs whole pages, and so do page locks: two must not share one. Large pages are locked faster. A locked
+    page would be copied for every forked process, like a worker of a data loader, so those get none of them.
+
+    Raises:
+        MemoryError: The host refuses the memory or the page lock.
+    """
+    if size_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8), None
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"{size_bytes} bytes of host memory are refused ({error.strerror}): lower host_memory"
+        ) from None
+    with contextlib.suppress(OSError):  # kernels can be built without
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if not pinned:
+        return memory, None
+    pages.madvise(mmap.MADV_DONTFORK)
+    return memory, PageLock(memory)
+
+
 class PageLock:
     """Locks the pages of host memory in one piece, so that the device can copy to and from it by itself.
 
-    PyTorch's own pinned pool rounds every request up to a power of two; registering plain memory does not.
+    PyTorch's own pinned pool rounds every request up to a power of two; registering plain memory does not. The pages
+    are unlocked by `release`, with the lock, or when the process ends.
 
     Raises:
         MemoryError: The host refuses.
@@ -85,8 +114,7 @@ class HostArena:
 
     def __init__(self, size_bytes: int, pinned: bool) -> None:
         self.size_bytes = size_bytes
-        self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device="cpu")
-        self._lock = PageLock(self._memory) if pinned and self.size_bytes else None
+        self._memory, self._lock = host_memory(size_bytes, pinned)
         self._space = FreeSpace(size_bytes)
 
     @property

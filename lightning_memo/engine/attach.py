@@ -245,10 +245,11 @@ def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
     valid = attention_mask.bool()
     lengths = valid.sum(-1)
     on_the_right = torch.arange(valid.shape[-1], device=valid.device) < lengths[:, None]
-    if not torch.equal(valid, on_the_right) or bool((lengths == 0).any()):
+    wrong = (valid != on_the_right).any() | (lengths == 0).any()
+    is_wrong, *counts = torch.cat([wrong[None].to(lengths.dtype), lengths]).tolist()  # the host waits once for all
+    if is_wrong:
         raise ValueError(
             "attention_mask has padding that is not on the right, or a row without tokens: pad on the right "
             '(tokenizer.padding_side = "right")'
         )
-    counts = tuple(int(n) for n in lengths)
-    return None if min(counts) == valid.shape[-1] else counts
+    return None if min(counts) == valid.shape[-1] else tuple(counts)

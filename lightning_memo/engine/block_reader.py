@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copies import CopyEvent, CopyStream
+from lightning_memo.engine.copies import CopyStream
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.regions import POISON
 from lightning_memo.planner.slices import aligned
 

@@ -18,7 +18,6 @@ from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
-from lightning_memo.engine.copies import TestMode
 from lightning_memo.engine.divided_batch import check_bounds, check_tokens, divided_by_slices
 from lightning_memo.engine.first_step import first_plan
 from lightning_memo.engine.intercept import handling
@@ -29,6 +28,7 @@ from lightning_memo.engine.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.recorder import StepRecorder, Subject
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_layer_schedule, run_nested, run_without_backward
 from lightning_memo.engine.sequence import SequenceRun, SlicedModel
@@ -38,6 +38,7 @@ from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.stored_slices import stored_slices, why_not_stored
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.streamed_sizes import streamed_sizes
+from lightning_memo.engine.test_mode import TestMode
 from lightning_memo.engine.unit import Unit
 from lightning_memo.engine.wishes import Wishes
 from lightning_memo.kernels import AttentionSpec
@@ -96,6 +97,7 @@ class Engine:
         self.swap: SwapPlan | None = None
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
+        self.recorder = StepRecorder(device)
         self._model = model
         self._context, self._shards, self.spill_path = context, shards, spill_path
         self._divided = context is not None or shards > 1
@@ -179,11 +181,11 @@ class Engine:
         self._units.clear()
         self._runs.clear()
 
-    def _allocate(self, swap: SwapPlan, pinned: bool = True) -> None:
+    def _allocate(self, swap: SwapPlan) -> None:
         self.memory = SlotMemory(
-            swap.slot_bytes, swap.host_bytes, self.device, pinned, self.test_mode,
+            swap.slot_bytes, swap.host_bytes, self.device, self.test_mode,
             whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
-            state_bytes=swap.state_host_bytes, spill=self._open_spill(swap),
+            state_bytes=swap.state_host_bytes, spill=self._open_spill(swap), recorder=self.recorder,
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
@@ -191,7 +193,7 @@ class Engine:
     def _open_spill(self, swap: SwapPlan) -> Spill | None:
         if self.spill_path is None or not swap.spill_bytes:
             return None
-        return Spill(self.spill_path, swap.spill_bytes, swap.spill_sizes, self.device, self.test_mode)
+        return Spill(self.spill_path, swap.spill_bytes, swap.spill_sizes, self.device, self.test_mode, self.recorder)
 
     @property
     def host_bytes(self) -> int:
@@ -276,7 +278,7 @@ class Engine:
         self._runs[run.key] = run
 
     def _run_slices(self, call: LayerCall, x: Tensor, index: int) -> Any:
-        self.mark(index, "forward_begin", index)
+        self.mark(index, "forward_begin", Subject(index))
         traits = self.kinds.of(call, x)
         self.wishes.check(traits, type(call.layer).__name__, call.tokens)
         assert self.swap is not None
@@ -340,7 +342,7 @@ class Engine:
     # ---- profile
 
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
-        """Begin a step in which every layer is recomputed, with memory for just that (pageable: it serves once)."""
+        """Begin a step in which every layer is recomputed, with memory for just that."""
         started = time.perf_counter()
         self.kinds.forget()
         traits = self.kinds.of(call, x)
@@ -356,7 +358,7 @@ class Engine:
         self.unload()
         self._planned_short = self.wishes.may_stream and call.tokens <= (self.wishes.slice_tokens or 0) and not sliced
         self.swap, self._planned_tokens = bootstrap, call.batch * slices[-1].stop
-        self._allocate(bootstrap, pinned=False)
+        self._allocate(bootstrap)
         self.profile = StepProfile(
             self.device, call.batch, slices[-1].stop, slices[0].tokens, with_products=self.wishes.by_kind
         )
@@ -384,17 +386,18 @@ class Engine:
         if self.memory is not None:
             self.memory.stats.overflow_bytes += size_bytes
 
-    def mark(self, key: int, name: str, index: int, first_slice: int = 0) -> None:
+    def mark(self, key: int, name: str, subject: Subject) -> None:
         """A layer call begins or ends something: tell whoever measures.
 
         Args:
             key: The call among those that are alive.
             name: What happens.
-            index: The layer's position, which calls for several slices of a sequence share.
-            first_slice: The slice of the sequence, if the call is for one.
+            subject: The layer's position, which calls for several slices of a sequence share, and the slice, if the
+                call is for one.
         """
         if self.profile is not None:
-            self.profile.mark(index, name, again=first_slice > 0)
+            self.profile.mark(subject.layer, name, again=bool(subject.part))
+        self.recorder.mark(name, subject)
         if self.on_mark is not None:
             self.on_mark(key, name)
 

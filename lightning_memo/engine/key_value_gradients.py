@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_memo.engine.arena import HostRoom
 from lightning_memo.engine.block_reader import DeviceBlock, Region, heads_first
-from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.kernels.attention import sums_dtype
 

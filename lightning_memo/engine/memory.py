@@ -11,11 +11,14 @@ from torch import Tensor
 
 from lightning_memo.engine.arena import HostArena, HostRoom
 from lightning_memo.engine.block_reader import BlockReader
-from lightning_memo.engine.copies import AllOf, CopyEvent, CopyStream, TestMode, delays_of, make_copy_stream
+from lightning_memo.engine.copies import CopyStream, make_copy_stream
+from lightning_memo.engine.copy_events import AllOf, CopyEvent
+from lightning_memo.engine.recorder import StepRecorder
 from lightning_memo.engine.regions import POISON
 from lightning_memo.engine.slot import Part, Slot
 from lightning_memo.engine.spill import Spill, SpillWrite
 from lightning_memo.engine.spill_file import SpillError
+from lightning_memo.engine.test_mode import TestMode, delays_of
 from lightning_memo.spill_sizes import BLOCK_BYTES, whole_blocks
 
 
@@ -48,17 +51,18 @@ class SlotMemory:
         gradient_bytes: Host memory for gradients of keys and values.
         state_bytes: Host memory for hidden states between layers, and their gradients.
         spill: The file for what does not go to the host; its bounce buffers are part of `host_bytes`.
+        recorder: Told of copies, and of waits for them.
     """
 
     slot_bytes: int
     host_bytes: int
     device: torch.device
-    pinned: bool = True
     test_mode: TestMode | None = None
     whole_slots: bool = True
     gradient_bytes: int = 0
     spill: Spill | None = None
     state_bytes: int = 0
+    recorder: StepRecorder | None = None
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
@@ -70,15 +74,15 @@ class SlotMemory:
     _prefetch: CopyStream = field(init=False)
 
     def __post_init__(self) -> None:
-        pinned = self.pinned and self.device.type == "cuda"
+        pinned = self.device.type == "cuda"
         self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
         # Gradients are born while slots are given back: in an arena of their own they find no gaps that are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)
         self.state_arena = HostArena(self.state_bytes, pinned)
         self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._owners = [None, None]
-        self._offload = make_copy_stream(self.device, "offload", delays_of(self.test_mode, 0))
-        self._prefetch = make_copy_stream(self.device, "prefetch", delays_of(self.test_mode, 1))
+        self._offload = make_copy_stream(self.device, "offload", delays_of(self.test_mode, 0), self.recorder)
+        self._prefetch = make_copy_stream(self.device, "prefetch", delays_of(self.test_mode, 1), self.recorder)
 
     @property
     def _bounce_bytes(self) -> int:
@@ -105,6 +109,8 @@ class SlotMemory:
         """
         split = self.slot_bytes - spill_bytes
         slot = Slot(None, Part(0, split), Part(split, self.slot_bytes), swap)
+        if self.recorder is not None:
+            slot.subject = self.recorder.subject
         self._take_buffer(slot, call)
         if swap and self.whole_slots and split:
             self._take_host(slot, split)
@@ -144,7 +150,7 @@ class SlotMemory:
         if start == stop:
             return
         assert slot.buffer is not None
-        write = spill.write(part.of(slot.buffer, start, stop), disk.start + start)
+        write = spill.write(part.of(slot.buffer, start, stop), disk.start + start, slot.subject)
         slot.writes.append(write)
         part.offload, part.copied_bytes = write.left, stop
         self.stats.spilled_bytes += whole_blocks(stop - start)
@@ -158,11 +164,14 @@ class SlotMemory:
         arrivals = []
         if stop := slot.to_host.copied_bytes:
             assert slot.host is not None
-            arrivals.append(self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], slot.to_host.offload))
+            arrivals.append(
+                self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], slot.to_host.offload, subject=slot.subject)
+            )
             self.stats.fetched_bytes += stop
         if stop := slot.to_disk.copied_bytes:
             assert slot.disk is not None and self.spill is not None
-            arrivals.append(self.spill.read(slot.to_disk.of(slot.buffer, 0, stop), slot.disk.start, slot.writes))
+            target = slot.to_disk.of(slot.buffer, 0, stop)
+            arrivals.append(self.spill.read(target, slot.disk.start, slot.writes, slot.subject))
             self.stats.unspilled_bytes += whole_blocks(stop)
         slot.fetch = slot.last_fetch = AllOf(arrivals)
 

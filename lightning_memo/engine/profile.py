@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.engine.clock import Clock, Moment
 from lightning_memo.engine.products import MeasuredProduct
 from lightning_memo.engine.regions import Registry
 from lightning_memo.engine.sharded import local_part
 from lightning_memo.planner.slices import SavedBytes
-
-
-class Clock:
-    """Points in time on the device: CUDA events on its stream, the wall clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> torch.cuda.Event | float:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def seconds(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
-        if isinstance(start, float) or isinstance(stop, float):
-            return float(stop) - float(start)
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +20,8 @@ class ProductProfile:
 
     name: str
     size_bytes: int
-    started: torch.cuda.Event | float
-    stopped: torch.cuda.Event | float
+    started: Moment
+    stopped: Moment
 
     @property
     def seconds(self) -> float:
@@ -61,7 +40,7 @@ class CallProfile:
     saved: list[SavedBytes] = field(default_factory=list)
     products: list[ProductProfile] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
-    marks: dict[str, list[torch.cuda.Event | float]] = field(default_factory=dict)
+    marks: dict[str, list[Moment]] = field(default_factory=dict)
     seen: Registry[None] = field(default_factory=Registry)
 
     def seconds(self, name: str) -> float:
@@ -116,7 +95,7 @@ class StepProfile:
             call.seen.add(t, None)
             call.saved.append(SavedBytes(kind, t.nbytes, self._is_per_token(t, layer)))
 
-    def now(self) -> torch.cuda.Event | float:
+    def now(self) -> Moment:
         """The present point in time."""
         return self._clock.now()
 

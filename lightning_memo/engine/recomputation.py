@@ -74,6 +74,7 @@ class _Recomputation:
         run.mark("recompute_begin")
         x = run.narrow(part.load(part.x), part.range).detach().requires_grad_()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
             stack.enter_context(run.rng_start.replayed())
             stack.enter_context(torch.enable_grad())
@@ -111,7 +112,7 @@ class _Recomputation:
         self._found.qkv.append((q.detach(), k.detach(), v.detach()))
         saved = part.attentions[number]
         if saved.out is None:
-            with torch.no_grad():
+            with torch.no_grad(), part.run.engine.recorder.computing("attention"):
                 core = part.run.cores[number]
                 self._found.results[number] = core.forward_again(part.place, *self._found.qkv[number], saved.spec)
         self._stop_if_enough()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
 
 # Waits for rows that are on their way, and gives them: `[rows, features]`.

@@ -16,6 +16,7 @@ from lightning_memo.engine.kept import KeptTensors
 from lightning_memo.engine.lazy_tensor import Assembly, read_parts
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.profile import StepProfile
+from lightning_memo.engine.recorder import Subject
 from lightning_memo.engine.sharded import local_part
 from lightning_memo.engine.shared import SharedTensors
 from lightning_memo.engine.slice_arguments import ParkedView
@@ -105,6 +106,7 @@ class LayerRun:
         self.index = index
         self.key = index if key is None else key
         self.first_slice = 0 if sequence is None else sequence.index
+        self.subject = Subject(index, None if sequence is None else sequence.index)
         self.memory, self.swap, self.streamed = memory, swap, streamed
         self.recorded = self.first_slice > 0  # whether the first slice, whose tensors are recorded, is over
         self.shared = SharedTensors(call.layer, (call.args, call.kwargs), x)
@@ -179,7 +181,16 @@ class LayerRun:
     def mark(self, name: str) -> None:
         """The call begins or ends something."""
         if self._measured:
-            self.engine.mark(self.key, name, self.index, self.first_slice)
+            self.engine.mark(self.key, name, self.subject)
+
+    def slice_subject(self, number: int) -> Subject:
+        """A slice of the call; the call itself, if that is its only one."""
+        return self.subject if self.whole else Subject(self.index, self.first_slice + number)
+
+    def computing_slice(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, the forward of a slice is computed."""
+        recorder = self.engine.recorder
+        return contextlib.nullcontext() if self.whole else recorder.computing("slice", self.slice_subject(number))
 
     # ---- arguments
 
@@ -239,14 +250,15 @@ class LayerRun:
     @contextlib.contextmanager
     def measuring_attention(self, spec: AttentionSpec) -> Iterator[None]:
         """Inside, attention is computed."""
-        profile = self.profile
-        if profile is None:
+        with self.engine.recorder.computing("attention"):
+            profile = self.profile
+            if profile is None:
+                yield
+                return
+            profile.window(self.index, spec.window)
+            profile.mark(self.index, "attention_begin")
             yield
-            return
-        profile.window(self.index, spec.window)
-        profile.mark(self.index, "attention_begin")
-        yield
-        profile.mark(self.index, "attention_end")
+            profile.mark(self.index, "attention_end")
 
     def take_output(self) -> Tensor:
         """The layer's output; nothing else of the forward is needed on the device any more."""

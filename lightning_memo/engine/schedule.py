@@ -60,12 +60,13 @@ def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, extras = _Scatter.apply(run, anchor), []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.inputs(x), strict=True)):
-        part = SliceRun(run, number, tokens, x_part)
-        if not run.whole:
-            run.rng_start.restore()
-        token, extra = _run_slice(part, x_part, token)
-        extras.append(extra)
-        part.end_forward()
+        with run.computing_slice(number):
+            part = SliceRun(run, number, tokens, x_part)
+            if not run.whole:
+                run.rng_start.restore()
+            token, extra = _run_slice(part, x_part, token)
+            extras.append(extra)
+            part.end_forward()
     return token, extras
 
 
@@ -132,7 +133,8 @@ class _NestedAttention(torch.autograd.Function):
         parts = [qkv[n * count : (n + 1) * count] for n in range(3)]
         q, k, v = (torch.cat(part, 2) for part in parts)
         backend = run.engine.attention.backend(q, k, v, spec)
-        result = backend.forward(q, k, v, spec)
+        with run.engine.recorder.computing("attention"):
+            result = backend.forward(q, k, v, spec)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
         ctx.lse = slices[0].store("lse", result.lse)
         # Each slice's output on its own, so that its output projection reads it without another copy.
@@ -149,7 +151,8 @@ class _NestedAttention(torch.autograd.Function):
         q, k, v = (torch.cat(parts, 2) for parts in zip(*qkv, strict=True))
         out = torch.cat([part.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(1, 2)
         result = AttentionResult(out, slices[0].load(ctx.lse), ctx.state)
-        grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
+        with run.engine.recorder.computing("attention"):
+            grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
         lengths = [part.tokens for part in run.attention_slices]
         return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
 
@@ -219,6 +222,7 @@ class _Store(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        ctx.part.begin_backward()
         return None, ctx.part.run.next_output_gradient()
 
 

@@ -236,6 +236,8 @@ class _Step:
         labels = self._targets(part).contiguous()  # losses of transformers view them
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(part.start, part.stop, device=self._engine.device)[None]
+        # Without a mask, transformers looks for packed documents, which the layout knows, and the host waits for that.
+        inputs["attention_mask"] = torch.ones((self._batch, part.tokens), dtype=torch.bool, device=self._engine.device)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
         return on_device(self._engine.device, inputs)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attach import right_padded_lengths
 from lightning_memo.engine.lazy_inputs import depends_on_length
+from lightning_memo.kernels.transfer import sent
 
 IGNORED = -100
 
@@ -36,7 +37,7 @@ def token_tensor(inputs: dict[str, Any]) -> Tensor:
 
 def on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs on the device: a batch may wait on the host, of which a slice is needed at a time."""
-    return {name: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    return {name: sent(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
 
 
 def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.intercept import set_layout
+from lightning_memo.engine.recorder import Subject
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_last_layer, run_layer_schedule
 from lightning_memo.engine.sequence import SequenceRun
@@ -73,7 +74,7 @@ def slice_by_slice(engine: Engine, layout: TokenLayout, batch: int) -> Iterator[
 def run_slice(engine: Engine, sequence: SequenceRun, call: LayerCall, x: Tensor, alive: int) -> Any:
     """A layer call on one slice of the sequence; `alive` calls came before."""
     index = alive % len(engine.layers)
-    engine.mark(alive, "forward_begin", index, sequence.index)
+    engine.mark(alive, "forward_begin", Subject(index, sequence.index))
     if sequence.index == 0:  # the last slice may have a single token, which says nothing
         engine.kinds.of(call, x)
     assert engine.memory is not None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memo.engine.arena import HostRoom
-from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import flat, is_dense, span
 from lightning_memo.planner.slices import SavedBytes, aligned

@@ -45,6 +45,7 @@ class SliceRun:
 
     def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
         self.run, self.index, self.range = run, index, part
+        self.subject = run.slice_subject(index)
         self.unit, self.x = run.open(part, x)
         self.attentions: list[SavedAttention] = []
         self.products: dict[str, Handle] = {}  # outputs of matrix products that a recomputation does not compute
@@ -191,7 +192,8 @@ class SliceRun:
             result = self.recompute().results[number]
         else:
             result = AttentionResult(self.load(saved.out), self.load(saved.lse), saved.state)
-        return self.run.cores[number].backward(self.place, dout, q, k, v, result, saved.spec)
+        with self.run.engine.recorder.computing("attention"):
+            return self.run.cores[number].backward(self.place, dout, q, k, v, result, saved.spec)
 
     def qkv(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the attention call `number`, stored or recomputed."""
@@ -216,7 +218,13 @@ class SliceRun:
             self._recomputed = recompute(self)
         return self._recomputed
 
+    def begin_backward(self) -> None:
+        """The slice's first act in the backward, but for a recomputation that a later slice needs."""
+        if not self.run.whole:
+            self.run.engine.recorder.begin("slice", self.subject)
+
     def end_backward(self) -> None:
+        self.run.engine.recorder.end("slice", self.subject)
         self._recomputed = None
         self.attentions = []
         self.products = {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copies import CopyEvent
+from lightning_memo.engine.copy_events import CopyEvent
+from lightning_memo.engine.recorder import NOBODY, Subject
 from lightning_memo.engine.regions import flat, gapless_strides, is_dense
 from lightning_memo.engine.spill import SpillWrite
 from lightning_memo.planner.slices import aligned
@@ -84,6 +85,7 @@ class Slot:
     last_fetch: CopyEvent | None = None
     in_backward: bool = False
     released: bool = False
+    subject: Subject = NOBODY
 
     @property
     def used_bytes(self) -> int:

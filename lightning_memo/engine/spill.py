@@ -18,17 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copies import (
-    CopyEvent,
-    CopyStream,
-    Delays,
-    LaterEvent,
-    TestMode,
-    delays_of,
-    make_copy_stream,
-)
+from lightning_memo.engine.arena import host_memory
+from lightning_memo.engine.copies import CopyStream, make_copy_stream
+from lightning_memo.engine.copy_events import CopyEvent, LaterEvent
+from lightning_memo.engine.recorder import NOBODY, StepRecorder, Subject
 from lightning_memo.engine.regions import POISON
-from lightning_memo.engine.spill_file import SpillFile, aligned_memory
+from lightning_memo.engine.spill_file import SpillFile
+from lightning_memo.engine.test_mode import Delays, TestMode, delays_of
 from lightning_memo.spill_sizes import SpillSizes, whole_blocks
 
 _DISK_THREADS = 2  # for each direction: the disk has the next request when one ends
@@ -43,7 +39,7 @@ class SpillWrite:
         requests: What the disk was asked for, all of it once `left` has come.
     """
 
-    left: LaterEvent = field(default_factory=LaterEvent)
+    left: LaterEvent
     requests: list[Future[None]] = field(default_factory=list)
 
     def synchronize(self) -> None:
@@ -118,15 +114,17 @@ class _Direction:
 class _Writer(_Direction):
     """Device to file."""
 
-    def write(self, source: Tensor, offset_bytes: int) -> SpillWrite:
-        result = SpillWrite()
-        self._coordinator.submit(self._send, source, offset_bytes, self._stream.computed(), result)
+    def write(self, source: Tensor, offset_bytes: int, subject: Subject) -> SpillWrite:
+        result = SpillWrite(self._stream.later())
+        self._coordinator.submit(self._send, source, offset_bytes, self._stream.computed(), subject, result)
         return result
 
-    def _send(self, source: Tensor, offset_bytes: int, computed: CopyEvent | None, result: SpillWrite) -> None:
+    def _send(
+        self, source: Tensor, offset_bytes: int, computed: CopyEvent | None, subject: Subject, result: SpillWrite
+    ) -> None:
         try:
             for chunk, offset, bounce in self._turns(source, offset_bytes):
-                bounce.copy = self._stream.copy_after(bounce.memory[: chunk.nbytes], chunk, computed)
+                bounce.copy = self._stream.copy_after(bounce.memory[: chunk.nbytes], chunk, computed, subject=subject)
                 blocks = bounce.memory[: whole_blocks(chunk.nbytes)]
                 bounce.request = self._disk.submit(self._write, blocks, offset, bounce.copy)
                 result.requests.append(bounce.request)
@@ -145,9 +143,9 @@ class _Writer(_Direction):
 class _Reader(_Direction):
     """File to device."""
 
-    def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite]) -> CopyEvent:
-        arrival, computed = LaterEvent(), self._stream.computed()
-        self._coordinator.submit(self._receive, destination, offset_bytes, writes, computed, arrival)
+    def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject) -> CopyEvent:
+        arrival, computed = self._stream.later(), self._stream.computed()
+        self._coordinator.submit(self._receive, destination, offset_bytes, writes, computed, subject, arrival)
         return arrival
 
     def _receive(
@@ -156,6 +154,7 @@ class _Reader(_Direction):
         offset_bytes: int,
         writes: Sequence[SpillWrite],
         computed: CopyEvent | None,
+        subject: Subject,
         arrival: LaterEvent,
     ) -> None:
         under_way: deque[tuple[Tensor, _Bounce]] = deque()
@@ -164,7 +163,7 @@ class _Reader(_Direction):
             chunk, bounce = under_way.popleft()
             assert bounce.request is not None
             bounce.request.result()
-            bounce.copy = self._stream.copy_after(chunk, bounce.memory[: chunk.nbytes], computed)
+            bounce.copy = self._stream.copy_after(chunk, bounce.memory[: chunk.nbytes], computed, subject=subject)
 
         try:
             for write in writes:
@@ -196,6 +195,7 @@ class Spill:
         sizes: Of the largest slot; says how many bounce buffers there are.
         device: Where the bytes come from.
         test_mode: Delays and poison, to bring out copy races.
+        recorder: Told of copies between the device and the bounce buffers, and of waits for them.
 
     Raises:
         SpillError: The disk has not got the space.
@@ -210,6 +210,7 @@ class Spill:
         sizes: SpillSizes,
         device: torch.device,
         test_mode: TestMode | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.sizes = sizes
         self.file = SpillFile(folder, size_bytes)
@@ -219,12 +220,12 @@ class Spill:
                 "takes host memory and time; give a folder on a local disk",
                 stacklevel=2,
             )
-        memory, self._lock = aligned_memory(sizes.bounce_bytes, pinned=device.type == "cuda")
+        memory, self._lock = host_memory(sizes.bounce_bytes, pinned=device.type == "cuda")
         buffers = memory.split(sizes.chunk_bytes)
         out, back = delays_of(test_mode, 2), delays_of(test_mode, 3)
-        stream = make_copy_stream(device, "spill", out)
+        stream = make_copy_stream(device, "spill", out, recorder)
         self._writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], out)
-        stream = make_copy_stream(device, "unspill", back)
+        stream = make_copy_stream(device, "unspill", back, recorder)
         self._reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], back)
 
     def take(self, size_bytes: int) -> range | None:
@@ -234,24 +235,28 @@ class Spill:
     def give_back(self, place: range) -> None:
         self.file.space.give_back(place)
 
-    def write(self, source: Tensor, offset_bytes: int) -> SpillWrite:
+    def write(self, source: Tensor, offset_bytes: int, subject: Subject = NOBODY) -> SpillWrite:
         """Start moving bytes of the device to the file.
 
         Args:
             source: uint8; not to be changed before they have left.
             offset_bytes: Where they go, a multiple of the block size; the last block is filled up.
+            subject: What they are of.
         """
-        return self._writer.write(source, offset_bytes)
+        return self._writer.write(source, offset_bytes, subject)
 
-    def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite]) -> CopyEvent:
+    def read(
+        self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject = NOBODY
+    ) -> CopyEvent:
         """Start bringing bytes of the file to the device.
 
         Args:
             destination: uint8; free when what was computed so far is done.
             offset_bytes: Where they lie, a multiple of the block size.
             writes: What has to be in the file first.
+            subject: What they are of.
         """
-        return self._reader.read(destination, offset_bytes, writes)
+        return self._reader.read(destination, offset_bytes, writes, subject)
 
     def synchronize(self) -> None:
         """Return when everything that was handed in has ended, well or not."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-import torch
 from torch import Tensor
 
 from lightning_memo.config import format_bytes
-from lightning_memo.engine.arena import FreeSpace, PageLock
+from lightning_memo.engine.arena import FreeSpace
 
 
 class SpillError(OSError):
@@ -101,12 +99,6 @@ def open_unnamed(folder: Path) -> IO[bytes]:
             f'spill_path="{folder}": no file can be made there ({error.strerror}): give a folder on a local disk that '
             "this process may write to"
         ) from None
-
-
-def aligned_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]:
-    """Host memory, uint8 `[size_bytes]`, that begins with a page, as direct I/O needs."""
-    memory = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-    return memory, PageLock(memory) if pinned else None
 
 
 def free_disk_bytes(folder: Path) -> int:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_memo.kernels.transfer import sent
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -162,7 +164,7 @@ def block_mask(
         if spec.window is not None:
             mask = mask & (j > i - spec.window)
     if spec.lengths is not None and padded:
-        lengths = torch.tensor(spec.lengths, device=device)[:, None]
+        lengths = sent(torch.tensor(spec.lengths), device)[:, None]
         valid = (torch.arange(keys.start, keys.stop, device=device)[None, :] < lengths)[:, None, None, :]
         mask = valid if mask is None else mask & valid
     if spec.documents is not None:
@@ -173,7 +175,7 @@ def block_mask(
 
 def _same_document(starts: tuple[int, ...], queries: range, keys: range, device: torch.device) -> Tensor:
     """Whether query and key are of one document, `[queries, keys]`."""
-    edges = torch.tensor(starts, device=device)
+    edges = sent(torch.tensor(starts), device)
     of_query, of_key = (
         torch.bucketize(torch.arange(r.start, r.stop, device=device), edges, right=True) for r in (queries, keys)
     )

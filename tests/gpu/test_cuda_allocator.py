@@ -374,6 +374,7 @@ def test_training_with_a_plan_is_bit_identical(device, plans_elsewhere):
         assert torch.equal(ours, theirs)
     last = watch.stats[-1]
     assert len(watch.stats) >= 8 and last.hits > 0
+    assert watch.retries == 0
     assert (last.misses, last.skipped, last.bad_frees) == (0, 0, 0)
     assert not PlannedAllocator(device).installed
 

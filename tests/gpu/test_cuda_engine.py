@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.arena import HostArena
-from lightning_memo.engine.copies import CudaCopyStream
+from lightning_memo.engine.cuda_copies import CudaCopyStream
 from lightning_memo.engine.find import find_layers
 from lightning_memo.plan import SwapPlan
 from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes

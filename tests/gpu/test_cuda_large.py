@@ -1,0 +1,88 @@
+"""Tensors of more than 2^31 elements, and copies of more than 2^31 bytes, on a GPU that has the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_reference import Attended, Inputs, attend
+from test_cuda_kernels import choice  # noqa: F401  (a fixture)
+
+from lightning_memo.engine.arena import HostArena
+from lightning_memo.engine.cuda_copies import CudaCopyStream
+from lightning_memo.engine.slot import Part, Slot
+from lightning_memo.kernels import AttentionSpec, select_backend
+
+GIB = 2**30
+HEADS, HEAD = 32, 128
+# Rounded to bf16; the kernels add up gradients in no fixed order.
+BOUND = 2**-7
+
+
+def need(size_bytes: int) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < size_bytes:
+        pytest.skip(f"needs {size_bytes // GIB} GiB of free device memory, and there are {free // GIB}")
+
+
+def random_inputs(batch: int, tokens: int, key_heads: int, device: torch.device) -> Inputs:
+    """Made on the device, `[batch, tokens, heads, head_dim]` in memory."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (HEADS, key_heads, key_heads, HEADS)
+    shapes = [(batch, tokens, n, HEAD) for n in heads]
+    made = (torch.randn(s, generator=generator, device=device, dtype=torch.bfloat16) for s in shapes)
+    return Inputs(*(t.transpose(1, 2) for t in made))
+
+
+def assert_alike(found: Attended, expected: Attended) -> None:
+    for name, mine, theirs in zip(Attended._fields, found, expected, strict=True):
+        distance = float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+        assert distance <= BOUND, (name, distance)
+
+
+@pytest.mark.parametrize("key_heads", [8, 32])
+def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.device) -> None:  # noqa: F811
+    """The last row is as if it was alone."""
+    need(60 * GIB)
+    batch, tokens = 130, 4096
+    inputs, spec = random_inputs(batch, tokens, key_heads, device), AttentionSpec()
+    assert inputs.q.numel() > 2**31
+    found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec)
+    last = Inputs(*(t[-1:] for t in inputs))
+    assert_alike(Attended(*(t[-1:] for t in found)), attend(select_backend(*last[:3], spec, choice), last, spec))
+
+
+def test_attention_of_many_tokens(choice: str, device: torch.device) -> None:  # noqa: F811
+    """Queries at the end of a long sequence, of which a window is seen, are as those of a short one."""
+    need(60 * GIB)
+    tokens, window = 2**31 // (HEADS * HEAD) + 4096, 256
+    inputs, spec = random_inputs(1, tokens, 8, device), AttentionSpec(window=window)
+    assert inputs.q.numel() > 2**31
+    found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec)
+    last = Inputs(*(t[:, :, -2048:] for t in inputs))
+    expected = attend(select_backend(*last[:3], spec, choice), last, spec)
+    seen = slice(-2048 + window, None)  # those before see less of the short sequence
+    pairs = [Attended(*(t[:, :, seen] for t in result)) for result in (found, expected)]
+    assert_alike(*pairs)
+
+
+def test_a_slot_of_many_bytes_goes_and_comes_back(device: torch.device) -> None:
+    need(20 * GIB)
+    count = 2**31 + 4096
+    arena = HostArena(2 * count, pinned=True)
+    try:
+        host = arena.acquire(2 * count)
+        assert host is not None
+        buffer = torch.empty(2 * count, dtype=torch.uint8, device=device)
+        slot = Slot(buffer, Part(0, 2 * count), Part(2 * count, 2 * count))
+        t = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, device=device)
+        stored = slot.put(t)
+        assert stored is not None
+        out, back = CudaCopyStream(device), CudaCopyStream(device)
+        gone = out.copy(host, buffer)
+        gone.wait()
+        buffer.fill_(0)
+        back.copy(buffer, host, gone).wait()
+        assert torch.equal(slot.load(stored), t)
+    finally:
+        torch.cuda.synchronize(device)
+        arena.close()
