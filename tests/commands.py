@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import warm
+
 TINY_RUN = (
     "data.max_bytes=30000",
     "data.seq_len=32",
@@ -32,18 +34,22 @@ MODULE = ["-m", "lightning_memo.train"]
 _NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
 
 
-def run(command: Sequence[str | Path], folder: Path, seconds: float = 600.0, **variables: str) -> tuple[int, str, str]:
+def run(
+    command: Sequence[str | Path], folder: Path, seconds: float = 600.0, cold: bool = False, **variables: str
+) -> tuple[int, str, str]:
     """Run a command in a folder; returns exit status, stdout and stderr. One that hangs fails.
 
     Args:
         command: The words. `python` and `torchrun` are those of this interpreter.
         folder: Where.
         seconds: When it counts as hanging.
+        cold: Start new interpreters, which import all anew, rather than those of `warm`.
         variables: Of the environment, which is otherwise that of a user's shell.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": tools}
+    tools = Path(sys.executable).parent if cold else warm.tools()
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
     ended = subprocess.run(
         [str(word) for word in command],
         cwd=folder,

@@ -18,13 +18,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import costs
 
 _GRACE_SECONDS = 25.0
-# Every mesh leaves groups behind, each with a thread that polls; those of a hundred tests would take a core.
-_MOST_CALLS = 40
-_PRELOADED = ["torch", "transformers", "lightning.pytorch", "lightning_memo"]
+# Every mesh leaves groups behind, each with threads.
+_MOST_CALLS = 150
+_FAMILIES = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen3")
+# All that a test imports and the fork server has not, each process imports: peft and a family take 2 seconds of a CPU.
+_PRELOADED = [
+    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo", "pytest", "hypothesis", "peft",
+    "safetensors.torch", "rich._emoji_codes",
+    *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
+]  # fmt: skip
+
+
+class _SharedLoop(dist.ProcessGroupGloo):
+    """A group whose messages come through the same thread as those of all groups: else each polls all the time."""
+
+    device: Any = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: dt.timedelta) -> None:
+        if _SharedLoop.device is None:
+            _SharedLoop.device = dist.ProcessGroupGloo.create_default_device()
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_SharedLoop.device], timeout
+        super().__init__(store, rank, size, options)
 
 
 class ProcessError(AssertionError):
@@ -158,6 +178,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     torch.set_num_threads(1)
     os.chdir(folder)  # what trainers write by default
     costs._BANDWIDTH_SECONDS = 0.005  # of no interest to tests of what is computed
+    distributed_c10d.ProcessGroupGloo = _SharedLoop
     timeout = dt.timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
     while True:

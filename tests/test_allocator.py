@@ -1,13 +1,13 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memo import native
@@ -408,7 +408,7 @@ def test_batches_of_other_sizes_cost_misses_and_nothing_else(allocator):
 
 def test_the_benchmark_writes_a_report(tmp_path):
     script = Path(__file__).parents[1] / "benchmarks" / "allocator.py"
-    command = [sys.executable, script, "--quick", "--repeats", "2", "--output", tmp_path]
+    command = [warm.tools() / "python", script, "--quick", "--repeats", "2", "--output", tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from families import PlainBlock, PlainModel, make_batch
 from trainer_harness import (
     LanguageModel,
@@ -151,7 +152,7 @@ def test_other_namespace():
         "    print(repr(str(error)))\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run([warm.tools() / "python", "-c", script], capture_output=True, text=True, env=env, check=True)
     assert_one_line(ValueError(ast.literal_eval(done.stdout)), "MemoStrategy", "needs lightning.pytorch.Trainer")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 ROOT = Path(__file__).parents[1]
 SIZES = ("--layers", "4", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--seq-len", "64", "--vocab", "64")
@@ -21,7 +22,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     options = (*SIZES, "--repeats", "3", "--output", str(folder), "--name", "tiny", "--methods", *METHODS)
     process = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "engine.py"), *options],
+        [warm.tools() / "python", ROOT / "benchmarks" / "engine.py", *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr

@@ -3,8 +3,9 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import warm
 
 ROOT = Path(__file__).parents[1]
 TINY = ("--hidden", "32", "--slice-tokens", "64", "--block-tokens", "64", "--lengths", "256", "512")
@@ -12,7 +13,7 @@ TINY = ("--hidden", "32", "--slice-tokens", "64", "--block-tokens", "64", "--len
 
 def test_peaks_are_measured_and_do_not_grow(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "growth.py"), "--quick", *TINY, "--output", str(tmp_path)],
+        [warm.tools() / "python", ROOT / "benchmarks" / "growth.py", "--quick", *TINY, "--output", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip

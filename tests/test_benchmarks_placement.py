@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[1]
 HEADER = "id,lower,upper,size\n"
@@ -43,7 +44,7 @@ def program(path, content):
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "placement.py"), *map(str, arguments)],
+        [warm.tools() / "python", ROOT / "benchmarks" / "placement.py", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

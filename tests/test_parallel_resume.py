@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,23 @@ def _train(topology: str, checkpoint: str, resume: bool) -> Outcome:
     return train(RUN, settings, callbacks=[saving])
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Outcome, Path]]:
+    """Trains in a topology, once; returns the outcome, and where the checkpoint is."""
+
+    @functools.cache
+    def trained(topology: str) -> tuple[Outcome, Path]:
+        folder = tmp_path_factory.mktemp("checkpoints")
+        return train_as(topology, folder), folder
+
+    return trained
+
+
+@functools.cache
+def losses_alone() -> list[float]:
+    return train_alone(RUN).losses
+
+
 def train_as(topology: str, checkpoint: Path, resume: bool = False) -> Outcome:
     size = TOPOLOGIES[topology][0]
     outcomes = run_in_processes(size, _train, topology, str(checkpoint), resume)
@@ -61,11 +80,11 @@ def test_a_trained_model_is_exported(topology: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", TOPOLOGIES)
 @pytest.mark.parametrize("of", ["cp2 x tp2", "one", "dp2 zero3"])
-def test_goes_on_in_another_topology(of: str, to: str, tmp_path: Path) -> None:
-    uninterrupted = train_as(of, tmp_path)
-    resumed = train_as(to, tmp_path, resume=True)
+def test_goes_on_in_another_topology(uninterrupted: Any, of: str, to: str) -> None:
+    whole, checkpoint = uninterrupted(of)
+    resumed = train_as(to, checkpoint, resume=True)
     if of == to:
-        assert resumed.losses == uninterrupted.losses[SAVED_AFTER:]
-        assert all(torch.equal(t, uninterrupted.weights[name]) for name, t in resumed.weights.items())
-    for mine, reference in zip(resumed.losses, train_alone(RUN).losses[SAVED_AFTER:], strict=True):
+        assert resumed.losses == whole.losses[SAVED_AFTER:]
+        assert all(torch.equal(t, whole.weights[name]) for name, t in resumed.weights.items())
+    for mine, reference in zip(resumed.losses, losses_alone()[SAVED_AFTER:], strict=True):
         assert mine == pytest.approx(reference, rel=1e-6)

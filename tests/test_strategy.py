@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from families import FAMILIES, PlainBlock, PlainModel, make_batch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
@@ -895,7 +896,11 @@ def child(*arguments):
     folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        [warm.tools() / "python", "-c", CHILD, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
     )
 
 

@@ -41,7 +41,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     settings = [*saving, "strategy.alpha=0.5", "data.seq_len=31"]
     (tmp_path / "both").mkdir()
     parallel = ["strategy.context_parallel_size=2", "strategy.zero_stage=3", "compare=true"]
-    status, out, err = run(torchrun(*settings, *parallel), tmp_path / "both")
+    status, out, err = run(torchrun(*settings, *parallel), tmp_path / "both", cold=True)
     assert status == 0, err
     both = only((tmp_path / "both" / "outputs" / "train" / "runs").iterdir())
     assert [p.name for p in (tmp_path / "both").iterdir()] == ["outputs"]
@@ -73,7 +73,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
 
 
 def test_fpdt_is_one_word(tmp_path, train):
-    status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path)
+    status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path, cold=True)
     assert status == 0, err
     both = only((tmp_path / "outputs" / "train" / "runs").iterdir())
     swap = Plan.load(next(both.rglob("memo_plan.json"))).swap
