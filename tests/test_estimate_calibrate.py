@@ -142,14 +142,20 @@ def test_plans_and_benchmarks_of_a_folder_make_constants_that_the_estimate_uses(
     exact = costs(4096)
     assert json.loads(out)["step_seconds"] >= sum(exact.forward_seconds) + sum(exact.backward_seconds)
     assert json.loads(out)["step_seconds"] != json.loads(run(ask, tmp_path)[1])["step_seconds"]
+    status, out, err = run([*ask, f"constants={tmp_path / 'constants.json'}", "cluster=a800"], tmp_path)
+    assert (status, out) == (2, "")
+    assert "cluster=h100, not of a800: give cluster=h100, or calibrate with cluster=a800" in err
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"files": "[broken.json]"}, "error: broken.json: no JSON"),
-        ({"files": "[missing.json]"}, "error: [Errno 2] No such file or directory: 'missing.json'"),
-        ({"files": "[empty]"}, "error: nothing is measured"),
+        ({"files": "[missing.json]"}, "error: files: missing.json: No such file or directory; give plans"),
+        (
+            {"files": "[empty]"},
+            "error: files=['empty']: none of 0 files has a measured model: give a run's memo_plan.json",
+        ),
         ({"files": "runs"}, "error: files='runs': give a list"),
         ({"seq_lens": "[1]"}, "error: seq_lens has 1: give lengths of at least 2 tokens"),
         ({"seq_lens": "4K"}, "error: seq_lens='4K': give a list"),

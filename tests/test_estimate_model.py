@@ -277,3 +277,16 @@ def test_constants_that_are_no_shares_are_refused() -> None:
     values = {**dataclasses.asdict(constants_of("a800")), "host_share": 0.0}
     with pytest.raises(ValueError, match=r"host_share=0\.0 must be above 0"):
         Constants(**values)
+
+
+def test_a_precision_is_this_projects_own() -> None:
+    """It changes what this project's training takes; for a paper's program it changes nothing, and that is told."""
+    h100 = ask(cluster=load_cluster("h100"), constants=constants_of("h100"), seq_len=2**16)
+    steps = {p: estimate(replace(h100, precision=p), RING) for p in ("bf16-mixed", "bf16-true", "32-true")}
+    assert steps["32-true"].step_seconds > 1.5 * steps["bf16-true"].step_seconds
+    assert steps["bf16-true"].device_bytes["optimizer"] * 2 == steps["bf16-mixed"].device_bytes["optimizer"]
+    assert any("TF32" in limit for limit in steps["32-true"].limits)
+    megatron = [estimate(replace(h100, method="megatron", precision=p), RING) for p in ("bf16-mixed", "32-true")]
+    assert megatron[0].step_seconds == megatron[1].step_seconds
+    assert not any("32-true" in limit for limit in megatron[0].limits)
+    assert any("32-true changes nothing" in limit for limit in megatron[1].limits)

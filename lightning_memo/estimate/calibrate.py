@@ -44,7 +44,12 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
     cluster, shape = cluster_of(settings["cluster"]), model_of(settings["model"], model)
     if settings["files"]:
         files = _files(settings["files"])
-        measurements = [m for path in files for m in read_measurements(path, shape)]
+        measurements = [m for path in files for m in _read(path, shape)]
+        if not measurements:
+            raise ValueError(
+                f"files={settings['files']}: none of {len(files)} files has a measured model: give a run's "
+                "memo_plan.json with the model= that was run, or results of benchmarks/engine.py"
+            )
         devices = [str(path) for path in files]
     else:
         measurements, devices = _run(
@@ -52,7 +57,12 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
         )
     base = replace(constants_of(cluster.name), program="lightning_memo")
     constants, residuals = fit(measurements, cluster, base)
-    constants = replace(constants, source=_source(devices, cluster.name), measurements=tuple(map(str, residuals)))
+    constants = replace(
+        constants,
+        source=_source(devices, cluster.name),
+        cluster=cluster.name,
+        measurements=tuple(map(str, residuals)),
+    )
     with replacing(Path(str(settings["output"]))) as unfinished:
         unfinished.write_text(json.dumps(asdict(constants), indent=1) + "\n", encoding="utf-8")
     return constants, residuals
@@ -68,6 +78,18 @@ def _files(given: Any) -> list[Path]:
         raise ValueError(f"files={given!r}: give a list of files or folders, like [benchmarks/results]")
     paths = [Path(name) for name in given]
     return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+
+
+def _read(path: Path, shape: ModelShape) -> tuple[Measurement, ...]:
+    """What a file holds.
+
+    Raises:
+        ValueError: see `read_measurements`, or it can't be read.
+    """
+    try:
+        return read_measurements(path, shape)
+    except OSError as error:
+        raise ValueError(f"files: {path}: {error.strerror or error}; give plans, results, or folders of them") from None
 
 
 def _lengths(given: Any) -> list[int]:
@@ -124,7 +146,9 @@ def _print(constants: Constants, residuals: Sequence[Residual], output: str) -> 
     console = Console()
     console.print(grid)
     told = ", ".join(f"{name} {getattr(constants, name):.4g}" for name in (*EFFICIENCIES, "host_efficiency"))
-    console.print(f"{told}\nSaved: use it with constants={output}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{told}\nSaved, in place of what was there: use it with constants={output}", highlight=False, soft_wrap=True
+    )
 
 
 def main() -> None:

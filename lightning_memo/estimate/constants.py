@@ -58,6 +58,9 @@ class Constants:
     program: Literal["lightning_memo", "published"]
     """What runs MEMO: this project, or the paper's program, with whole logits and few alphas (`published_alpha`)."""
 
+    cluster: str = ""
+    """Whose peaks they are shares of; empty: any."""
+
     measurements: tuple[str, ...] = ()
     """What they were fitted to, each with what is left unexplained."""
 

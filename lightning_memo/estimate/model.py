@@ -9,7 +9,7 @@ from lightning_memo.estimate.answer import Estimate, Question, Status
 from lightning_memo.estimate.device_bytes import state_of
 from lightning_memo.estimate.keeping import keep, stream
 from lightning_memo.estimate.layer_costs import budget, devices_of_node, sequences_in_flight
-from lightning_memo.estimate.methods import TRAITS, why_not_by_method
+from lightning_memo.estimate.methods import TRAITS, runs_here, sizes_of, why_not_by_method
 from lightning_memo.estimate.outcome import Outcome
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.shares import shares_sentence
@@ -30,7 +30,7 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
     outcome = run(question, parallel)
     device_bytes = _device_bytes(question, parallel, outcome)
     room = budget(question, parallel)
-    limits = outcome.limits
+    limits = [*outcome.limits, *_precision_told(question)]
     status: Status = outcome.status
     if status == "ok" and device_bytes["total"] > room.device_bytes:
         status = "oom"
@@ -101,3 +101,14 @@ def _recomputed_flops(question: Question, outcome: Outcome) -> float:
         forward = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
         return outcome.recomputed * shape.layers * forward
     return outcome.recomputed * shape.recomputed_flops(tokens)
+
+
+def _precision_told(question: Question) -> list[str]:
+    """That a precision has no part in the estimate, or how fast its products are taken to be."""
+    if question.precision == "bf16-mixed":
+        return []
+    if not runs_here(question):
+        return [f"A paper's program is estimated, in its own mixed precision: {question.precision} changes nothing."]
+    if sizes_of(question).rate == 1:
+        return []
+    return ["Products of fp32 numbers are taken to run in TF32, at half the peak in bf16."]

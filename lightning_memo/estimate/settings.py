@@ -66,7 +66,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
         question=Question(
             shape=model_of(settings["model"], model),
             cluster=cluster,
-            constants=constants_of(cluster.name) if constants is None else _constants(str(constants)),
+            constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
             method=_choice("method", settings["method"], get_args(Method)),
             gpus=gpus,
             seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
@@ -98,11 +98,17 @@ def read_length(name: str, value: Any, or_else: str = "") -> int:
     return tokens
 
 
-def _constants(path: str) -> Constants:
+def _constants(path: str, cluster: str) -> Constants:
     try:
-        return read_constants(Path(path))
+        constants = read_constants(Path(path))
     except OSError as error:
         raise ValueError(f"constants={path}: {error.strerror or error}; give a file that calibrate wrote") from None
+    if constants.cluster not in ("", cluster):
+        raise ValueError(
+            f"constants={path}: they are shares of the peaks of cluster={constants.cluster}, not of {cluster}: give "
+            f"cluster={constants.cluster}, or calibrate with cluster={cluster}"
+        )
+    return constants
 
 
 def read_count(name: str, value: Any, least: int = 1) -> int:
