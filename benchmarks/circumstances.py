@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,17 @@ def circumstances(packages: Sequence[str]) -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
+        "versions": {"python": platform.python_version(), **{package: version_of(package) for package in packages}},
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()},
     }
+
+
+def version_of(package: str) -> str:
+    """What is installed; "not installed" also where a package is found by PYTHONPATH alone."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def cpu_name() -> str:

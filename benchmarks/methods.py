@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import cached_property
 
 import torch
+from peers import checkpointing
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
@@ -127,14 +128,8 @@ class Workload:
 
     @contextmanager
     def _checkpointing(self) -> Iterator[UsageOf]:
-        model = self.model
-        # The second names are those of older releases of transformers 5.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        try:
+        with checkpointing(self.model):
             yield Usage
-        finally:
-            getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-            model.disable_input_require_grads()
 
     @contextmanager
     def _save_on_cpu(self, apart: bool) -> Iterator[UsageOf]:

@@ -51,6 +51,7 @@ def test_the_report_says_what_was_measured_and_on_what(report):
     assert report["model"] == {
         "layers": 4,
         "hidden": 32,
+        "ffn": 86,
         "heads": 4,
         "kv_heads": 2,
         "vocab": 64,

@@ -43,6 +43,7 @@ def batches(count=8):
     [
         ("llama_tiny", 6.5e6, 8, 8),
         ("llama3_2_1b", 1.236e9, 16, 8),
+        ("llama3_2_3b", 3.213e9, 28, 8),
         ("llama3_8b", 8.03e9, 32, 8),
         ("qwen3_8b", 8.19e9, 36, 8),
         ("gpt_7b", 6.65e9, 32, None),

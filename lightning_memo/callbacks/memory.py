@@ -77,7 +77,7 @@ class PlanMemory(Callback):
         self._plans_made = 0
         self._last_stats: AllocatorStats | None = None
         self._before: AllocatorStats | None = None  # counters at the end of the step before
-        self._marking = False
+        self._marking = self._given_up = False
         self._in_step = False
         self._in_batch = False
         self._global_step = 0
@@ -97,6 +97,11 @@ class PlanMemory(Callback):
     def busy(self) -> bool:
         """Whether something goes on in the background."""
         return any(future is not None and not future.done() for future in (self._building, self._solving))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is going to change any more if steps stay alike: a plan is served, or was given up."""
+        return self._serving or self._given_up
 
     # ---- a step
 
@@ -164,7 +169,7 @@ class PlanMemory(Callback):
     def _pause(self, then: Callable[[pl.Trainer], None]) -> None:
         if self._allocator is not None:
             self._allocator.idle()
-        self._marking, self._steps = False, []
+        self._marking, self._given_up, self._steps = False, False, []
         self._do = then
 
     def _give_up(self, reason: str) -> None:
@@ -173,6 +178,7 @@ class PlanMemory(Callback):
             "plan_memory=False turns planning off, and this warning."
         )
         self._pause(lambda trainer: None)
+        self._given_up = True
 
     def _wait_for_allocator(self, trainer: pl.Trainer) -> None:
         if self._building is None or not self._building.done():

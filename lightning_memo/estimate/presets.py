@@ -21,17 +21,21 @@ _CALLED: Final = ("name", "device")
 _COUNT: Final = "devices_per_node"
 
 
+def preset_names(group: str) -> list[str]:
+    """What files there are in a group of `conf`."""
+    return sorted(file.stem for file in (Path(config_dir()) / group).glob("*.yaml") if file.stem != "default")
+
+
 def load_preset(group: str, name: str) -> dict[str, Any]:
     """The settings in a file of a group of `conf`.
 
     Raises:
         ValueError: there is no such file; one line lists those that there are.
     """
-    folder = Path(config_dir()) / group
-    names = sorted(file.stem for file in folder.glob("*.yaml") if file.stem != "default")
+    names = preset_names(group)
     if name not in names:
         raise ValueError(f"{group}={name!r} is not there: give {', '.join(names)}")
-    settings = OmegaConf.load(folder / f"{name}.yaml")
+    settings = OmegaConf.load(Path(config_dir()) / group / f"{name}.yaml")
     assert isinstance(settings, DictConfig)
     return plain_settings(settings)
 

@@ -128,7 +128,7 @@ class TrialProcess:
 
 def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: str, output: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for an attempt ends this process
-    watch = threading.Thread(target=_end_with_parent, args=(output.parent,), daemon=True)
+    watch = threading.Thread(target=end_with_parent, args=(output.parent,), daemon=True)
     watch.start()
     os.chdir(folder)
     tempfile.tempdir = str(output.parent)  # removed with it, even if this process is killed
@@ -144,8 +144,8 @@ def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: s
     watch.join()  # whoever closed the pipe ends this process, or has ended
 
 
-def _end_with_parent(folder: Path) -> None:
-    """No attempt goes on when nobody waits for it any more, whatever ended them; nor does its folder stay."""
+def end_with_parent(folder: Path) -> None:
+    """Waits for the end of the parent: nothing goes on that nobody waits for any more, and its folder does not stay."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -29,7 +29,7 @@ from lightning_memo.strategy import MemoStrategy
 
 BatchOf = Callable[[int], Any]
 
-_QUIET = {
+QUIET = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -39,7 +39,7 @@ _QUIET = {
     "num_sanity_val_steps": 0,
 }
 # Arguments of the trainer that an attempt sets itself: the user's are of no consequence.
-OWN_TRAINER = frozenset({*_QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
+OWN_TRAINER = frozenset({*QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
 _LONGEST_REASON = 200
 
 
@@ -109,7 +109,7 @@ class Trial:
         own = {"strategy": strategy, "callbacks": [measured], "max_steps": self.steps, "devices": 1}
         batches = DataLoader([batch] * (self.steps * accumulate), batch_size=None)
         with tempfile.TemporaryDirectory() as folder:  # plans are saved, and of no use
-            Trainer(**{**self.trainer, **_QUIET, **own, "default_root_dir": folder}).fit(self.module, batches)
+            Trainer(**{**self.trainer, **QUIET, **own, "default_root_dir": folder}).fit(self.module, batches)
 
 
 class LastStep(Callback):

@@ -1,0 +1,72 @@
+"""What a GPU did in a step, by PyTorch's profiler: kernels, copies to and from the host, and copies with no kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Interval = tuple[float, float]
+_COPIES = {"copy_out": "DtoH", "copy_in": "HtoD"}
+
+
+@contextlib.contextmanager
+def recording(device: torch.device) -> Iterator[list[tuple[str, float, float]]]:
+    """Inside, what a GPU does is recorded: names, starts and stops in seconds; nothing on a CPU."""
+    events: list[tuple[str, float, float]] = []
+    if device.type != "cuda":
+        yield events
+        return
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield events
+        torch.cuda.synchronize(device)
+    events += [
+        (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def summary(events: Iterable[tuple[str, float, float]]) -> dict[str, float] | None:
+    """Seconds of kernels, of copies by direction, of copies beside which no kernel ran, and of nothing at all.
+
+    Args:
+        events: Names, starts and stops of what the device did.
+
+    Returns:
+        `None` if nothing was recorded.
+    """
+    kernels: list[Interval] = []
+    copies: dict[str, list[Interval]] = {name: [] for name in _COPIES}
+    for name, start, stop in events:
+        direction = next((key for key, mark in _COPIES.items() if name.startswith("Memcpy") and mark in name), None)
+        (kernels if direction is None else copies[direction]).append((start, stop))
+    busy = union(kernels)
+    moving = union([interval for intervals in copies.values() for interval in intervals])
+    if not busy and not moving:
+        return None
+    both = union([*busy, *moving])
+    return {
+        "kernel_seconds": total(busy),
+        **{f"{name}_seconds": total(union(intervals)) for name, intervals in copies.items()},
+        "exposed_copy_seconds": total(both) - total(busy),
+        "idle_seconds": both[-1][1] - both[0][0] - total(both),
+    }
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The times that at least one interval covers, in order and apart."""
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def total(intervals: Sequence[Interval]) -> float:
+    """How long intervals that are apart are together."""
+    return sum(stop - start for start, stop in intervals)

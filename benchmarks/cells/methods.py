@@ -1,0 +1,77 @@
+"""The methods that are compared, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import peers
+
+from cells.cell import Cell
+from lightning_memo import MemoStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train: a peer's, or this project's strategy with some settings.
+
+    Attributes:
+        label: What tables call it.
+        attach: Puts a peer's way around the model; `None`: the strategy does it.
+        settings: Of `MemoStrategy`.
+        sliced: Whether slices are at most as long as the cell says.
+        own_loss: Whether it brings a loss that never holds all logits.
+    """
+
+    label: str
+    attach: peers.Attach | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    sliced: bool = False
+    own_loss: bool = False
+
+    @property
+    def is_memo(self) -> bool:
+        return self.attach is None
+
+    def strategy(self, cell: Cell) -> Any:
+        """Of Lightning's trainer."""
+        if not self.is_memo:
+            return "auto"
+        slices = {"slice_tokens": cell.slice_tokens} if self.sliced else {}
+        whole = {"loss_chunk_tokens": None} if cell.loss == "whole" else {}
+        return MemoStrategy(attention=cell.attention, **self.settings, **slices, **whole)
+
+
+def _memo(label: str, sliced: bool = False, **settings: Any) -> Method:
+    return Method(label, settings=settings, sliced=sliced, own_loss=True)
+
+
+METHODS: Final = {
+    "plain": Method("plain", peers.attach_plain),
+    "checkpointing": Method("checkpointing", peers.attach_checkpointing),
+    "checkpointing_save_on_cpu": Method("checkpointing + save_on_cpu", peers.attach_save_on_cpu),
+    "async_offload": Method("async offload", peers.attach_async_offload),
+    "checkpointing_async_offload": Method("checkpointing + async offload", peers.attach_checkpointing_async_offload),
+    "alst": Method("DeepSpeed ALST", peers.attach_alst, own_loss=True),
+    # Alphas are compared with each other and with the planner's choice of them, memory unplanned in all.
+    **{
+        f"memo_alpha_{alpha:g}": _memo(f"Memo, alpha {alpha:g}", alpha=alpha, plan_memory=False)
+        for alpha in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+    },
+    "memo_auto_unplanned": _memo("Memo auto, memory unplanned", plan_memory=False),
+    "memo_auto": _memo("Memo auto"),
+    "memo_kinds": _memo("Memo by kinds", storage="kinds", plan_memory=False),
+    "memo_slices": _memo("Memo, many slices", sliced=True, plan_memory=False),
+    "memo_slice_schedule": _memo("Memo, slice by slice", sliced=True, schedule="slice", plan_memory=False),
+}
+
+
+def method_of(cell: Cell) -> Method:
+    """The method of a cell.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if cell.method not in METHODS:
+        raise ValueError(f"method {cell.method!r} is not known: give some of {', '.join(METHODS)}")
+    return METHODS[cell.method]

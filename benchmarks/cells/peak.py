@@ -1,0 +1,55 @@
+"""The FLOP/s that a GPU is measured against."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lightning_memo.estimate.presets import load_cluster, preset_names
+
+_SIZE = 8192
+_PRODUCTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense bf16 FLOP/s.
+
+    Attributes:
+        source: Where the number is from.
+    """
+
+    flops: float
+    source: str
+
+
+def peak_of(device: torch.device) -> Peak | None:
+    """What the maker says of a GPU, or else what a large product of matrices reaches; `None` on a CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return specified(properties.name, properties.total_memory) or _measured(device)
+
+
+def specified(name: str, memory_bytes: int) -> Peak | None:
+    """The peak in the file of `conf/cluster` for a GPU of such a name, with about so much memory; `None`: no file."""
+    words = name.upper().replace("-", " ").split()
+    found = [cluster for cluster in preset_names("cluster") if cluster.partition("_")[0].upper() in words]
+    if not found:
+        return None
+    nearest = min(found, key=lambda cluster: abs(load_cluster(cluster).device_bytes - memory_bytes))
+    return Peak(load_cluster(nearest).peak_flops, f"conf/cluster/{nearest}.yaml")
+
+
+def _measured(device: torch.device) -> Peak:
+    a, b = (torch.randn(_SIZE, _SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = a @ b
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        torch.matmul(a, b, out=out)
+    torch.cuda.synchronize(device)
+    seconds = (time.perf_counter() - start) / _PRODUCTS
+    return Peak(2.0 * _SIZE**3 / seconds, f"measured: products of {_SIZE} x {_SIZE} matrices")

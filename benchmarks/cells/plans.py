@@ -1,0 +1,89 @@
+"""Which cells are measured, in which order, and how long.
+
+Methods at one length come one after the other, and short lengths first: what is there when a run is cut short can be
+compared. Longer steps are repeated less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from cells.cell import Cell, Effort
+
+Work = tuple[Cell, Effort]
+
+MAIN: Final = (
+    "plain", "checkpointing", "checkpointing_save_on_cpu", "async_offload", "checkpointing_async_offload", "alst",
+    "memo_auto",
+)  # fmt: skip
+SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
+ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
+ALL: Final = (*MAIN, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")
+BOUND_LAYERS: Final = (1, 2)
+"""Plain training of so few layers has memory to spare; the difference is what a layer takes at least."""
+
+_K: Final = 1024
+FITS: Final = Effort(warmup=0, repeats=1, settle_seconds=1, seconds=560, prime_tokens=4 * _K, observe=False)
+"""What shows that a length fits, with the optimizer's state there."""
+
+
+def grid(
+    cells: Iterable[Cell], methods: Sequence[str], lengths: Sequence[int], effort: Effort | None = None
+) -> Iterator[Work]:
+    """Every cell by every method at every length.
+
+    Args:
+        cells: What their methods and lengths take the place of.
+        methods: In the order in which they run.
+        lengths: Tokens.
+        effort: `None`: what goes with the length.
+    """
+    cells = list(cells)
+    for tokens in sorted(lengths):
+        for cell in cells:
+            for method in methods:
+                yield replace(cell, method=method, tokens=tokens), effort or effort_at(tokens)
+
+
+def bounds(cell: Cell, lengths: Sequence[int], effort: Effort | None = None) -> Iterator[Work]:
+    """What tells how fast a cell's model could be with memory to spare."""
+    few = [replace(cell, layers=layers) for layers in BOUND_LAYERS]
+    return grid(few, ("plain",), lengths, effort)
+
+
+def effort_at(tokens: int) -> Effort:
+    """How long a length is measured."""
+    if tokens <= 32 * _K:
+        return Effort()
+    if tokens <= 128 * _K:
+        return Effort(warmup=1, repeats=3, settle_seconds=90)
+    return Effort(warmup=0, repeats=1, settle_seconds=30, seconds=400, prime_tokens=4 * _K)
+
+
+def session() -> list[Work]:
+    """What is worth most on a GPU that is there for half an hour; the first of it first."""
+    few, whole = Cell(method="", tokens=0, model="llama3_8b", layers=8), Cell(method="", tokens=0, model="llama3_2_1b")
+    unplanned = [replace(few, allocator=allocator) for allocator in ("native", "expandable_segments")]
+    work: list[Work] = []
+    for tokens in (64 * _K, 128 * _K):
+        work += [*grid([few], MAIN, [tokens]), *bounds(few, [tokens])]
+    work += grid([few], ALPHAS, [64 * _K])
+    work += grid([few], MAIN, [4 * _K, 16 * _K])
+    work += grid(unplanned, ("checkpointing", "memo_auto_unplanned"), [64 * _K])
+    work += [*grid([few], MAIN, [256 * _K]), *bounds(few, [256 * _K])]
+    work += grid([few], ("memo_slices", "memo_kinds"), [64 * _K])
+    work += grid([replace(few, tuning="lora"), whole, replace(few, model="llama3_2_3b")], MAIN, [16 * _K, 64 * _K])
+    work += grid([few], ALPHAS, [128 * _K])
+    work += grid([replace(whole, tuning="lora")], MAIN, [16 * _K, 64 * _K])
+    return list(dict(work).items())
+
+
+def smoke() -> list[Work]:
+    """All methods with a tiny model on a CPU, in two minutes."""
+    cell = Cell(method="", tokens=0, model="llama_tiny", layers=4, device="cpu", slice_tokens=64)
+    effort = Effort(warmup=1, repeats=2, settle_seconds=5, seconds=60)
+    adapters = replace(cell, tuning="lora")
+    work = [*grid([cell], ALL, [128], effort), *bounds(cell, [128], effort)]
+    return [*work, *grid([cell, adapters], ("plain", "memo_alpha_0.5"), [256], effort)]

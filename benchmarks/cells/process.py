@@ -1,0 +1,165 @@
+"""A process for each cell: whatever happens in it ends with it, running out of memory included."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from cells.cell import Cell, Effort, Result
+from lightning_memo.lengths.process import end_with_parent
+
+_IMPORTS = ["cells.training", "transformers.models.llama.modeling_llama", "peft"]
+_LONGEST_OUTPUT = 4000
+_DRIVER_REFUSES = "CUDA error: out of memory"
+_KILLED = "the process was ended by SIGKILL, as the kernel does where the host's memory runs out"
+
+
+def run_cell(cell: Cell, effort: Effort, seconds: float, command: Sequence[str]) -> Result:
+    """Measure a cell in a process of its own.
+
+    Args:
+        cell: It.
+        effort: How many steps.
+        seconds: After which the process is ended.
+        command: What is told as the command that measured it.
+
+    Returns:
+        Its result: `status` is "ok", "oom" (of the device), "oohm" (of the host), "timeout", "unavailable", or "error";
+        `reason` says more. What was measured before it ended is there.
+    """
+    context = _quickly_started()
+    pipe, there = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="cell-") as folder:
+        output = Path(folder) / "output.txt"
+        output.touch()
+        process = context.Process(target=_serve, args=(there, cell, effort, list(command), output), name="cell")
+        started = time.monotonic()
+        process.start()
+        there.close()
+        try:
+            known, ended = _receive(pipe, started + seconds)
+        finally:
+            if process.is_alive():
+                _end(process)
+            process.join()
+        if not ended:
+            known |= {"status": "timeout", "reason": f"not over after {seconds:.0f} s"}
+        elif "status" not in known:
+            known |= _how_it_ended(process.exitcode)
+        if known["status"] == "error":
+            known["output"] = output.read_text(errors="replace")[-_LONGEST_OUTPUT:]
+        known["wall_seconds"] = round(time.monotonic() - started, 1)
+    return known
+
+
+def device_name(device: str) -> str:
+    """What a device calls itself; asked by a process of its own, because who asks holds some of a GPU's memory.
+
+    Raises:
+        ValueError: There is none.
+    """
+    context = _quickly_started()
+    pipe, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send_name, args=(there, device), name="device")
+    process.start()
+    there.close()
+    name = pipe.recv()
+    process.join()
+    if name is None:
+        raise ValueError(f"--device {device}: PyTorch finds no GPU; --plan smoke, or --device cpu, runs without one")
+    return str(name)
+
+
+def _send_name(pipe: Connection, device: str) -> None:
+    import torch
+    from circumstances import cpu_name
+
+    if device == "cpu":
+        pipe.send(cpu_name())
+    else:
+        pipe.send(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+
+
+def _quickly_started() -> Any:
+    """How processes are started: from one that has imported everything, and has not touched the device."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a library that asks for GPUs must not start CUDA before a fork
+    here, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
+    if here not in path.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [path])])
+    return context
+
+
+def _receive(pipe: Connection, deadline: float) -> tuple[Result, bool]:
+    """What the process told last, and whether it came to an end before the deadline."""
+    known: Result = {}
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.poll(max(deadline - time.monotonic(), 0.0)):
+            known |= pipe.recv()
+        return known, "status" in known
+    return known, True
+
+
+def _end(process: Any) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+def _how_it_ended(status: int | None) -> Result:
+    if status == -signal.SIGKILL:
+        return {"status": "oohm", "reason": _KILLED}
+    return {"status": "error", "reason": f"the process ended with status {status}"}
+
+
+def _serve(pipe: Connection, cell: Cell, effort: Effort, command: list[str], output: Path) -> None:
+    os.setsid()  # what this process starts, compilers for example, ends with it
+    threading.Thread(target=end_with_parent, args=(output.parent,), daemon=True).start()
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel's first choice
+    sys.argv = command
+    tempfile.tempdir = str(output.parent)  # removed with it, even if this process is killed
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    pipe.send(_measure(cell, effort, pipe))
+
+
+def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
+    import torch
+    from circumstances import circumstances, cpu_name
+    from peers import Unavailable
+
+    from cells.training import train
+    from lightning_memo.lengths.trial import is_out_of_memory
+
+    if cell.device == "cpu":
+        torch.set_num_threads(1)
+    device = torch.cuda.get_device_name() if cell.device == "cuda" else cpu_name()
+    pipe.send({**circumstances(("torch", "transformers", "lightning", "lightning_memo")), "device": device})
+    try:
+        return {**train(cell, effort, pipe.send), "status": "ok", "reason": ""}
+    except Unavailable as error:
+        return {"status": "unavailable", "reason": str(error)}
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if _DRIVER_REFUSES in reason:  # the allocator of the device tells it in other words: this was pinned memory
+            return {"status": "oohm", "reason": reason}
+        if is_out_of_memory(error):
+            return {"status": "oom" if "CUDA" in reason else "oohm", "reason": reason}
+        traceback.print_exc()
+        return {"status": "error", "reason": reason}

@@ -1,0 +1,161 @@
+"""Which steps of a training run are timed, and what is read off them, as a Lightning callback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from cells import activity
+from cells.cell import Effort, Result
+from cells.memory import begin_peaks, of_device
+from lightning_memo.engine.clock import Clock, Moment
+
+Stage = Literal["prime", "settling", "warmup", "timed", "observed"]
+
+_MOST = 10_000
+_LOSSES = 3  # that are kept, of the first steps: all methods have the same
+_TELL_SECONDS = 2.0
+"""Telling reads the device's clock, which waits for it: not after every step of milliseconds."""
+
+
+class Steps(Callback):
+    """Times steps by the device's own clock, without a word between host and device in them.
+
+    The first steps settle what is planned, some warm up, some are timed. In one more, which is not timed, the waits for
+    copies are recorded, and on a GPU all that it does.
+
+    Args:
+        effort: How many.
+        settled: Whether the next step is like those that follow.
+        tell: Called after the last step, and after others some seconds after the last time.
+    """
+
+    most = _MOST
+
+    def __init__(self, effort: Effort, settled: Callable[[], bool], tell: Callable[[], None]) -> None:
+        self._effort, self._is_settled, self._tell = effort, settled, tell
+        self._clock: Clock
+        self._stage: Stage = "prime" if effort.prime_tokens else "settling"
+        self._settled = False
+        self._counts: dict[Stage, int] = dict.fromkeys(("prime", "settling", "warmup", "timed", "observed"), 0)
+        self._timed: list[tuple[Moment, Moment]] = []
+        self._begun: Moment = 0.0
+        self._losses: list[Tensor] = []
+        self._gradient_norm: Tensor | None = None
+        self._observing = ExitStack()
+        self._events: list[tuple[str, float, float]] = []
+        self._waits: Result | None = None
+        self._started_seconds = self._told_seconds = 0.0
+        self.memory: Result = {}
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of the timed steps."""
+        return [Clock.seconds(begun, ended) for begun, ended in self._timed]
+
+    @property
+    def median_seconds(self) -> float | None:
+        return median(self.seconds) if self._timed else None
+
+    def as_json(self) -> Result:
+        """What was measured so far."""
+        return {
+            "steps": dict(self._counts),
+            "settled": self._settled and self._is_settled(),
+            "seconds": self.seconds,
+            "median_seconds": self.median_seconds,
+            "losses": [float(loss) for loss in self._losses],
+            "gradient_norm": None if self._gradient_norm is None else float(self._gradient_norm),
+            "waits": self._waits,
+            "activity": activity.summary(self._events),
+        }
+
+    # ---- a step
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._clock = Clock(pl_module.device)
+        self._started_seconds = self._told_seconds = time.perf_counter()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._stage = self._next_stage()
+        if self._stage == "timed" and not self._timed:
+            begin_peaks(pl_module.device)
+        if self._stage == "observed":
+            self._events = self._observing.enter_context(activity.recording(pl_module.device))
+            if recorder := _recorder(trainer):
+                recorder.start()
+        if pl_module.peer.step is not None:
+            self._observing.enter_context(pl_module.peer.step)
+        self._begun = self._clock.now()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._gradient_norm is None and self._stage != "prime":
+            norms = [
+                torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+                for p in pl_module.parameters()
+                if p.grad is not None
+            ]
+            self._gradient_norm = torch.linalg.vector_norm(torch.stack(norms))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        ended = self._clock.now()
+        if self._stage == "timed":
+            self._timed.append((self._begun, ended))
+            self.memory = of_device(pl_module.device)
+        if self._stage == "observed" and (recorder := _recorder(trainer)):
+            timeline = recorder.stop()
+            self._waits = {
+                "step_seconds": timeline.seconds,
+                "waited_seconds": timeline.waited_seconds,
+                "copied_seconds": timeline.copied_seconds,
+                "copied_bytes": timeline.copied_bytes,
+            }
+        self._observing.close()
+        if self._stage != "prime" and len(self._losses) < _LOSSES:
+            self._losses.append(outputs["loss"].detach())
+        self._counts[self._stage] += 1
+        last = "observed" if self._effort.observe else "timed"
+        trainer.should_stop = self._counts[last] >= (1 if last == "observed" else self._effort.repeats)
+        if trainer.should_stop or time.perf_counter() - self._told_seconds > _TELL_SECONDS:
+            self._tell()
+            self._told_seconds = time.perf_counter()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._observing.close()
+
+    def _next_stage(self) -> Stage:
+        if self._effort.prime_tokens and not self._counts["prime"]:
+            return "prime"
+        waited = time.perf_counter() - self._started_seconds
+        self._settled = self._settled or self._is_settled() or waited > self._effort.settle_seconds
+        if not self._settled:
+            return "settling"
+        if self._counts["warmup"] < self._effort.warmup:
+            return "warmup"
+        return "timed" if self._counts["timed"] < self._effort.repeats else "observed"
+
+
+def _recorder(trainer: pl.Trainer) -> Any:
+    """Of the engine's step; `None` where the engine moves nothing."""
+    engine = getattr(trainer.strategy, "engine", None)
+    return None if engine is None or engine.memory is None else engine.recorder

@@ -1,0 +1,204 @@
+"""Runs a cell in this process: Lightning's trainer on random tokens, as a user would train."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from peers import Peer
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from cells import memory
+from cells.cell import Cell, Effort, Result
+from cells.flops import shape_of, step_flops
+from cells.methods import Method, method_of
+from cells.peak import Peak, peak_of
+from cells.steps import Steps
+from lightning_memo.estimate.presets import load_preset
+from lightning_memo.lengths.trial import QUIET, RandomTokens
+from lightning_memo.loss.attach import attach_chunked_loss
+from lightning_memo.models import ModelConfig, build_model
+
+_LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+_BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+_LEARNING_RATE = 1e-5
+
+
+def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
+    """Measure a cell.
+
+    Args:
+        cell: It.
+        effort: How long.
+        tell: Is given what is known so far, after each step.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        Unavailable: The method is not to be had here.
+        Exception: Whatever training raises.
+    """
+    method = method_of(cell)
+    device = torch.device(cell.device, 0) if cell.device == "cuda" else torch.device(cell.device)
+    if device.type == "cuda" and cell.allocator == "expandable_segments":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch.manual_seed(0)
+    peak = peak_of(device)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        stack.enter_context(_same_kernel(cell, method))
+        module = CellModule(cell, method, stack)
+
+        known: Result = {}
+
+        def keep() -> None:
+            known.update(_result(module, steps, peak, device))
+            tell(known)
+
+        steps = Steps(effort, settled=lambda: _settled(trainer.strategy), tell=keep)
+        trainer = pl.Trainer(
+            **QUIET, strategy=method.strategy(cell), callbacks=[steps], default_root_dir=folder, devices=1,
+            accelerator="gpu" if device.type == "cuda" else "cpu", precision="bf16-true",
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(_batches(cell, effort, device, steps.most), batch_size=None))
+        return known
+
+
+def _batches(cell: Cell, effort: Effort, device: torch.device, most: int) -> list[dict[str, Tensor]]:
+    """The same sequence again and again, on the device; before it a shorter one, if that is wished."""
+    batch_of = RandomTokens(vocabulary=shape_of(cell).vocab)
+    lengths = [effort.prime_tokens] * bool(effort.prime_tokens) + [cell.tokens]
+    first, last = ({name: t.to(device) for name, t in batch_of(tokens).items()} for tokens in (lengths[0], lengths[-1]))
+    return [first] + [last] * most
+
+
+class CellModule(pl.LightningModule):
+    """A Hugging Face model with random weights, and a method around it.
+
+    Args:
+        cell: Which.
+        method: The cell's.
+        stack: Takes the method off again.
+    """
+
+    def __init__(self, cell: Cell, method: Method, stack: ExitStack) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+        self.cell, self.method = cell, method
+        self.peer = Peer()
+        self._stack = stack
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        config = dict(load_preset("model", self.cell.model)["config"])
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], self.cell.tokens)
+        if self.cell.layers is not None:
+            config["num_hidden_layers"] = self.cell.layers
+        lora = _LORA if self.cell.tuning == "lora" else {}
+        self.model = build_model(ModelConfig(config=config, lora=lora))
+        if self.method.attach is not None:
+            if self.cell.loss == "chunked" and not self.method.own_loss:
+                for undo in attach_chunked_loss(self.model):
+                    self._stack.callback(undo)
+            self.peer = self.method.attach(self.model, self._stack)
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(**batch).loss if self.peer.loss is None else self.peer.loss(batch)
+        return loss
+
+    # Lightning clears gradients between forward and backward, which would lose those that a peer's loss wrote in the
+    # forward: such a step begins without any.
+
+    @override
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        if self.peer.loss is not None:
+            self.zero_grad()
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if self.peer.loss is None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        weights = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(weights, lr=_LEARNING_RATE, fused=True)
+
+    @property
+    def parameters_and_trained(self) -> tuple[int, int]:
+        """How many weights there are, and how many of them get a gradient."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.parameters()]
+        return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _same_kernel(cell: Cell, method: Method) -> AbstractContextManager[None]:
+    """Hugging Face's attention takes the wished kernel or fails; the strategy is told by its setting."""
+    if method.is_memo or cell.device != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(_BACKENDS[cell.attention])
+
+
+def _settled(strategy: Any) -> bool:
+    """Whether the next step is like those that follow: planned, and with planned memory if that is wished."""
+    plan, planned = getattr(strategy, "plan", None), getattr(strategy, "memory", None)
+    if not hasattr(strategy, "plan"):
+        return True
+    return plan is not None and (planned is None or planned.settled)
+
+
+def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.device) -> Result:
+    cell, strategy = module.cell, module.trainer.strategy
+    swap = None if getattr(strategy, "plan", None) is None else strategy.plan.swap
+    engine = getattr(strategy, "engine", None)
+    alpha = swap.alpha if swap is not None and swap.mode == "memo" else None
+    by_kind = swap is not None and swap.storage is not None
+    weights, trained = module.parameters_and_trained
+    flops = step_flops(cell, trained / weights, alpha, by_kind)
+    seconds = steps.median_seconds
+    return {
+        **steps.as_json(),
+        "tokens_per_second": cell.tokens / seconds if seconds else None,
+        "flops": asdict(flops),
+        "peak": None if peak is None else asdict(peak),
+        "mfu": share(flops.model, seconds, peak),
+        "hfu": share(flops.hardware, seconds, peak),
+        "parameters": weights,
+        "trained_parameters": trained,
+        "memory": {**memory.of_host(), **memory.of_device(device), **steps.memory},  # of timed steps, if there are any
+        "swapped_host_bytes": 0 if engine is None else engine.host_bytes,
+        "plan": None if swap is None else _plan(strategy, swap),
+        "packages": list(module.peer.packages),
+    }
+
+
+def _plan(strategy: Any, swap: Any) -> Result:
+    """What the strategy does."""
+    planned = strategy.memory
+    return {
+        "mode": swap.mode,
+        "alpha": swap.alpha,
+        "schedule": swap.schedule,
+        "host_backed": swap.host_backed,
+        "memory_planned": planned is not None and planned.stats is not None,
+        "overflow_bytes": 0 if strategy.engine.memory is None else strategy.engine.memory.stats.overflow_bytes,
+    }
+
+
+def share(flops: float | None, seconds: float | None, peak: Peak | None) -> float | None:
+    """Of the peak; `None` where something is not known."""
+    if flops is None or seconds is None or peak is None:
+        return None
+    return flops / seconds / peak.flops

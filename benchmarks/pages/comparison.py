@@ -1,0 +1,166 @@
+"""What results of cells say beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+from cells.cell import Cell, Result
+from cells.flops import shape_of
+from cells.methods import METHODS
+from cells.plans import ALPHAS, BOUND_LAYERS
+
+CHOSEN = "memo_auto"
+RECOMPUTED = "checkpointing"
+LOSS_TOLERANCE = 2**-8
+"""Of first losses in bf16, whose numbers have eight significant bits."""
+
+NORM_TOLERANCE = 2**-6
+"""Of the norms of first gradients, which sums in another order change more."""
+
+_SAME: tuple[tuple[str, Callable[[Result], float], float], ...] = (
+    ("first loss", lambda result: float(result["losses"][0]), LOSS_TOLERANCE),
+    ("first gradient's norm", lambda result: float(result["gradient_norm"]), NORM_TOLERANCE),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Results of one model, trained one way, on one device.
+
+    Args:
+        cell: One of its cells; method and length are of no consequence.
+        results: All of them.
+        everything: Results of all groups of the device.
+    """
+
+    cell: Cell
+    results: Sequence[Result]
+    everything: Sequence[Result]
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, int], Result]:
+        return {(r["cell"]["method"], r["cell"]["tokens"]): r for r in self.results}
+
+    @property
+    def lengths(self) -> list[int]:
+        """That something was measured at."""
+        return sorted({tokens for _, tokens in self._by_place})
+
+    @property
+    def methods(self) -> list[str]:
+        """That something was tried by, in the usual order."""
+        tried = {method for method, _ in self._by_place}
+        return [method for method in METHODS if method in tried]
+
+    def result(self, method: str, tokens: int) -> Result | None:
+        """`None`: not tried."""
+        return self._by_place.get((method, tokens))
+
+    def finished(self, method: str, tokens: int) -> Result | None:
+        """A result with a time; `None`: there is none."""
+        result = self.result(method, tokens)
+        return result if result is not None and result["status"] == "ok" and result["median_seconds"] else None
+
+    def seconds(self, method: str, tokens: int) -> float | None:
+        """Of a step."""
+        result = self.finished(method, tokens)
+        return None if result is None else float(result["median_seconds"])
+
+    def best_other(self, tokens: int) -> tuple[str, float] | None:
+        """The fastest method that is not this project's, and its seconds."""
+        others = [method for method in self.methods if not METHODS[method].is_memo]
+        return self._fastest(others, tokens)
+
+    def best_alpha(self, tokens: int) -> tuple[str, float] | None:
+        """The fastest of the alphas that were tried, and its seconds."""
+        return self._fastest([m for m in ALPHAS if m in self.methods and m.startswith("memo_alpha")], tokens)
+
+    def _fastest(self, methods: Iterable[str], tokens: int) -> tuple[str, float] | None:
+        timed = [(seconds, m) for m in methods if (seconds := self.seconds(m, tokens)) is not None]
+        return min(timed)[::-1] if timed else None
+
+    def bound_seconds(self, tokens: int) -> float | None:
+        """A step in which nothing is recomputed or waited for: a layer takes what one more of few ones takes."""
+        first, second = BOUND_LAYERS
+        few = [self._plain_seconds(layers, tokens) for layers in BOUND_LAYERS]
+        if few[0] is None or few[1] is None:
+            return None
+        layer = (few[1] - few[0]) / (second - first)
+        return few[0] + (shape_of(self.cell).layers - first) * layer
+
+    def _plain_seconds(self, layers: int, tokens: int) -> float | None:
+        wanted = replace(self.cell, layers=layers, method="plain", tokens=tokens)
+        found = [r for r in self.everything if Cell(**r["cell"]).path == wanted.path and r["status"] == "ok"]
+        return found[0]["median_seconds"] if found else None
+
+    def deviations(self) -> list[tuple[Result, str, float]]:
+        """Results that compute something else than the others at their length: what is off, and how far, relatively."""
+        found = []
+        for tokens in self.lengths:
+            known = [r for m in self.methods if (r := self.result(m, tokens)) is not None and r.get("losses")]
+            for name, value, tolerance in _SAME:
+                expected = median(value(r) for r in known) if known else 0.0
+                errors = [(r, name, abs(value(r) - expected) / expected) for r in known]
+                found += [wrong for wrong in errors if not wrong[2] <= tolerance]
+        return found
+
+    def longest(self, method: str) -> tuple[Result | None, Result | None]:
+        """The longest length that was trained, and the shortest beyond it that was not."""
+        fits = [tokens for tokens in self.lengths if self.finished(method, tokens)]
+        most = max(fits, default=0)
+        beyond = [
+            t for t in self.lengths if t > most and (r := self.result(method, t)) and r["status"] != "unavailable"
+        ]
+        return (
+            self.result(method, most) if fits else None,
+            self.result(method, min(beyond)) if beyond else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How many times as fast as something else a step of Memo's own plan is, at one length.
+
+    Attributes:
+        best: The fastest method that is not this project's.
+        bound: Of a step in which nothing is recomputed or waited for; 1 would be as fast.
+    """
+
+    tokens: int
+    best: str
+    over_best: float
+    over_recomputation: float | None
+    bound: float | None
+
+
+def speedups(group: Group) -> list[Speedup]:
+    """At all lengths at which Memo and another method were timed."""
+    found = []
+    for tokens in group.lengths:
+        own, best = group.seconds(CHOSEN, tokens), group.best_other(tokens)
+        if own is None or best is None:
+            continue
+        method, seconds = best
+        recomputed, bound = group.seconds(RECOMPUTED, tokens), group.bound_seconds(tokens)
+        found.append(
+            Speedup(
+                tokens,
+                method,
+                seconds / own,
+                None if recomputed is None else recomputed / own,
+                None if bound is None else bound / own,
+            )
+        )
+    return found
+
+
+def groups_of(results: Sequence[Result]) -> list[Group]:
+    """The groups of one device; those that only tell the bound are left out."""
+    by_name: dict[str, list[Result]] = {}
+    for result in results:
+        by_name.setdefault(Cell(**result["cell"]).group, []).append(result)
+    groups = [Group(Cell(**found[0]["cell"]), found, results) for found in by_name.values()]
+    return [g for g in groups if g.cell.layers not in BOUND_LAYERS or g.methods != ["plain"]]

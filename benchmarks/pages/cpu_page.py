@@ -1,0 +1,99 @@
+"""The part of the page that needs no GPU: the allocator, the placement planner, and memory against length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_memo.config import format_bytes
+from pages.markdown import source, table, tokens
+
+Report = dict[str, Any]
+
+
+def reserved(report: Report) -> str:
+    """What PyTorch's allocator reserves for a step, beside the planned arena."""
+    parts = []
+    for row in report["results"]:
+        arena = row["arena_bytes"]
+        peaks = {
+            "the arena": arena,
+            "with the plan": row["with_plan"]["default"]["peak_reserved_bytes"],
+            "PyTorch alone, default settings": row["without_plan"]["default"]["peak_reserved_bytes"],
+            "PyTorch alone, expandable segments": row["without_plan"]["expandable_segments"]["peak_reserved_bytes"],
+        }
+        rows = [[name, format_bytes(size), f"{size / arena:.2f}"] for name, size in peaks.items()]
+        bound = "its lower bound" if arena == row["lower_bound_bytes"] else "above its lower bound"
+        parts.append(
+            f"Step `{row['trace']}`, {row['requests']:,} requests, on a stub of the CUDA runtime (torch "
+            f"{report['libc10_cuda']}); the arena is {bound}.\n\n" + table(["", "bytes reserved", "x arena"], rows)
+        )
+    return "\n\n".join(
+        ["**What PyTorch's allocator reserves for one step, beside the planned arena**", *parts, _told(report)]
+    )
+
+
+def placement(report: Report) -> str:
+    """Hard problems, and how the planner places them."""
+    rows = [
+        [
+            row["problem"], f"{row['buffers']:,}", f"{row['place']['peak'] / row['place']['lower_bound']:.3f}",
+            f"{row['one_pass']['peak'] / row['place']['lower_bound']:.3f}", f"{row['place']['seconds']:.2f} s",
+        ]
+        for row in report["results"]
+        if row["status"] == "ok"
+    ]  # fmt: skip
+    head = ["problem", "buffers", "peak / lower bound", "best of 24 one-pass placements", "time"]
+    told = (
+        "A to J are hard instances that google/minimalloc publishes; a search ends where their capacity is kept.\n"
+        "The others are recorded layers, and models of 8."
+    )
+    return "\n\n".join(["**Placement of buffers**, on one core", table(head, rows), told, _told(report)])
+
+
+def allocation(report: Report) -> str:
+    """Time of an allocation and a free, relative to PyTorch's own."""
+    spans = {
+        name: (min(values), max(values))
+        for name in ("planned", "idle")
+        for values in [[row["ratio"][name] for row in report["results"]]]
+    }
+    told = ", ".join(f"{name} {least:.2f} to {most:.2f}" for name, (least, most) in spans.items())
+    sizes = [row["size_bytes"] for row in report["results"]]
+    span = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    return f"**One allocation and one free on the CPU**, {span}: {told} of PyTorch's own time.\n\n{_told(report)}"
+
+
+def growth(report: Report) -> str:
+    """Device memory against length where everything else is on the host."""
+    lengths = sorted({row["tokens"] for row in report["results"]})
+    rows = []
+    for schedule in dict.fromkeys(row["schedule"] for row in report["results"]):
+        found = {row["tokens"]: row for row in report["results"] if row["schedule"] == schedule}
+        for name, key in (("device", "peak_bytes"), ("host", "host_bytes")):
+            sizes = [found[length][key] for length in lengths]
+            rows.append([f"{schedule}, {name}", *map(format_bytes, sizes), f"{sizes[-1] / sizes[0]:.3f}"])
+    settings = report["settings"]
+    model = f"{settings['layers']} layers of {settings['hidden']}, slices of {settings['slice_tokens']} tokens, fp32"
+    return "\n\n".join([
+        f"**Peaks of a step by length**, `host_backed=\"all\"`: {model}",
+        table(["schedule", *map(tokens, lengths), "last / first"], rows), _told(report),
+    ])  # fmt: skip
+
+
+def load(path: Path) -> Report:
+    """A report.
+
+    Raises:
+        ValueError: The file is none.
+    """
+    try:
+        report: Report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no report of a benchmark can be read ({error})") from None
+    return report
+
+
+def _told(report: Report) -> str:
+    return f"({source(report)}.)"

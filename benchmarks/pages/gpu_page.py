@@ -1,0 +1,182 @@
+"""The part of the page that tells of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cells.cell import Result
+from cells.methods import METHODS
+from cells.plans import ALPHAS, BOUND_LAYERS
+
+from lightning_memo.config import format_bytes
+from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, groups_of, speedups
+from pages.markdown import number, ratio, table, tokens
+
+NOT_MEASURED = """Not measured yet: no results of a GPU are in `benchmarks/results/gpu`.
+`bash benchmarks/gpu_session.sh` measures everything that this page would tell, the most important first; it can be
+ended at any time, and goes on where it ended. `python benchmarks/gpu.py --help` tells of single comparisons."""
+
+_EXPLAINED = f"""Every cell is some steps of Lightning's trainer on one sequence of random tokens, bf16, AdamW, in a process of its own:
+the median of the timed ones. All methods run the same attention kernel, and all have the loss in chunks (ALST its own
+tiles), so that they differ in what they do with activations. MFU counts what the model needs: attention causal, nothing
+that is recomputed. First losses agree within {LOSS_TOLERANCE:.1%}, and the norms of first gradients within
+{NORM_TOLERANCE:.1%}, unless a line says otherwise. "oom": the GPU's memory ran out; "oohm": the host's."""  # noqa: E501  a line of the page
+
+
+def device_section(results: Sequence[Result], pictures: dict[str, Path]) -> str:
+    """All groups of one device.
+
+    Args:
+        results: Of the device.
+        pictures: By group, relative to the page.
+    """
+    groups = groups_of(results)
+    return "\n\n".join([_circumstances(results), _EXPLAINED, *[_group(g, pictures.get(g.cell.group)) for g in groups]])
+
+
+def _circumstances(results: Sequence[Result]) -> str:
+    dates = sorted(r["date"][:10] for r in results if "date" in r)
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    versions = sorted({f"{k} {v}" for r in results for k, v in r.get("versions", {}).items() if k != "lightning_memo"})
+    packages = sorted({package for r in results for package in r.get("packages", [])})
+    commands = sorted({r["command"] for r in results if "command" in r})
+    told = "\n".join(f"- `{command}`" for command in commands)
+    return f"{days}; {', '.join(dict.fromkeys([*versions, *packages]))}. Measured by\n\n{told}"
+
+
+def _group(group: Group, picture: Path | None) -> str:
+    cell = group.cell
+    layers = "" if cell.layers is None else f", its first {cell.layers} layers"
+    way = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}[cell.tuning]
+    kernel = {"sdpa": "PyTorch's flash attention", "cudnn": "cuDNN's attention"}[cell.attention]
+    special = "" if cell.loss == "chunked" else ", whole logits"
+    special += "" if cell.allocator == "native" else f", allocator: {cell.allocator}"
+    parts = [
+        f"### {cell.model}{layers}, {way}{special}",
+        f"Attention: {kernel}.",
+        *_deviations(group),
+        "" if picture is None else f"![Tokens per second by length]({picture})",
+        "**Tokens per second, and MFU**\n\n" + _over_lengths(group, group.methods, _speed),
+        _ratios(group),
+        _alphas(group),
+        "**Memory: peak of the device (reserved), and of the process on the host**\n\n"
+        + _over_lengths(group, group.methods, _memory),
+        _copies(group),
+        _longest(group),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _over_lengths(group: Group, methods: Sequence[str], of: Callable[[Result], str]) -> str:
+    rows = []
+    for method in methods:
+        found = [group.result(method, length) for length in group.lengths]
+        rows.append([METHODS[method].label, *["-" if r is None else _state(r) or of(r) for r in found]])
+    return table(["", *map(tokens, group.lengths)], rows)
+
+
+def _state(result: Result) -> str:
+    """Why there is no number; empty: there is one."""
+    if result["status"] == "unavailable":
+        return "not installed" if "not installed" in result["reason"] else "not to be had"
+    return "" if result["status"] == "ok" and result["median_seconds"] else result["status"]
+
+
+def _speed(result: Result) -> str:
+    return f"{result['tokens_per_second']:,.0f} ({number(result['mfu'], '{:.1%}')})"
+
+
+def _memory(result: Result) -> str:
+    memory = result["memory"]
+    device, retries = memory["peak_reserved_bytes"], memory["alloc_retries"]
+    told = "-" if device is None else format_bytes(device) + (f", {retries} retries" if retries else "")
+    return f"{told} / {format_bytes(memory['peak_rss_bytes'])}"
+
+
+SPEEDUPS = ("length", "x best other", "which is", "x checkpointing", "of the bound")
+"""The head of a table of `speedup_cells`."""
+
+
+def speedup_cells(speedup: Speedup) -> list[str]:
+    """A row of a table."""
+    over = [number(value, "{:.3f}") for value in (speedup.over_best, speedup.over_recomputation, speedup.bound)]
+    return [tokens(speedup.tokens), over[0], METHODS[speedup.best].label, *over[1:]]
+
+
+def _ratios(group: Group) -> str:
+    """Memo's own plan beside the best of the others, full recomputation and the bound."""
+    rows = [speedup_cells(speedup) for speedup in speedups(group)]
+    if not rows:
+        return ""
+    first, second = BOUND_LAYERS
+    return "\n\n".join([
+        "**Memo auto: how many times as fast**", table(SPEEDUPS, rows),
+        f"The bound is a step without recomputation and waiting: plain training of {first} and {second} layers, with\n"
+        "memory to spare, tells what a layer takes; 1 would be as fast.",
+    ])  # fmt: skip
+
+
+def _alphas(group: Group) -> str:
+    """Steps by alpha, relative to the fastest; and what was chosen."""
+    swept = [m for m in ALPHAS if m in group.methods and m.startswith("memo_alpha")]
+    rows = []
+    for length in group.lengths:
+        best = group.best_alpha(length)
+        if len(swept) < 2 or best is None or group.result(ALPHAS[-1], length) is None:
+            continue
+        chosen = group.finished(ALPHAS[-1], length)
+        alpha = "-" if chosen is None else f"{chosen['plan']['alpha']:.3f}"
+        cells = [ratio(best[1], group.seconds(m, length)) for m in swept]
+        rows.append([tokens(length), *cells, ratio(best[1], group.seconds(ALPHAS[-1], length)), alpha])
+    if not rows:
+        return ""
+    head = ["length", *[METHODS[m].label.removeprefix("Memo, ") for m in swept], "chosen", "which is alpha"]
+    return "**Speed by alpha, relative to the fastest that was tried**\n\n" + table(head, rows)
+
+
+def _copies(group: Group) -> str:
+    """How much of a step copies are in the open."""
+    rows = []
+    for method in group.methods:
+        for length in group.lengths:
+            result = group.finished(method, length)
+            if result is None or not (result["waits"] or result["activity"]):
+                continue
+            waits, activity = result["waits"] or {}, result["activity"] or {}
+            waited, step = waits.get("waited_seconds", {}), waits.get("step_seconds")
+            rows.append([
+                METHODS[method].label, tokens(length),
+                *[number(waited.get(stream), "{:.3f} s") for stream in ("offload", "prefetch")],
+                ratio(sum(waited.values()) if waits else None, step, "{:.1%}"),
+                number(activity.get("exposed_copy_seconds"), "{:.3f} s"),
+                ratio(activity.get("exposed_copy_seconds"), result["median_seconds"], "{:.1%}"),
+                ratio(activity.get("idle_seconds"), result["median_seconds"], "{:.1%}"),
+            ])  # fmt: skip
+    if not rows:
+        return ""
+    head = ["", "length", "waits, offload", "waits, prefetch", "of the step", "copies alone", "of the step", "idle"]
+    return (
+        "**Waiting for copies**\n\n" + table(head, rows) + "\n\nWaits are those of the computation for the engine's own"
+        ' streams, by events; "copies alone" is when the GPU copied\nto or from the host and computed nothing, by the'
+        " profiler, which tells it of every method."
+    )
+
+
+def _longest(group: Group) -> str:
+    rows = []
+    for method in group.methods:
+        fits, beyond = group.longest(method)
+        if fits is None:
+            continue
+        above = "-" if beyond is None else f"{tokens(beyond['cell']['tokens'])}: {beyond['status']}"
+        rows.append([METHODS[method].label, tokens(fits["cell"]["tokens"]), above])
+    return "**Longest sequence that was trained**\n\n" + table(["", "tokens", "beyond it"], rows) if rows else ""
+
+
+def _deviations(group: Group) -> list[str]:
+    return [
+        f"**{METHODS[r['cell']['method']].label} at {tokens(r['cell']['tokens'])}: its {name} is {error:.1%} off the "
+        "others', so its time says nothing.**"
+        for r, name, error in group.deviations()
+    ]

@@ -1,0 +1,193 @@
+"""Ways to train long sequences that are not this project's, each put around a Hugging Face model and taken off again.
+
+Those of other packages are optional: where one is missing, `Unavailable` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from lightning_memo.engine.find import find_hugging_face, find_layers
+from lightning_memo.engine.layer_forward import replace_forward
+from lightning_memo.loss.attach import CHUNK_BYTES
+
+_IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
+
+
+class Unavailable(RuntimeError):
+    """A way to train is not to be had here; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What a step takes while a way to train is in force.
+
+    Attributes:
+        step: A context for a step, from its forward to its backward; `None`: none is needed.
+        loss: Computes the loss of a batch, and gradients of the head at once; `None`: the model does.
+        packages: Whose code it is, with versions.
+    """
+
+    step: AbstractContextManager[Any] | None = None
+    loss: Callable[[dict[str, Tensor]], Tensor] | None = None
+    packages: tuple[str, ...] = ()
+
+
+Attach = Callable[[nn.Module, ExitStack], Peer]
+"""Puts a way to train around a model; the stack takes it off again."""
+
+
+@contextmanager
+def checkpointing(model: nn.Module) -> Iterator[None]:
+    """Hugging Face's gradient checkpointing: each layer keeps its input, and runs again in the backward."""
+    # The second names are those of older releases of transformers 5.
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    try:
+        yield
+    finally:
+        (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
+        model.disable_input_require_grads()
+
+
+def attach_plain(model: nn.Module, stack: ExitStack) -> Peer:
+    """Nothing."""
+    return Peer()
+
+
+def attach_checkpointing(model: nn.Module, stack: ExitStack) -> Peer:
+    stack.enter_context(checkpointing(model))
+    return Peer(packages=named("transformers"))
+
+
+def attach_save_on_cpu(model: nn.Module, stack: ExitStack) -> Peer:
+    """Checkpointing whose layer inputs go to pinned memory, by PyTorch's own hooks, on the stream that computes."""
+    stack.enter_context(checkpointing(model))
+    _around_layers(model, stack, lambda: save_on_cpu(pin_memory=True))
+    return Peer(packages=named("torch"))
+
+
+def attach_async_offload(model: nn.Module, stack: ExitStack) -> Peer:
+    """Every saved tensor of the layers goes to pinned memory, on a stream of its own (torchtune)."""
+    _need_cuda("activations are offloaded on a CUDA stream")
+    hooks_of, packages = _async_hooks()
+    hooks = hooks_of(model)
+    _around_layers(model, stack, lambda: hooks)
+    return Peer(packages=packages)
+
+
+def attach_checkpointing_async_offload(model: nn.Module, stack: ExitStack) -> Peer:
+    """The same around checkpointing, as torchtune recommends it for long sequences."""
+    peer = attach_async_offload(model, stack)
+    stack.enter_context(checkpointing(model))
+    return peer
+
+
+def attach_alst(model: nn.Module, stack: ExitStack) -> Peer:
+    """DeepSpeed's ALST in one process: tiled feed-forward, tiled loss, checkpoints whose inputs go to the host."""
+    ulysses = _module("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed")
+    offload = _module("deepspeed.runtime.activation_checkpointing.offload_activations", "deepspeed")
+    for layer in find_layers(model)[1]:
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise Unavailable(f"{type(layer).__name__} has no feed-forward called mlp, which DeepSpeed could tile")
+        stack.callback(replace_forward(mlp, _TiledFeedForward(ulysses.TiledMLP)))
+    stack.enter_context(checkpointing(model))
+    return Peer(
+        step=offload.CheckpointHiddenStatesOffload(),
+        loss=_TiledLoss(model, ulysses.TiledFusedLogitsLoss),
+        packages=named("deepspeed"),
+    )
+
+
+def named(*packages: str) -> tuple[str, ...]:
+    """The packages with their versions."""
+    return tuple(f"{package} {version(package)}" for package in packages)
+
+
+class _TiledFeedForward:
+    """A feed-forward on one tile of tokens after the other, as many as a token has features (DeepSpeed's own rule)."""
+
+    def __init__(self, tiled: Any) -> None:
+        self._tiled = tiled
+
+    def __call__(self, module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        tiles = -(-x.shape[-2] // x.shape[-1])
+        out: Tensor = self._tiled.apply(lambda _, tile: forward(tile), module, x, tiles, list(module.parameters()))
+        return out
+
+
+class _TiledLoss:
+    """The loss of a causal language model in tiles of tokens, with their gradients at once."""
+
+    def __init__(self, model: nn.Module, tiled: Any) -> None:
+        (self._model,) = find_hugging_face(model)
+        self._tiled = tiled
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        head = self._model.get_output_embeddings()
+        hidden = self._model.get_decoder()(input_ids=batch["input_ids"]).last_hidden_state
+        labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
+        count = (labels != _IGNORED).sum()
+        tiles = -(-labels.numel() * head.weight.shape[0] * 4 // CHUNK_BYTES)
+
+        def loss_of(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(head(x).float(), y, ignore_index=_IGNORED, reduction="sum") / count
+
+        loss: Tensor = self._tiled.apply(
+            loss_of, head, hidden, labels, None, tiles, [p for p in head.parameters() if p.requires_grad], "sum"
+        )
+        return loss
+
+
+def _around_layers(model: nn.Module, stack: ExitStack, hooks: Callable[[], saved_tensors_hooks]) -> None:
+    """Put hooks of saved tensors around the layers alone: the loss would only be slowed down."""
+    (host,) = find_hugging_face(model)
+
+    def run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with hooks():
+            return forward(*args, **kwargs)
+
+    stack.callback(replace_forward(host.get_decoder(), run))
+
+
+def _async_hooks() -> tuple[Callable[[nn.Module], saved_tensors_hooks], tuple[str, ...]]:
+    """Torchtune's hooks; torchtune is no longer developed, and trl has them now."""
+    try:
+        torchtune = _module("torchtune.training", "torchtune")
+        return lambda model: torchtune.OffloadActivations(), named("torchtune")
+    except Unavailable as missing:
+        try:
+            trl = _module("trl.models.activation_offloading", "trl")
+        except Unavailable as also:
+            raise Unavailable(f"{missing}; {also}") from None
+
+    def hooks_of(model: nn.Module) -> saved_tensors_hooks:
+        hooks = trl.OffloadActivations()
+        hooks.update_model_params(model)
+        return hooks
+
+    return hooks_of, named("trl")
+
+
+def _module(name: str, package: str) -> Any:
+    try:
+        version(package)
+        return import_module(name)
+    except PackageNotFoundError:
+        raise Unavailable(f"{package} is not installed") from None
+    except ImportError as error:
+        raise Unavailable(f"{package} {version(package)} is installed but does not import: {error}") from error
+
+
+def _need_cuda(why: str) -> None:
+    if not torch.cuda.is_available():
+        raise Unavailable(f"needs a GPU: {why}")

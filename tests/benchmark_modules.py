@@ -1,0 +1,24 @@
+"""The modules of the benchmarks, which lie beside their scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def benchmark_modules() -> Iterator[None]:
+    """Inside, they can be imported; afterwards they are forgotten."""
+    known = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield
+    for name in set(sys.modules) - known:
+        if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
