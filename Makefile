@@ -31,5 +31,5 @@ cuda-headers: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
-	$(RUN) -m pip install -e ".[dev,peft]"
+	$(RUN) -m pip install -e ".[dev,peft,datasets]"
 	touch $@

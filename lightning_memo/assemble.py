@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_memo.cli import plain_settings
-from lightning_memo.data import TextDataModule
+from lightning_memo.data import SequenceDataModule
 from lightning_memo.launch import started_processes
 from lightning_memo.models import ModelConfig, load_hf_config
 from lightning_memo.parallel.sizes import resolve_sizes
@@ -52,7 +52,7 @@ def count_processes(trainer: Trainer) -> int:
     return trainer.num_devices * trainer.num_nodes
 
 
-def check_data(data: TextDataModule, trainer: Trainer) -> None:
+def check_data(data: SequenceDataModule, trainer: Trainer) -> None:
     """Refuses a training text that does not give each data-parallel process a batch.
 
     Raises:
@@ -65,7 +65,7 @@ def check_data(data: TextDataModule, trainer: Trainer) -> None:
         raise ValueError(
             f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has "
             f"{data.train_sequences} sequences of data.seq_len={data.seq_len}; lower one, or give more text "
-            "(data.path, data.max_bytes)"
+            f"({data.more_text})"
         )
 
 
@@ -106,6 +106,26 @@ def check_vocabulary(model: Mapping[str, Any], vocab_size: int) -> None:
             f"data.tokenizer: it has {vocab_size} ids, but the model has embeddings for {embeddings};"
             " give the model's own tokenizer, or a larger model.config.vocab_size"
         )
+
+
+def warn_of_long_sequences(model: Mapping[str, Any], seq_len: int) -> None:
+    """Tells when a saved model was trained on fewer positions than sequences have tokens.
+
+    Args:
+        model: Fields of :class:`~lightning_memo.models.ModelConfig`.
+        seq_len: Tokens of a sequence.
+    """
+    config = load_hf_config(ModelConfig(**model)).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if model["path"] is None or limit is None or seq_len <= limit:
+        return
+    remedy = f"give model.rope_scaling=yarn model.max_position_embeddings={seq_len}, or lower data.seq_len"
+    if not getattr(config, "rope_parameters", None):
+        remedy = f"models of type {config.model_type} have no rotary positions to scale; lower data.seq_len"
+    rank_zero_warn(
+        f"data.seq_len={seq_len}: the model of model.path knows {limit} positions, and beyond them the loss starts far "
+        f"too high; {remedy}"
+    )
 
 
 def build_strategy(cfg: DictConfig) -> Strategy | str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -169,13 +168,9 @@ class MemoStrategy(CheckpointingStrategy):
         self._active = contextlib.ExitStack()
 
     def __repr__(self) -> str:
-        # `pytorch_lightning.Trainer` refuses foreign strategies and prints them: the one place to say what to do.
-        hint = (
-            "; needs lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
-            if "pytorch_lightning" in sys.modules
-            else ""
-        )
-        return f"<MemoStrategy alpha={self.config.alpha}{hint}>"
+        # Fabric and `pytorch_lightning.Trainer` refuse this strategy and print it: the one place to say what to do.
+        hint = "needs lightning.pytorch.Trainer, not Fabric or pytorch_lightning"
+        return f"<MemoStrategy alpha={self.config.alpha}; {hint}>"
 
     @property
     def plan(self) -> Plan | None:

@@ -26,10 +26,11 @@ from lightning_memo.assemble import (
     find_checkpoint,
     module_settings,
     trainer_settings,
+    warn_of_long_sequences,
 )
 from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
 from lightning_memo.compare import measure_baselines
-from lightning_memo.data import TextDataModule
+from lightning_memo.data import SequenceDataModule
 from lightning_memo.launch import SweepRefused, arguments_of_process, ending_together, is_first_process
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
@@ -73,7 +74,7 @@ def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
     if not is_first_process():
         warnings.simplefilter("ignore")  # the first one gives them, too
     seed_everything(cfg.seed, verbose=False)
-    data: TextDataModule = instantiate(cfg.data)
+    data: SequenceDataModule = instantiate(cfg.data)
     data.setup()
     fitted = fit(cfg, data, sweep)
     stats = fitted.stats
@@ -100,7 +101,7 @@ def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
     return summary
 
 
-def fit(cfg: DictConfig, data: TextDataModule, sweep: bool = False) -> Fitted:
+def fit(cfg: DictConfig, data: SequenceDataModule, sweep: bool = False) -> Fitted:
     """Trains, and reads what the strategy planned, if it plans.
 
     Raises:
@@ -109,6 +110,7 @@ def fit(cfg: DictConfig, data: TextDataModule, sweep: bool = False) -> Fitted:
     ckpt_path = find_checkpoint(cfg)
     settings = module_settings(cfg)
     check_vocabulary(settings["model"], data.vocab_size)
+    warn_of_long_sequences(settings["model"], data.seq_len)
     stats = StepStats()
     trainer = build_trainer(cfg, stats)
     processes = count_processes(trainer)
@@ -146,7 +148,7 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
     )
 
 
-def compare(cfg: DictConfig, data: TextDataModule, fitted: Fitted) -> list[Measurement]:
+def compare(cfg: DictConfig, data: SequenceDataModule, fitted: Fitted) -> list[Measurement]:
     """Returns rows for plain training, full recomputation and the run, in this order; none with several processes."""
     if fitted.processes > 1:
         rank_zero_warn(f"compare=true compares runs in one process, and this one had {fitted.processes}: left out.")

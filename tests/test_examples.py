@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
+import datasets
 import pytest
 from commands import ROOT, TINY_RUN, free_port, run
+from lightning.fabric import Fabric
+
+from lightning_memo import MemoStrategy
 
 EXAMPLES = ROOT / "examples"
 
@@ -40,7 +47,10 @@ def results(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in folder.glob("outputs/*/runs/*/summary.json")]
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+SCRIPTS = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert script.read_text().startswith("#!/usr/bin/env bash\n# ")
@@ -75,3 +85,54 @@ def test_slurm_job(tmp_path: Path) -> None:
     assert result["processes"] == 2
     assert out.count("unigram entropy of the text") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"bin", "outputs"}
+
+
+def run_python(script: str, *arguments: str) -> None:
+    """In this process, which has loaded all that takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *arguments])
+        patch.syspath_prepend(EXAMPLES)
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of an example, with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def losses(out: str) -> list[float]:
+    return [float(number) for number in re.findall(r"^step \d+: loss (\S+)$", out, re.MULTILINE)]
+
+
+def test_one_line_changes_no_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("one_line.py", "--plain")
+    plain = losses(capsys.readouterr().out)
+    run_python("one_line.py")
+    out = capsys.readouterr().out
+    assert len(plain) == 4 and losses(out) == pytest.approx(plain, abs=1.1e-4)  # as printed
+    assert "alpha=0.5" in out
+
+
+def test_a_fabric_loop_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("fabric.py")
+    found = losses(capsys.readouterr().out)
+    assert len(found) == 5 and found[-1] < found[0]
+
+
+def test_fabric_itself_says_where_the_strategy_belongs() -> None:
+    with pytest.raises(ValueError, match=r"invalid strategy name: `strategy=<MemoStrategy .*; needs lightning.pytorch"):
+        Fabric(strategy=MemoStrategy(), accelerator="cpu", devices=1)
+
+
+@pytest.mark.parametrize("lora", [0, 2], ids=["full", "lora"])
+def test_finetuning_on_documents(lora: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("finetune_documents.py", "--steps=4", f"--lora={lora}", "--output=first")
+    assert "train loss" in capsys.readouterr().out
+    if lora:
+        assert (folder / "first" / "adapter_model.safetensors").is_file()
+        return
+    config = json.loads((folder / "first" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "yarn" and config["max_position_embeddings"] == 256

@@ -32,7 +32,7 @@ class Record(Callback):
         )
 
 
-def run(folder, text, ckpt_path=None, num_workers=0, **changes):
+def run(folder, data, ckpt_path=None, **changes):
     record = Record()
     trainer = Trainer(
         accelerator="cpu",
@@ -44,7 +44,6 @@ def run(folder, text, ckpt_path=None, num_workers=0, **changes):
         default_root_dir=folder,
         **changes,
     )
-    data = TextDataModule(seq_len=32, batch_size=2, path=str(text), num_workers=num_workers)
     trainer.fit(CausalLM({"config": MODEL}, lr=1e-2, warmup_steps=3), datamodule=data, ckpt_path=ckpt_path)
     return record.batches
 
@@ -59,22 +58,25 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("epoch_batches", "changes"),
+    ("epoch_batches", "num_workers", "changes"),
     [
-        (10, {}),
-        (10, {"accumulate_grad_batches": 2}),
-        (10, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
-        (4, {"limit_train_batches": 4}),
-        (5, {"limit_train_batches": 0.5}),
-        (10, {"num_workers": 1}),
+        (10, 0, {}),
+        (10, 0, {"accumulate_grad_batches": 2}),
+        (10, 0, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
+        (4, 0, {"limit_train_batches": 4}),
+        (5, 0, {"limit_train_batches": 0.5}),
+        (10, 1, {}),
     ],
     ids=["plain", "accumulation", "validation", "epoch-end", "short-epochs", "worker"],
 )
-def test_batches_and_losses_go_on(tmp_path, text, epoch_batches, changes):
-    whole = run(tmp_path / "whole", text, **changes)
+def test_batches_and_losses_go_on(tmp_path, text, epoch_batches, num_workers, changes):
+    def data():
+        return TextDataModule(seq_len=32, batch_size=2, path=str(text), num_workers=num_workers)
+
+    whole = run(tmp_path / "whole", data(), **changes)
     assert max(batch_idx for _, batch_idx, *_ in whole) == epoch_batches - 1, "the steps resumed from lie within epochs"
     for step in (4, 8, 12):
-        rest = run(tmp_path / "resumed", text, ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", **changes)
+        rest = run(tmp_path / "resumed", data(), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", **changes)
         assert rest
         assert rest == whole[-len(rest) :]
         # An accumulation that the end of an epoch cuts short has one batch less.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
 
@@ -105,8 +106,12 @@ def unigram_entropy(tokens: Tokens) -> float:
 
     It is the lowest loss of a model that ignores context: a loss below it shows that context is used.
     """
-    counts = np.bincount(tokens)
-    frequencies = counts[counts > 0] / len(tokens)
+    return entropy(np.bincount(tokens))
+
+
+def entropy(counts: npt.NDArray[np.int64]) -> float:
+    """Returns the entropy in nats of what was counted so often."""
+    frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
 
 

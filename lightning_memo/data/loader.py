@@ -1,5 +1,6 @@
 """An order of batches that depends on nothing but seed and epoch, and that continues where a checkpoint left it."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +13,30 @@ from typing_extensions import override
 from lightning_memo.data.tokenizer import Tokens
 
 
-class ChunkDataset(Dataset[dict[str, Tensor]]):
+class SequenceDataset(Dataset[dict[str, Tensor]]):
+    """Sequences of one length, by number.
+
+    Attributes:
+        tokens: Of the text that they are made of.
+    """
+
+    tokens: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+class ChunkDataset(SequenceDataset):
     """Contiguous pieces of one long sequence, without overlap; what is left at the end is dropped.
 
     Items are ``{"input_ids": [seq_len], "labels": [seq_len]}``; the model shifts the labels.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int) -> None:
+        self.tokens = len(tokens)
         self._chunks = tokens[: len(tokens) // seq_len * seq_len].reshape(-1, seq_len)
 
+    @override
     def __len__(self) -> int:
         return len(self._chunks)
 
@@ -74,7 +90,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
     def __init__(
         self,
-        dataset: ChunkDataset,
+        dataset: SequenceDataset,
         batch_size: int,
         seed: int,
         epoch_batches: int | None = None,

@@ -50,7 +50,8 @@ def _hf_tokenizer(folder: str) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"data.tokenizer={folder}: not a Hugging Face tokenizer ({error})") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data.tokenizer={folder}: not a Hugging Face tokenizer ({reason})") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"data.tokenizer={folder}: it has no eos token, which separates documents; set one and save it"

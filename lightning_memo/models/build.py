@@ -11,6 +11,8 @@ from lightning_utilities.core.imports import RequirementCache
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from lightning_memo.models.context import extend_context
+
 _PEFT = RequirementCache("peft>=0.18")
 
 
@@ -26,6 +28,11 @@ class ModelConfig:
     """``model_type`` and arguments of that Hugging Face configuration class; the weights are random."""
     path: str | None = None
     """Folder of a saved Hugging Face model; where it is given, ``config`` is not looked at."""
+    rope_scaling: str | Mapping[str, Any] | None = None
+    """Scales rotary positions for sequences longer than those that the model was trained on, see
+    :func:`~lightning_memo.models.context.extend_context`; None: as saved."""
+    max_position_embeddings: int | None = None
+    """Tokens of the longest sequence; None: as saved, or what ``rope_scaling`` gives."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :class:`peft.LoraConfig`; none, or ``r`` 0, trains all weights."""
     gradient_checkpointing: bool = False
@@ -40,7 +47,8 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     """Returns the Hugging Face configuration, with the key-value cache off.
 
     Raises:
-        ValueError: The folder is not a saved model, or the model type or its arguments are unknown.
+        ValueError: The folder is not a saved model, the model type or its arguments are unknown, or its positions
+            can't be scaled so.
     """
     if model.path is None:
         assert model.config is not None
@@ -55,6 +63,7 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             )
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
     config.use_cache = False
+    extend_context(config, model.rope_scaling, model.max_position_embeddings)
     return config
 
 

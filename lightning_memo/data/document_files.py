@@ -1,0 +1,102 @@
+"""Documents in files of this machine: JSON lines, Parquet, or one text file each, read by Hugging Face `datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.imports import RequirementCache
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_DATASETS = RequirementCache("datasets>=4")
+_FORMATS = {
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+}
+"""What `datasets` calls the format of files that end so; all other files are text."""
+
+
+def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
+    """The documents of a file or folder, memory-mapped from a copy in the cache of `datasets`.
+
+    Args:
+        path: A file, or a folder that is searched with all folders in it.
+        suffix: Files whose name ends so; None is any that the formats have.
+        field: Name of the documents' text in each record. A text file is one record, with the field `text`.
+
+    Raises:
+        ValueError: There is no such file, it can't be read, or its records have no such field of text.
+    """
+    if not _DATASETS:
+        raise ValueError("data=documents reads files with datasets; pip install 'lightning-memo[datasets]'")
+    from datasets import load_dataset  # takes seconds
+    from datasets.exceptions import DatasetGenerationError
+
+    kind, files = find_files(path, suffix)
+    options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
+    try:
+        documents: Dataset = load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        raise ValueError(f"data.path={path}: not readable as {kind}: {_reason(error)}") from error
+    _check_field(path, field, documents.features)
+    return documents
+
+
+def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
+    """What `datasets` calls the format, and the files, sorted by path so that a seed means the same everywhere.
+
+    Raises:
+        ValueError: There is none, or there are several formats.
+    """
+    if path is None:
+        raise ValueError("data.path: give the file or folder of your documents (JSON lines, Parquet or text)")
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise ValueError(f"data.path={path}: no such file or folder; give one with documents")
+    if root.is_file():
+        return _format(root), [root]
+    endings = tuple(_FORMATS) if suffix is None else (suffix,)
+    files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.endswith(endings))
+    if not files:
+        raise ValueError(
+            f"data.path={path}: no file there ends with {', '.join(endings)}; set data.suffix to that of your files"
+        )
+    kinds = {_format(file): file for file in files}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(str(file.relative_to(root)) for file in kinds.values()))
+        raise ValueError(f"data.path={path}: files of several formats ({names}); choose one by data.suffix")
+    return next(iter(kinds)), files
+
+
+def _format(file: Path) -> str:
+    return next((kind for ending, kind in _FORMATS.items() if file.name.endswith(ending)), "text")
+
+
+def _check_field(path: str | None, field: str, features: dict[str, Any]) -> None:
+    if field not in features:
+        raise ValueError(f"data.field={field}: the documents of data.path={path} have {', '.join(sorted(features))}")
+    kind = getattr(features[field], "dtype", None)
+    if kind not in ("string", "large_string", "null"):
+        raise ValueError(
+            f"data.field={field}: it holds {kind or features[field]}, not text; the documents of data.path={path} have "
+            f"{', '.join(sorted(features))}"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What the innermost cause says, in one line."""
+    chain = list(_causes(error))
+    return " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

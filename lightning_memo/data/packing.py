@@ -1,0 +1,156 @@
+"""Documents as rows of one length: several packed into a row, none of which sees another, or one in each row."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memo.data.loader import SequenceDataset
+from lightning_memo.data.tokenizer import Tokens
+
+IGNORED = -100
+"""The label of a token that is no target."""
+_LEAST = 2
+"""Tokens of a document that teach something: one, and the next one to predict."""
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Where rows get their tokens: `[pieces]` each, the pieces of a row side by side.
+
+    Attributes:
+        document: Number of the document that a piece is of.
+        start: First token of the piece in it.
+        stop: The token after its last.
+        row: The row that it lies in, not falling.
+    """
+
+    document: Numbers
+    start: Numbers
+    stop: Numbers
+    row: Numbers
+
+
+def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
+    """Puts documents into rows of `seq_len` tokens: the longest first, each where it leaves least room.
+
+    Documents longer than a row are cut into pieces of `seq_len` tokens, and a rest; a rest of one token is left out.
+    Nothing else is cut. ("Fewer Truncations Improve Language Modeling", Ding et al. 2024, section 3.)
+
+    Args:
+        lengths: Tokens of each document.
+        seq_len: Tokens of a row.
+    """
+    counts = -(-lengths // seq_len)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(document)) - np.repeat(counts.cumsum() - counts, counts)
+    start = nth * seq_len
+    stop = np.minimum(start + seq_len, lengths[document])
+    longest_first = np.argsort(start - stop, kind="stable")
+    order = longest_first[(stop - start)[longest_first] >= _LEAST]
+    row = _rows((stop - start)[order].tolist(), seq_len)
+    by_row = np.argsort(row, kind="stable")
+    order = order[by_row]
+    return Pieces(document[order], start[order], stop[order], row[by_row])
+
+
+def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
+    """The row of each piece."""
+    rows = np.empty(len(sizes), dtype=np.int64)
+    open_rows: list[tuple[int, int]] = []  # room and number of rows that have some, sorted
+    count = 0
+    for n, size in enumerate(sizes):
+        at = bisect_left(open_rows, (size,))
+        if at < len(open_rows):
+            room, rows[n] = open_rows.pop(at)
+        else:
+            room, rows[n] = seq_len, count
+            count += 1
+        if room - size >= _LEAST:
+            insort(open_rows, (room - size, int(rows[n])))
+    return rows
+
+
+class PackedRows(SequenceDataset):
+    """Rows of several documents, `{"input_ids", "labels", "position_ids"}` of `[seq_len]` each.
+
+    Positions restart in each document, which is how models of transformers are told that they are several; what is left
+    of a row is one more document, without labels. The first token of a document is nobody's target.
+
+    Args:
+        documents: Records with the ids of each document, by number.
+        lengths: Tokens of each document.
+        seq_len: Tokens of a row.
+        pad_id: Fills rows.
+    """
+
+    def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
+        self._documents, self._seq_len, self._pad_id = documents, seq_len, pad_id
+        self._pieces = best_fit(lengths, seq_len)
+        self.tokens = int((self._pieces.stop - self._pieces.start).sum())
+        self._edges = np.flatnonzero(np.diff(self._pieces.row, prepend=-1, append=-1))
+
+    @override
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        p = self._pieces
+        whole = [
+            self._documents[int(p.document[n])]["ids"][p.start[n] : p.stop[n]]
+            for n in range(self._edges[index], self._edges[index + 1])
+        ]
+        return packed_row(whole, self._seq_len, self._pad_id)
+
+
+def packed_row(documents: Sequence[Tokens], seq_len: int, pad_id: int) -> dict[str, Tensor]:
+    """One row of `PackedRows`."""
+    ids = torch.full((seq_len,), pad_id)
+    labels = torch.full((seq_len,), IGNORED)
+    edges = np.cumsum([0, *map(len, documents)]).tolist()
+    for document, (start, stop) in zip(documents, pairwise(edges), strict=True):
+        ids[start:stop] = torch.from_numpy(np.asarray(document))
+        labels[start + 1 : stop] = ids[start + 1 : stop]
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise([*edges, seq_len])])
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+class PaddedRows(SequenceDataset):
+    """Rows of one document, `{"input_ids", "labels", "attention_mask"}` of `[seq_len]` each.
+
+    Longer documents end with the row; shorter ones are padded on the right.
+
+    Args:
+        documents: Records with the ids of each document, by number.
+        lengths: Tokens of each document.
+        seq_len: Tokens of a row.
+        pad_id: Fills rows.
+    """
+
+    def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
+        self._documents, self._seq_len, self._pad_id = documents, seq_len, pad_id
+        self.tokens = int(np.minimum(lengths, seq_len).sum())
+
+    @override
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        document = torch.from_numpy(np.asarray(self._documents[index]["ids"][: self._seq_len])).long()
+        seen = torch.arange(self._seq_len) < len(document)
+        ids = torch.full((self._seq_len,), self._pad_id)
+        ids[: len(document)] = document
+        return {"input_ids": ids, "labels": ids.masked_fill(~seen, IGNORED), "attention_mask": seen.long()}

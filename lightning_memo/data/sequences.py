@@ -1,0 +1,148 @@
+"""What all data modules share: an order of batches that resumes, for each data-parallel process its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_memo.data.loader import ResumableLoader, SequenceDataset
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Sequences of training and validation, and what a run wants to know of their tokens."""
+
+    train: SequenceDataset
+    val: SequenceDataset
+    vocab_size: int
+    unigram_entropy: float
+    """Nats per token of the training text, see :func:`~lightning_memo.data.corpus.unigram_entropy`."""
+
+
+class SequenceDataModule(LightningDataModule):
+    """Batches of sequences of ``seq_len`` tokens.
+
+    Their order depends on the seed and the epoch alone, and a run that is resumed within an epoch gets the batches that
+    the uninterrupted one would have got. Under data parallelism each process gets batches of its own.
+
+    Args:
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per batch of one data-parallel process.
+        seed: Chooses the order.
+        num_workers: Processes that prepare batches.
+
+    Raises:
+        ValueError: ``seq_len`` or ``batch_size`` below their least values.
+    """
+
+    more_text = "data.path, data.val_fraction"
+    """Settings that bring more tokens."""
+
+    def __init__(self, seq_len: int, batch_size: int, seed: int, num_workers: int) -> None:
+        super().__init__()
+        if seq_len < 2:
+            raise ValueError(f"data.seq_len={seq_len}: give 2 or more, a token and the next one to predict")
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size={batch_size}: give 1 or more")
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self._seed = seed
+        self._loaded: Loaded | None = None
+        self._loader: ResumableLoader | None = None
+        self._position: dict[str, int] | None = None
+
+    @abstractmethod
+    def load(self) -> Loaded:
+        """Reads and tokenizes the text.
+
+        Raises:
+            ValueError: There is none, or a setting is wrong.
+        """
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the text, once.
+
+        Raises:
+            ValueError: The text is missing or too short for one batch each of training and validation.
+        """
+        if self._loaded is not None:
+            return
+        loaded = self.load()
+        _, count = self._data_parallel()
+        self._check_length(loaded.train, self.batch_size * count, "training")
+        # Lightning's sampler repeats sequences of validation until all processes have as many.
+        self._check_length(loaded.val, (self.batch_size - 1) * count + 1, "validation")
+        self.vocab_size = loaded.vocab_size
+        self.unigram_entropy = loaded.unigram_entropy
+        self._loaded = loaded
+
+    @property
+    def train_sequences(self) -> int:
+        """Sequences of the training text."""
+        assert self._loaded is not None
+        return len(self._loaded.train)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        assert self._loaded is not None
+        dataset = self._loaded.train
+        limit = self.trainer.limit_train_batches if self.trainer else 1.0
+        rank, count = self._data_parallel()
+        batches = len(dataset) // (self.batch_size * count)
+        self._loader = ResumableLoader(
+            dataset,
+            batch_size=self.batch_size,
+            seed=self._seed,
+            epoch_batches=limit if isinstance(limit, int) else int(batches * limit),
+            num_workers=self.num_workers,
+            rank=rank,
+            count=count,
+        )
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+            self._position = None
+        return self._loader
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        assert self._loaded is not None
+        return DataLoader(self._loaded.val, batch_size=self.batch_size, num_workers=self.num_workers, drop_last=True)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # Lightning saves the loader's state too, but forgets to restore it where the number of steps was asked for,
+        # as learning rate schedules do, because then the loader is there before the checkpoint is read.
+        return {} if self._loader is None else {"position": self._loader.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        position = state_dict.get("position")
+        if position is None:
+            return
+        if self._loader is None:
+            self._position = position
+        else:
+            self._loader.load_state_dict(position)
+
+    def _data_parallel(self) -> tuple[int, int]:
+        """Rank and size, as the strategy tells Lightning's own samplers."""
+        sampler = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"rank": 0, "num_replicas": 1}
+        return sampler["rank"], sampler["num_replicas"]
+
+    def _check_length(self, dataset: SequenceDataset, sequences: int, use: str) -> None:
+        if len(dataset) < sequences:
+            _, count = self._data_parallel()
+            processes = f" on {count} data-parallel processes" if count > 1 else ""
+            raise ValueError(
+                f"data.seq_len={self.seq_len} x data.batch_size={self.batch_size}{processes}: one batch needs"
+                f" {self.seq_len * sequences} tokens, the {use} text has {dataset.tokens}; lower one of them, or give"
+                f" more text ({self.more_text})"
+            )

@@ -1,0 +1,79 @@
+"""Longer contexts for trained models: rotary positions scaled to lengths that the model was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers import PretrainedConfig
+
+_ORIGINAL: Final = "original_max_position_embeddings"
+_OPTIONS: Final[dict[str, Mapping[str, Any]]] = {
+    "linear": {},
+    "yarn": dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+"""Options of each type beside `factor`, and what they are unless given; None is left to transformers."""
+
+
+def extend_context(
+    config: PretrainedConfig, scaling: str | Mapping[str, Any] | None, max_positions: int | None
+) -> None:
+    """Changes the configuration of a model so that its rotary positions reach further.
+
+    A scaling replaces the one that the model was saved with. Where layers of several kinds have rotary positions of
+    their own, those of full attention are scaled: the others look at a window.
+
+    Args:
+        config: Of any model; that of its text is changed.
+        scaling: `rope_type` (linear, yarn, llama3), `factor` and options, as transformers names them; or the type
+            alone.
+        max_positions: Tokens of the longest sequence. None: as many as the factor gives. Without a scaling, positions
+            go on as they are.
+
+    Raises:
+        ValueError: The model has no rotary positions, the type or an option is unknown, or no factor follows.
+    """
+    if scaling is None and max_positions is None:
+        return
+    text = config.get_text_config()
+    saved = getattr(text, "rope_parameters", None)
+    if not saved:
+        name = "model.rope_scaling" if scaling is not None else "model.max_position_embeddings"
+        raise ValueError(f"{name}: models of type {text.model_type} have no rotary positions to scale; leave it out")
+    if scaling is not None:
+        given = {"rope_type": scaling} if isinstance(scaling, str) else dict(scaling)
+        nested = all(isinstance(part, Mapping) for part in saved.values())
+        of_full_attention = saved.get("full_attention", {}) if nested else saved
+        original = int(given.get(_ORIGINAL) or of_full_attention.get(_ORIGINAL) or text.max_position_embeddings)
+        own = _scaled(of_full_attention, given, original, max_positions)
+        text.rope_parameters = {**saved, "full_attention": own} if nested else own
+        max_positions = max_positions or round(own["factor"] * original)
+    text.max_position_embeddings = max_positions
+
+
+def _scaled(
+    saved: Mapping[str, Any], given: dict[str, Any], original: int, max_positions: int | None
+) -> dict[str, Any]:
+    """`rope_parameters` of the kind that is given; `original` positions are what the model was trained on."""
+    kind = given.pop("rope_type", None)
+    if kind not in _OPTIONS:
+        raise ValueError(f"model.rope_scaling: rope_type={kind}: give one of {', '.join(_OPTIONS)}")
+    unknown = sorted(given.keys() - _OPTIONS[kind].keys() - {"factor", _ORIGINAL})
+    if unknown:
+        allowed = ", ".join(["factor", _ORIGINAL, *_OPTIONS[kind]])
+        raise ValueError(f"model.rope_scaling: {kind} has no {', '.join(unknown)}; give any of {allowed}")
+    if given.get("factor") is None and max_positions is None:
+        raise ValueError(f"model.rope_scaling={kind}: by how much? Give its factor, or model.max_position_embeddings")
+    factor = float(given.pop("factor", None) or (max_positions or 0) / original)
+    if factor < 1:
+        raise ValueError(
+            f"model.rope_scaling: factor={factor:g}: give 1 or more; the model was trained on {original} positions"
+        )
+    kept = {name: saved[name] for name in ("rope_theta", "partial_rotary_factor") if name in saved}
+    options = {name: value for name, value in {**_OPTIONS[kind], **given}.items() if value is not None}
+    if kind != "linear":
+        options[_ORIGINAL] = original
+    else:
+        options.pop(_ORIGINAL, None)
+    return {"rope_type": kind, "factor": factor, **options, **kept}
