@@ -42,7 +42,7 @@ def read_json(kind: type[_Document], text: str, version: int) -> _Document:
         ValueError: the text is no such document; one line names the field.
     """
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
         # The version comes before the fields: another version may have other fields.
         found = content.get("version") if isinstance(content, dict) else None
         if found != version or isinstance(found, bool):
@@ -54,6 +54,15 @@ def read_json(kind: type[_Document], text: str, version: int) -> _Document:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that a plan may hold")
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two values counts differs between programs: the one that was looked at may not be the one that is."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{_brief(next(name for name in names if names.count(name) > 1))} is there more than once")
+    return content
 
 
 def _brief(value: Any) -> str:

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 VERSION: Final = 1
+MOST_CALLS: Final = 2**16
 HostBacked = Literal["none", "attention", "all"]
 Schedule = Literal["layer", "nest", "slice"]
 
@@ -58,7 +59,7 @@ class SwapPlan:
     """What is swapped, and how the layers run.
 
     Raises:
-        ValueError: alpha outside 0 to 1, or a negative count.
+        ValueError: alpha outside 0 to 1, a negative count, or more layer calls than any model has.
     """
 
     mode: Literal["memo", "plain"]
@@ -113,6 +114,8 @@ class SwapPlan:
         check_range(self, {"calls": 1, "slice_tokens": 1})
         if self.alpha > 1.0:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
+        if self.calls > MOST_CALLS:  # sizes are sums over them
+            raise ValueError(f"calls={self.calls} must be at most {MOST_CALLS}")
         if self.spilled_calls > (0 if self.streamed else self.swapped_calls):
             raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
         if len(self.stored_spill_bytes) not in (0, self.calls):

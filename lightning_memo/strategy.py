@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -16,11 +17,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks import PlanAfterFirstStep, PlanMemory
+from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
@@ -35,7 +37,7 @@ from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.plan import HostBacked, Plan
-from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing
+from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing, tell_resting
 
 
 class MemoStrategy(CheckpointingStrategy):
@@ -164,6 +166,7 @@ class MemoStrategy(CheckpointingStrategy):
         self._test_mode = test_mode
         self._planning: PlanAfterFirstStep | None = None
         self.memory: PlanMemory | None = None
+        self._retry: OutOfMemoryRetry | None = None
         self._processes: Processes | None = None
         self._active = contextlib.ExitStack()
 
@@ -364,11 +367,13 @@ class MemoStrategy(CheckpointingStrategy):
             spill_path=None if self.config.spill_path is None else Path(self.config.spill_path),
         )
         engine.attach()
+        tell_resting(engine.resting)
         if not fitting:
             return
         self._chunk_loss(model)
         self._planning = PlanAfterFirstStep(engine, self.config, None if processes is None else processes.ranks)
         self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
+        self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
         # First of all callbacks, so that what the others do after a step lies outside of it.
         trainer.callbacks[:0] = self._callbacks
 
@@ -387,6 +392,27 @@ class MemoStrategy(CheckpointingStrategy):
     @property
     def _callbacks(self) -> list[Callback]:
         return [callback for callback in (self._planning, self.memory) if callback is not None]
+
+    # ---- a step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = functools.partial(super().training_step, *args, **kwargs)
+        assert self.lightning_module is not None
+        return step() if self._retry is None else self._retry.forward(self.lightning_module.trainer, step)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        backward = functools.partial(super().backward, closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        return backward() if self._retry is None else self._retry.backward(self.lightning_module.trainer, backward)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._retry is not None:
+            assert self.lightning_module is not None
+            closure = functools.partial(self._retry.step, self.lightning_module.trainer, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _stop_engine(self) -> None:
         if self.memory is not None:

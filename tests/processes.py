@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import datetime as dt
 import multiprocessing
+import multiprocessing.context
 import os
 import socket
 import tempfile
@@ -47,6 +48,13 @@ class _SharedLoop(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
+def forking() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 class ProcessError(AssertionError):
     """What the processes of a group raised, rank by rank."""
 
@@ -67,8 +75,7 @@ class Group:
     """
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forking()
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []

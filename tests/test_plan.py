@@ -56,8 +56,7 @@ def plans(draw):
     )
 
 
-@pytest.fixture
-def plan():
+def small_plan():
     costs = LayerCosts(
         batch=2,
         tokens=128,
@@ -83,6 +82,11 @@ def plan():
         step_seconds=1.5,
         reason="Because.",
     )
+
+
+@pytest.fixture
+def plan():
+    return small_plan()
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -150,6 +154,7 @@ CORRUPTIONS = [
     (("swap", "alpha"), 1.5, "swap.alpha=1.5 must be from 0.0 to 1.0"),
     (("swap", "mode"), "magic", 'swap.mode is \'magic\', expected "memo" or "plain"'),
     (("swap", "mode"), ["memo"], "swap.mode is ['memo']"),
+    (("swap", "calls"), 2**62, "swap.calls=4611686018427387904 must be at most 65536"),
     (("swap", "calls"), 0, "swap.calls=0 must be finite and at least 1"),
     (("swap", "slice_tokens"), 0, "swap.slice_tokens=0 must be finite and at least 1"),
     (("swap", "slice_tokens"), 1.5, "swap.slice_tokens is 1.5, expected an integer"),
@@ -178,7 +183,17 @@ def test_a_corrupted_field_is_named(tmp_path, plan, where, value, message):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"null", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}', b'{"version": ' + b"9" * 5000],
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"version": 1}',
+        b'{"version": ' + b"9" * 5000,
+        b'{"version": 1, "version": 1}',
+    ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, content):
     path = tmp_path / "plan.json"

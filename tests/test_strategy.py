@@ -5,19 +5,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
-import random
 import signal
-import subprocess
-import sys
-import time
 import warnings
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-import warm
 from families import FAMILIES, PlainBlock, PlainModel, make_batch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
@@ -866,82 +860,6 @@ def test_resume(first, then, alpha, plan):
     assert resumed.losses == uninterrupted.losses[3:]
     for a, b in zip(resumed.module.parameters(), uninterrupted.module.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-CHILD = """
-import sys
-import time
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from trainer_harness import LanguageModel, ResumableLoader, Sequences, fit
-from lightning_memo import MemoStrategy
-
-torch.set_num_threads(1)
-steps, checkpoint = (*sys.argv[1:], None)[:2]
-
-class Printing(LanguageModel):
-    def keep(self, loss):
-        print("loss", self.trainer.global_step, loss.item().hex(), flush=True)
-        if checkpoint is None and self.trainer.global_step == 20:
-            time.sleep(600)  # long enough to be killed, even by a slow parent
-        return loss
-
-saver = ModelCheckpoint("saved", "{step}", every_n_train_steps=2, save_top_k=-1)
-fit(MemoStrategy(alpha=0.5), Printing(), ResumableLoader(Sequences(14)), max_steps=int(steps),
-    callbacks=[saver], enable_checkpointing=True, ckpt_path=checkpoint)
-"""
-
-
-def child(*arguments):
-    folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [warm.tools() / "python", "-c", CHILD, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=env,
-    )
-
-
-def losses_of(lines):
-    return {int(step): loss for line in lines if line.startswith("loss ") for _, step, loss in [line.split()]}
-
-
-def step_of(checkpoint):
-    return int(checkpoint.stem.split("=")[1])
-
-
-def is_complete(checkpoint):
-    try:
-        return bool(torch.load(checkpoint, weights_only=False))
-    except Exception:
-        return False
-
-
-def test_resume_after_sigkill():
-    """Killed at a random moment, a run continues from its newest complete checkpoint with the very same losses."""
-    steps, chance = 24, random.Random()
-    whole = fit(MemoStrategy(alpha=0.5), data=ResumableLoader(Sequences(14)), max_steps=steps)
-    expected = {step: loss.hex() for step, loss in enumerate(whole.losses)}
-    last = chance.randint(4, 14)
-    with child("1000000") as killed:
-        seen = [killed.stdout.readline()]
-        while seen[-1] and not seen[-1].startswith(f"loss {last} "):
-            seen.append(killed.stdout.readline())
-        time.sleep(chance.uniform(0.0, 0.05))
-        killed.send_signal(signal.SIGKILL)
-        seen += killed.stdout.readlines()
-    assert killed.returncode == -signal.SIGKILL
-    before = losses_of(seen)
-    assert list(before) == list(range(len(before)))
-    assert list(before.values()) == list(expected.values())[: len(before)]
-    newest = max((path for path in Path("saved").glob("*.ckpt") if is_complete(path)), key=step_of)
-    with child(str(steps), str(newest)) as resumed:
-        after = losses_of(resumed.stdout.readlines())
-    assert resumed.returncode == 0
-    assert 2 <= step_of(newest) <= max(before) + 1
-    assert after == {step: loss for step, loss in expected.items() if step >= step_of(newest)}
 
 
 def test_no_warning_of_its_own():

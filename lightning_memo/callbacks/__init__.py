@@ -1,9 +1,17 @@
-"""Lightning callbacks: those that MemoStrategy adds by itself, and those for a user's Trainer."""
+"""Lightning callbacks: those that MemoStrategy adds by itself, what stands around its steps, and those for users."""
 
 from lightning_memo.callbacks.memory import PlanMemory
 from lightning_memo.callbacks.monitor import Monitor
+from lightning_memo.callbacks.out_of_memory import OutOfMemoryRetry
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
 from lightning_memo.callbacks.run_report import WriteReport
 from lightning_memo.callbacks.schedule import ScheduleRecorder
 
-__all__ = ["Monitor", "PlanAfterFirstStep", "PlanMemory", "ScheduleRecorder", "WriteReport"]
+__all__ = [
+    "Monitor",
+    "OutOfMemoryRetry",
+    "PlanAfterFirstStep",
+    "PlanMemory",
+    "ScheduleRecorder",
+    "WriteReport",
+]

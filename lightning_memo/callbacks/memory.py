@@ -172,6 +172,14 @@ class PlanMemory(Callback):
         self._marking, self._given_up, self._steps = False, False, []
         self._do = then
 
+    def release(self) -> None:
+        """A step that is under way needs the memory of the arena: it is given back, and planned again afterwards."""
+        self._pause(self._wait_for_allocator)
+        self._in_batch = False
+        if self._allocator is not None:
+            self._allocator.leave()
+            self._allocator.release()
+
     def _give_up(self, reason: str) -> None:
         rank_zero_warn(
             f"MemoStrategy: memory is not planned: {reason}. Training goes on, and buffers may fragment memory; "

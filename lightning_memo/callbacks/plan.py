@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,11 +34,15 @@ from lightning_memo.profiler.costs import (
     run_fingerprint,
     state_bytes,
 )
+from lightning_memo.profiler.machine import available_host_bytes
 from lightning_memo.profiler.meter import WorkingSet
 from lightning_memo.report import plan_tables
 
 PLAN_FILE = "memo_plan.json"
 CHECKPOINT_KEY = "lightning_memo_plan"
+_HOST_CHECK_BATCHES = 10
+_HOST_RESERVE_BYTES = 2**30
+_LEAST_ALPHA = 1 / 16
 T = TypeVar("T")
 
 
@@ -63,6 +68,8 @@ class PlanAfterFirstStep(Callback):
         self._is_first = True
         self._resumed: str | None = None
         self._folder = Path()
+        self._most_device_bytes, self._most_alpha = math.inf, 1.0  # of plans, once one was too large
+        self._shrunk = False
 
     @override
     def on_save_checkpoint(
@@ -119,6 +126,8 @@ class PlanAfterFirstStep(Callback):
         profile = self._engine.profile
         if profile is None or not profile.complete:
             self._stop_meter(trainer)
+            if batch_idx % _HOST_CHECK_BATCHES == 0:
+                self._watch_host()
             return
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
@@ -138,17 +147,22 @@ class PlanAfterFirstStep(Callback):
             lambda: layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone=first
         )
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
+        limits = replace(limits, device_bytes=int(min(limits.device_bytes, self._most_device_bytes)))
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 
         assert engine.swap is not None
         backing = engine.swap.host_backed
 
         def solve(alpha: float | None, may_be_plain: bool) -> Plan:
+            plan = plan_at(self._alpha() if alpha is None else alpha, may_be_plain)
+            return plan if plan.swap.alpha <= self._most_alpha else plan_at(self._most_alpha, may_be_plain)
+
+        def plan_at(alpha: float | str, may_be_plain: bool) -> Plan:
             return plan_swap(
                 costs,
                 limits,
                 label,
-                alpha=self._alpha() if alpha is None else alpha,
+                alpha=alpha,
                 schedule=engine.kinds.schedule,
                 slice_tokens=self._slice_tokens,
                 slot_bytes=self._slot_bytes(profile),
@@ -160,12 +174,14 @@ class PlanAfterFirstStep(Callback):
             )
 
         if self._config.storage == "kinds":
-            plan = plan_by_kind(profile, costs, limits, label, ranks, first, self._config.device_memory is None)
+            measured = self._config.device_memory is None and self._most_device_bytes == math.inf
+            plan = plan_by_kind(profile, costs, limits, label, ranks, first, measured)
         else:
             plan = agree_on_plan(solve, ranks, everyone=first)
         self._together(lambda: engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
+        self._shrunk = False
 
     def _together(self, work: Callable[[], T], everyone: bool = True) -> T:
         """Do what the disk of one process may refuse.
@@ -229,7 +245,9 @@ class PlanAfterFirstStep(Callback):
     def _show(self, plan: Plan, trainer: pl.Trainer, replanned: bool) -> None:
         if not trainer.is_global_zero:
             return
-        if replanned:
+        if replanned and self._shrunk:
+            rank_zero_info("MemoStrategy: planned anew, for less memory.")
+        elif replanned:
             rank_zero_info(
                 f"MemoStrategy: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
                 "was planned for; it was profiled and planned anew."
@@ -237,7 +255,7 @@ class PlanAfterFirstStep(Callback):
         if self._engine.kinds.why_whole:
             rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.kinds.why_whole}.")
         Console().print(*plan_tables(plan), sep="\n")
-        if plan.device_bytes > plan.budget.device_bytes:
+        if plan.device_bytes > plan.budget.device_bytes and not self._shrunk:
             needed, available = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
             rank_zero_warn(
                 f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
@@ -249,6 +267,44 @@ class PlanAfterFirstStep(Callback):
                 why = "a step would not be shorter with it"
             rank_zero_info(f"MemoStrategy: spill_path is not needed, as {why}.")
         rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether there is a plan that needs less device memory than the one in force: that of alpha 0 needs least."""
+        swap = None if self.plan is None else self.plan.swap
+        return swap is not None and (swap.mode == "plain" or swap.alpha > 0.0 or swap.storage is not None)
+
+    def _watch_host(self) -> None:
+        """Shrink the plan before the kernel ends the process, where others take the host's memory meanwhile."""
+        held = self._engine.host_bytes
+        if self._ranks.world or not held or not self.can_shrink:
+            return
+        left = available_host_bytes()
+        if left < min(_HOST_RESERVE_BYTES, held // 16):
+            rank_zero_warn(
+                f"MemoStrategy: the host has {format_bytes(left)} left, so the {format_bytes(held)} for swapped "
+                "activations are given back, and the next batch is planned with less: see what else runs, or set "
+                "host_memory."
+            )
+            self.shrink(math.inf)
+
+    def shrink(self, most_device_bytes: float) -> None:
+        """There is no room for the plan: the next forward is profiled, and from then on plans are smaller.
+
+        A batch that is profiled has every layer recomputed. A plan that was too large is followed by one of half its
+        alpha, of 0 below 1/16; plain training by one that is not plain.
+
+        Args:
+            most_device_bytes: Of later plans.
+        """
+        assert self.plan is not None
+        swap = self.plan.swap
+        self._most_device_bytes = min(self._most_device_bytes, most_device_bytes)
+        if swap.mode != "plain":
+            self._most_alpha = swap.alpha / 2 if swap.alpha > _LEAST_ALPHA else 0.0
+        self._shrunk = True
+        self._engine.unload()
+        self._started_seconds = time.perf_counter()
 
     def complete(self, plan: Plan, trainer: pl.Trainer) -> None:
         """Take the plan with the places of buffers in it."""

@@ -7,6 +7,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.meter import WorkingSet, WorkingSetMeter
 
+_ONLY_ESTIMATED = "MemoStrategy: another profiler runs, so the memory of the first step is only estimated."
+
 
 class StepMeter:
     """Measures a step from construction to `stop`, and listens to the engine for when the backward of layers begins.
@@ -31,10 +33,14 @@ class StepMeter:
         """The backward is over."""
         self._meter.end_backward()
 
-    def stop(self, accumulating: bool) -> WorkingSet:
-        """What the step took; `accumulating`: later ones begin with gradients."""
+    def stop(self, accumulating: bool) -> WorkingSet | None:
+        """What the step took (`accumulating`: later ones begin with gradients); `None` if another profiler began."""
         self._engine.on_mark = self._listener
-        return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
+        try:
+            return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
+        except RuntimeError:
+            rank_zero_info(_ONLY_ESTIMATED)
+            return None
 
     def _mark(self, key: int, name: str) -> None:
         if name == "backward_begin":
@@ -48,5 +54,5 @@ def meter_step(engine: Engine) -> StepMeter | None:
     try:
         return StepMeter(engine)
     except RuntimeError:
-        rank_zero_info("MemoStrategy: another profiler runs, so the memory of the first step is only estimated.")
+        rank_zero_info(_ONLY_ESTIMATED)
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copy_events import CopyEvent
+from lightning_memo.engine.copy_events import CopyError, CopyEvent
 from lightning_memo.engine.regions import POISON
 
 
@@ -173,10 +173,11 @@ class HostRoom:
 
 def _give_back(memory: Tensor, arena: HostArena | None, poison: bool, copies: LastCopies) -> None:
     for event in (copies.write, copies.read):
-        if event is not None:
-            event.wait()
-            if poison:
-                event.synchronize()  # the poison is written by the CPU at once
+        with contextlib.suppress(CopyError):  # told where the bytes were needed
+            if event is not None:
+                event.wait()
+                if poison:
+                    event.synchronize()  # the poison is written by the CPU at once
     if poison:
         memory.fill_(POISON)
     if arena is not None:

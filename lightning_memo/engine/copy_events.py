@@ -9,6 +9,10 @@ from typing import Protocol
 from lightning_memo.engine.recorder import StepRecorder
 
 
+class CopyError(RuntimeError):
+    """A copy between device and host failed."""
+
+
 class CopyEvent(Protocol):
     """The end of one copy."""
 
@@ -16,7 +20,7 @@ class CopyEvent(Protocol):
         """Make the compute stream wait for the copy (on the CPU: wait for it).
 
         Raises:
-            RuntimeError: The copy failed.
+            CopyError: The copy failed, or one that it waited for.
         """
         ...
 

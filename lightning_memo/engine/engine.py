@@ -18,6 +18,7 @@ from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
+from lightning_memo.engine.compiled import rest_compiled
 from lightning_memo.engine.divided_batch import check_bounds, check_tokens, divided_by_slices
 from lightning_memo.engine.first_step import first_plan
 from lightning_memo.engine.intercept import handling
@@ -112,11 +113,13 @@ class Engine:
         self.shared: list[SavedBytes] = []  # what layers share of the first slice, where it waits on the host
         self._outgrown = self._planned_short = False
         self._undo: list[Callable[[], None]] = []
+        self.resting: list[str] = []  # names of compiled modules that run as they were written
 
     # ---- life
 
     def attach(self) -> None:
         """Put the engine around the layers' forward."""
+        self.resting, self._undo = rest_compiled(self._model, self.layers)
         for layer in self.layers:
             self._undo.append(replace_forward(layer, self._run))
         self._undo += attach_attention(self._model)

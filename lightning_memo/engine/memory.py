@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memo.engine.arena import HostArena, HostRoom
 from lightning_memo.engine.block_reader import BlockReader
 from lightning_memo.engine.copies import CopyStream, make_copy_stream
-from lightning_memo.engine.copy_events import AllOf, CopyEvent
+from lightning_memo.engine.copy_events import AllOf, CopyError, CopyEvent
 from lightning_memo.engine.recorder import StepRecorder
 from lightning_memo.engine.regions import POISON
 from lightning_memo.engine.slot import Part, Slot
@@ -215,8 +215,9 @@ class SlotMemory:
 
     def abandon(self) -> None:
         """An interrupted step is over: end its copies, and take back all rooms."""
-        self._offload.synchronize()
-        self._prefetch.synchronize()
+        for stream in (self._offload, self._prefetch):
+            with contextlib.suppress(CopyError):  # told where the bytes were needed
+                stream.synchronize()
         if self.spill is not None:
             self.spill.synchronize()
         for room in list(self._rooms):
@@ -287,8 +288,8 @@ class SlotMemory:
 
 
 def _end(event: CopyEvent | SpillWrite | None, for_cpu: bool = False) -> None:
-    """Wait for the end of a copy. A disk that failed has told so where the bytes were needed."""
-    with contextlib.suppress(SpillError):
+    """Wait for the end of a copy. One that failed has told so where the bytes were needed."""
+    with contextlib.suppress(SpillError, CopyError):
         if isinstance(event, SpillWrite) or (event is not None and for_cpu):
             event.synchronize()
         elif event is not None:

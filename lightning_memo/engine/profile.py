@@ -114,7 +114,8 @@ class StepProfile:
         """A tensor is per token unless all its sizes are those of weights (experts get any number of tokens)."""
         if any(size in (self.slice_tokens, self.batch * self.slice_tokens) for size in t.shape):
             return True
-        sizes = {1, *(size for p in layer.parameters() for size in local_part(p).shape)}
+        weights = [*layer.parameters(), *layer.buffers()]  # quantised ones may be either
+        sizes = {1, *(size for w in weights for size in local_part(w).shape)}
         return any(size not in sizes for size in t.shape)
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:

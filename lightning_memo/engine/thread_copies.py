@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copy_events import CopyEvent, LaterEvent
+from lightning_memo.engine.copy_events import CopyError, CopyEvent, LaterEvent
 from lightning_memo.engine.recorder import StepRecorder, Subject
 from lightning_memo.engine.test_mode import Delays
 
@@ -35,8 +35,10 @@ class ThreadCopyEvent:
 
     def synchronize(self) -> None:
         self._done.wait()
+        if isinstance(self.error, CopyError):
+            raise CopyError(str(self.error)) from self.error
         if self.error is not None:
-            raise RuntimeError(f"a copy between device and host failed: {self.error}") from self.error
+            raise CopyError(f"a copy between device and host failed: {self.error}; run the step again") from self.error
 
 
 class _ThreadCopy(NamedTuple):

@@ -40,7 +40,13 @@ class AllocationRecorder:
         torch._C._autograd._enable_profiler(settings, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
 
     def stop(self) -> list[Request]:
-        """The requests since the start, in the order of time."""
+        """The requests since the start, in the order of time.
+
+        Raises:
+            RuntimeError: Another profiler was started meanwhile, which ended this one.
+        """
+        if torch.autograd.profiler._is_profiler_enabled or not torch._C._autograd._profiler_enabled():
+            raise RuntimeError("peak memory was not measured: another profiler was started meanwhile, turn it off")
         requests = []
         waiting = list(torch._C._autograd._disable_profiler().experimental_event_tree())
         while waiting:
@@ -66,7 +72,7 @@ class PeakMeter:
 
     Raises:
         ValueError: the device is neither a CPU nor a GPU of CUDA.
-        RuntimeError: on the CPU, another profiler is running.
+        RuntimeError: on the CPU, another profiler is running, or was started inside the block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,6 +157,9 @@ class WorkingSetMeter:
         Args:
             kept_bytes: Device memory that was allocated in the forward, and stays.
             accumulating: Whether gradients of an earlier backward are there in others.
+
+        Raises:
+            RuntimeError: On the CPU, another profiler was started meanwhile.
         """
         if self._recorder is not None:
             return working_set(self._recorder.stop(), self._times, accumulating)
