@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from test_context_extension import SAVED
 from test_documents_data import TEXTS
@@ -68,3 +69,18 @@ def test_finetuning_takes_a_model_and_documents(tmp_path: Path) -> None:
     assert model.max_position_embeddings == cfg.data.seq_len == 131072
     assert model.rope_parameters["factor"] == 131072 / 32
     assert cfg.data.tokenizer == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("data.path=a.txt", "give model.config .* or model.path"), ("model.path=.", "data.path: give")],
+)
+def test_finetuning_without_model_or_documents_is_refused(given: str, message: str) -> None:
+    cfg = composed("train", "experiment=finetune_documents", given, "data.tokenizer=null")
+
+    def start() -> None:
+        ModelConfig(**OmegaConf.to_container(cfg.model, resolve=True))
+        instantiate(cfg.data, seed=0).setup()
+
+    with pytest.raises(ValueError, match=message):
+        start()
