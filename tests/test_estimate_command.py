@@ -46,7 +46,7 @@ def answer_of(result):
 
 def test_the_command_needs_neither_torch_nor_lightning(tmp_path):
     command = ["python", "-m", "lightning_memo.estimate", "seq_len=64K", "output=json"]
-    status, out, err = run_process(command, tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    status, out, err = run_process(command, tmp_path, cold=True, PYTHONPROFILEIMPORTTIME="1")
     assert status == 0
     packages = imported(err)
     assert {"lightning_memo", "hydra", "numpy", "rich"} <= packages
