@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --models llama3_8b --layers 8 --lengths 4K 64K 128K
     python benchmarks/gpu.py --models llama3_2_1b --tuning full lora --methods checkpointing alst memo_auto
-    python benchmarks/gpu.py --plan session --budget 560
+    python benchmarks/gpu.py --plan important --budget 560
     python benchmarks/gpu.py --plan longest --models llama3_8b --tuning lora --lengths 32K 1M --multiple-of 32K
     python benchmarks/gpu.py --plan smoke
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=("grid", "longest", "session", "smoke"), default="grid")
+    parser.add_argument("--plan", choices=("grid", "longest", "important", "smoke"), default="grid")
     models = preset_names("model")
     parser.add_argument(
         "--models", nargs="+", choices=models, metavar="NAME", default=["llama3_2_1b"], help=str(models)
@@ -98,8 +98,8 @@ def _tokens(text: str) -> int:
 
 
 def _work(options: argparse.Namespace, run: Run) -> Iterator[plans.Work]:
-    if options.plan == "session":
-        yield from plans.session()
+    if options.plan == "important":
+        yield from plans.most_important()
     elif options.plan == "smoke":
         yield from plans.smoke()
     elif options.plan == "longest":

@@ -112,7 +112,7 @@ def with_section(readme: str, results: Path, devices: dict[str, list[Result]]) -
     before, _, rest = readme.partition(first)
     _, _, after = rest.partition(last)
     parts = [_summary(device, found) for device, found in devices.items()] or [
-        "**On a GPU** nothing has been measured yet: `bash benchmarks/gpu_session.sh` does it."
+        "**On a GPU** nothing has been measured yet: `bash benchmarks/gpu_all.sh` does it."
     ]
     parts += [cpu_page.reserved(cpu_page.load(results / "reserved.json")), _MORE]
     return "\n\n".join([before + first, *parts, last + after])

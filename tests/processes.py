@@ -1,6 +1,6 @@
 """Runs a function in several processes that talk through gloo, and brings its results back.
 
-Starting a process costs seconds, so a group stays alive for all tests of a session; it is thrown away after a failure.
+Starting a process costs seconds, so a group stays alive for all tests; it is thrown away after a failure.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def effort_at(tokens: int) -> Effort:
     return Effort(warmup=0, repeats=1, settle_seconds=30, seconds=400, prime_tokens=4 * _K)
 
 
-def session() -> list[Work]:
+def most_important() -> list[Work]:
     """What is worth most on a GPU that is there for half an hour; the first of it first."""
     few, whole = Cell(method="", tokens=0, model="llama3_8b", layers=8), Cell(method="", tokens=0, model="llama3_2_1b")
     unplanned = [replace(few, allocator=allocator) for allocator in ("native", "expandable_segments")]

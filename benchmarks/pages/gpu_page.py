@@ -14,7 +14,7 @@ from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, gro
 from pages.markdown import number, ratio, table, tokens
 
 NOT_MEASURED = """Not measured yet: no results of a GPU are in `benchmarks/results/gpu`.
-`bash benchmarks/gpu_session.sh` measures everything that this page would tell, the most important first; it can be
+`bash benchmarks/gpu_all.sh` measures everything that this page would tell, the most important first; it can be
 ended at any time, and goes on where it ended. `python benchmarks/gpu.py --help` tells of single comparisons."""
 
 _EXPLAINED = f"""Every cell is some steps of Lightning's trainer on one sequence of random tokens, bf16, AdamW, in a process of its own:

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Everything that is to be shown on a GPU, the most important first.
 #
-#     bash benchmarks/gpu_session.sh [SECONDS [FOLDER]]
+#     bash benchmarks/gpu_all.sh [SECONDS [FOLDER]]
 #
 # It ends by itself after SECONDS (default: when all is done). What is done is not done again: the same command goes on.
-# Results go to FOLDER (default: benchmarks/results), beside them in FOLDER/session the outputs of each stage.
+# Results go to FOLDER (default: benchmarks/results), beside them in FOLDER/stages the outputs of each stage.
 # PYTHON is the interpreter; peers (deepspeed, trl, peft) are used where it finds them.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 seconds=${1:-86400}
 results=${2:-benchmarks/results}
-stages=$results/session
+stages=$results/stages
 mkdir -p "$stages"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
@@ -65,7 +65,7 @@ cells() {
 stage tests 400 "$python" -m pytest -q -x tests/gpu
 stage engine 120 "$python" benchmarks/engine.py --device cuda --dtype bfloat16 --hidden 4096 --heads 32 --kv-heads 8 \
     --seq-len 16384 --output "$results" --name engine-cuda
-cells side_by_side --plan session
+cells side_by_side --plan important
 cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K 1M --multiple-of 64K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
 cells longest_full --plan longest --models llama3_2_1b --tuning full --lengths 128K 2M --multiple-of 128K \
