@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from families import FAMILIES, VOCABULARY
+from harness import EngineUnderTest
 from torch import Tensor
+from transformers import masking_utils
 
 from lightning_memo.engine.attach import MaskPattern, _classify
 
@@ -68,3 +71,47 @@ def test_other_masks_are_refused(mask: MaskFunction, local_size: int | None) -> 
 
 def test_a_single_token() -> None:
     assert _classify(causal, 1, BATCH, None) == MaskPattern(True, None)
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize("kind", ["documents", "padding", "causal"])
+def test_evaluation_makes_no_mask_of_all_queries_and_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be 4 GiB for a row of 64K tokens; logits are those of transformers."""
+    torch.manual_seed(0)
+    model, (rows, tokens) = FAMILIES["llama_gqa"].build().eval(), (2, 48)
+    valid = torch.ones(rows, tokens, dtype=torch.long)
+    valid[1, 30:] = 0
+    positions = torch.cat([torch.arange(20), torch.arange(28)]).expand(rows, -1)
+    given = {"documents": {"position_ids": positions}, "padding": {"attention_mask": valid}, "causal": {}}[kind]
+    ids = torch.randint(0, VOCABULARY, (rows, tokens))
+    with torch.no_grad():
+        expected = model(input_ids=ids, **given).logits
+    shapes: list[torch.Size] = []
+
+    def noted(*args: object, **settings: object) -> Tensor | None:
+        mask: Tensor | None = sdpa_mask(*args, **settings)
+        shapes.extend([] if mask is None else [mask.shape])
+        return mask
+
+    sdpa_mask = masking_utils.sdpa_mask
+    with EngineUnderTest(model), torch.inference_mode():
+        monkeypatch.setattr(masking_utils, "sdpa_mask", noted)
+        actual = model(input_ids=ids, **given).logits
+    assert shapes == []
+    used = valid.bool() if kind == "padding" else torch.ones_like(valid, dtype=torch.bool)
+    torch.testing.assert_close(actual[used], expected[used], rtol=0, atol=1e-6)
+
+
+def test_padding_on_the_left_is_left_to_transformers_in_evaluation() -> None:
+    torch.manual_seed(0)
+    model = FAMILIES["llama_gqa"].build().eval()
+    valid = torch.ones(2, 24, dtype=torch.long)
+    valid[0, :5] = 0
+    ids = torch.randint(0, VOCABULARY, (2, 24))
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=valid).logits
+        with EngineUnderTest(model):
+            actual = model(input_ids=ids, attention_mask=valid).logits
+    assert torch.equal(actual[valid.bool()], expected[valid.bool()])

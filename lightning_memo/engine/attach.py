@@ -98,7 +98,7 @@ def _attention(
     handler = current_handler()
     if current_layout() is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
-    if handler is None and (not torch.is_grad_enabled() or not isinstance(attention_mask, MaskPattern)):
+    if handler is None and not isinstance(attention_mask, MaskPattern):
         return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     for name in _UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
@@ -179,7 +179,8 @@ def _mask(
     if current_layout() is not None:
         return MaskPattern(None, kwargs.get("local_size"))
     if not torch.is_grad_enabled() or q_length != kv_length:
-        return sdpa_mask(
+        known = _known_pattern(mask_function, q_length, kv_length, batch_size, attention_mask, kwargs.get("local_size"))
+        return known or sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
         )  # fmt: skip
@@ -189,6 +190,28 @@ def _mask(
     if pattern == MaskPattern(True, None) and lengths is None:
         return None
     return replace(pattern, lengths=lengths)
+
+
+def _known_pattern(
+    mask_function: Callable[..., Any] | None,
+    q_length: int,
+    kv_length: int,
+    batch: int,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+) -> MaskPattern | None:
+    """A pattern in place of a mask of all queries and keys outside of training, where there are documents or padding.
+
+    `None` where transformers' own way needs no such mask, or has to be taken: a cache, padding on the left, chunks.
+    """
+    if mask_function is None or q_length != kv_length:
+        return None
+    try:
+        lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
+        pattern = replace(_classify(mask_function, q_length, batch, local_size), lengths=lengths)
+    except ValueError:
+        return None
+    return pattern if pattern.documents is not None or lengths is not None else None
 
 
 def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_size: int | None) -> MaskPattern:
