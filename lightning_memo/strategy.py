@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory
+from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
@@ -165,6 +165,7 @@ class MemoStrategy(CheckpointingStrategy):
         self.engine: Engine | None = None
         self._test_mode = test_mode
         self._planning: PlanAfterFirstStep | None = None
+        self._watch: WatchHost | None = None
         self.memory: PlanMemory | None = None
         self._retry: OutOfMemoryRetry | None = None
         self._processes: Processes | None = None
@@ -374,6 +375,8 @@ class MemoStrategy(CheckpointingStrategy):
         self._planning = PlanAfterFirstStep(engine, self.config, None if processes is None else processes.ranks)
         self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
         self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
+        # Several processes would have to agree each time.
+        self._watch = WatchHost(engine, self._planning) if processes is None else None
         # First of all callbacks, so that what the others do after a step lies outside of it.
         trainer.callbacks[:0] = self._callbacks
 
@@ -391,7 +394,8 @@ class MemoStrategy(CheckpointingStrategy):
 
     @property
     def _callbacks(self) -> list[Callback]:
-        return [callback for callback in (self._planning, self.memory) if callback is not None]
+        callbacks = (self._watch, self._planning, self.memory)
+        return [callback for callback in callbacks if callback is not None]
 
     # ---- a step
 

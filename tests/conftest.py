@@ -6,6 +6,7 @@ import torch
 from commands import TINY_RUN
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
+from trainer_harness import shorten_measurements
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +27,13 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def seed():
     seed_everything(0, verbose=False)
+
+
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path):
+    """Runs leave their files in a fresh folder, and measure this machine for a moment only."""
+    monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
 
 
 @pytest.fixture

@@ -24,17 +24,12 @@ from trainer_harness import (
     listening,
     loader,
     plain,
-    shorten_measurements,
 )
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 
-
-@pytest.fixture(autouse=True)
-def _folder_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def assert_same(result: Any, expected: Any) -> None:

@@ -23,17 +23,12 @@ from trainer_harness import (
     make_trainer,
     mixing_model,
     plain,
-    shorten_measurements,
 )
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 
-
-@pytest.fixture(autouse=True)
-def _folder_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def assert_one_line(error: BaseException, *words: str) -> None:

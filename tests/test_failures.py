@@ -16,21 +16,16 @@ from trainer_harness import (
     loader,
     make_trainer,
     plain,
-    shorten_measurements,
 )
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks import plan as planning
+from lightning_memo.callbacks import host_watch
 from lightning_memo.engine import memory
 from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.thread_copies import ThreadCopyStream
 
-
-@pytest.fixture(autouse=True)
-def _folder_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 class Scarce(LanguageModel):
@@ -82,7 +77,9 @@ def test_out_of_memory_once(where, alpha):
     assert ("plain training" if alpha == "auto" else "alpha=1 ") in told[0]
     assert "the step is run again" in told[0]
     expected = plain(max_steps=6)
-    assert result.losses[:4] == expected.losses[:4]  # from then on slices round
+    # From then on slices round: in the backward first, where alpha is the half; "auto" may find any other.
+    exact = 4 if result.plan.swap.alpha in (0.0, 0.5, 1.0) else 3
+    assert result.losses[:exact] == expected.losses[:exact]
     assert max(abs(a - b) for a, b in zip(result.losses, expected.losses, strict=True)) <= 3e-6
     assert result.plan.swap.mode == "memo"
     assert result.plan.swap.alpha == 0.5 or alpha == "auto"
@@ -129,9 +126,9 @@ def test_out_of_memory_while_gradients_accumulate(batch):
 
 def test_host_memory_that_falls(monkeypatch):
     """Where others take the host's memory, the plan gives its own back and is made again with less, which is said."""
-    monkeypatch.setattr(planning, "_HOST_CHECK_BATCHES", 1)
+    monkeypatch.setattr(host_watch, "_CHECK_BATCHES", 1)
     left = iter([2**30, 10])
-    monkeypatch.setattr(planning, "available_host_bytes", lambda: next(left, 2**30))
+    monkeypatch.setattr(host_watch, "available_host_bytes", lambda: next(left, 2**30))
     with pytest.warns(UserWarning, match="the host has 10 B left") as caught:
         result = fit(MemoStrategy(alpha=1.0), max_steps=6)
     assert len([w for w in caught if "the host has" in str(w.message)]) == 1

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parallel_training import Run, train_alone, train_together
 from rich.console import Console
-from trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain, shorten_measurements
+from trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
 
 from lightning_memo import MemoStrategy
 from lightning_memo.config import MemoConfig
@@ -27,10 +27,7 @@ KIB = 1024
 BUDGET = {"device_memory": "1.18MiB", "host_memory": "100KiB"}
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def strategy(**settings: Any) -> MemoStrategy:

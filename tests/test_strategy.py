@@ -31,7 +31,6 @@ from trainer_harness import (
     make_trainer,
     mixing_model,
     plain,
-    shorten_measurements,
 )
 
 from lightning_memo import MemoStrategy
@@ -51,10 +50,7 @@ SMALL_DEVICE = "1MiB"
 AMPLE_DEVICE = "64GiB"
 
 
-@pytest.fixture(autouse=True)
-def _folder_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture(autouse=True)

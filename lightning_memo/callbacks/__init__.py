@@ -1,5 +1,6 @@
 """Lightning callbacks: those that MemoStrategy adds by itself, what stands around its steps, and those for users."""
 
+from lightning_memo.callbacks.host_watch import WatchHost
 from lightning_memo.callbacks.memory import PlanMemory
 from lightning_memo.callbacks.monitor import Monitor
 from lightning_memo.callbacks.out_of_memory import OutOfMemoryRetry
@@ -13,5 +14,6 @@ __all__ = [
     "PlanAfterFirstStep",
     "PlanMemory",
     "ScheduleRecorder",
+    "WatchHost",
     "WriteReport",
 ]

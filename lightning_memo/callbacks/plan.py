@@ -34,14 +34,11 @@ from lightning_memo.profiler.costs import (
     run_fingerprint,
     state_bytes,
 )
-from lightning_memo.profiler.machine import available_host_bytes
 from lightning_memo.profiler.meter import WorkingSet
 from lightning_memo.report import plan_tables
 
 PLAN_FILE = "memo_plan.json"
 CHECKPOINT_KEY = "lightning_memo_plan"
-_HOST_CHECK_BATCHES = 10
-_HOST_RESERVE_BYTES = 2**30
 _LEAST_ALPHA = 1 / 16
 T = TypeVar("T")
 
@@ -126,8 +123,6 @@ class PlanAfterFirstStep(Callback):
         profile = self._engine.profile
         if profile is None or not profile.complete:
             self._stop_meter(trainer)
-            if batch_idx % _HOST_CHECK_BATCHES == 0:
-                self._watch_host()
             return
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
@@ -274,21 +269,7 @@ class PlanAfterFirstStep(Callback):
         swap = None if self.plan is None else self.plan.swap
         return swap is not None and (swap.mode == "plain" or swap.alpha > 0.0 or swap.storage is not None)
 
-    def _watch_host(self) -> None:
-        """Shrink the plan before the kernel ends the process, where others take the host's memory meanwhile."""
-        held = self._engine.host_bytes
-        if self._ranks.world or not held or not self.can_shrink:
-            return
-        left = available_host_bytes()
-        if left < min(_HOST_RESERVE_BYTES, held // 16):
-            rank_zero_warn(
-                f"MemoStrategy: the host has {format_bytes(left)} left, so the {format_bytes(held)} for swapped "
-                "activations are given back, and the next batch is planned with less: see what else runs, or set "
-                "host_memory."
-            )
-            self.shrink(math.inf)
-
-    def shrink(self, most_device_bytes: float) -> None:
+    def shrink(self, most_device_bytes: float = math.inf) -> None:
         """There is no room for the plan: the next forward is profiled, and from then on plans are smaller.
 
         A batch that is profiled has every layer recomputed. A plan that was too large is followed by one of half its

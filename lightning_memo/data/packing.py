@@ -82,21 +82,34 @@ def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
     return rows
 
 
-class PackedRows(SequenceDataset):
-    """Rows of several documents, `{"input_ids", "labels", "position_ids"}` of `[seq_len]` each.
-
-    Positions restart in each document, which is how models of transformers are told that they are several; what is left
-    of a row is one more document, without labels. The first token of a document is nobody's target.
+class DocumentRows(SequenceDataset):
+    """Rows of `[seq_len]` each, made of documents.
 
     Args:
         documents: Records with the ids of each document, by number.
         lengths: Tokens of each document.
         seq_len: Tokens of a row.
         pad_id: Fills rows.
+
+    Attributes:
+        tokens: Of documents, in all rows.
     """
+
+    tokens: int
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
         self._documents, self._seq_len, self._pad_id = documents, seq_len, pad_id
+
+
+class PackedRows(DocumentRows):
+    """Rows of several documents: `{"input_ids", "labels", "position_ids"}`; see `DocumentRows`.
+
+    Positions restart in each document, which is how models of transformers are told that they are several; what is left
+    of a row is one more document, without labels. The first token of a document is nobody's target.
+    """
+
+    def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
+        super().__init__(documents, lengths, seq_len, pad_id)
         self._pieces = best_fit(lengths, seq_len)
         self.tokens = int((self._pieces.stop - self._pieces.start).sum())
         self._edges = np.flatnonzero(np.diff(self._pieces.row, prepend=-1, append=-1))
@@ -127,20 +140,14 @@ def packed_row(documents: Sequence[Tokens], seq_len: int, pad_id: int) -> dict[s
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-class PaddedRows(SequenceDataset):
-    """Rows of one document, `{"input_ids", "labels", "attention_mask"}` of `[seq_len]` each.
+class PaddedRows(DocumentRows):
+    """Rows of one document: `{"input_ids", "labels", "attention_mask"}`; see `DocumentRows`.
 
     Longer documents end with the row; shorter ones are padded on the right.
-
-    Args:
-        documents: Records with the ids of each document, by number.
-        lengths: Tokens of each document.
-        seq_len: Tokens of a row.
-        pad_id: Fills rows.
     """
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
-        self._documents, self._seq_len, self._pad_id = documents, seq_len, pad_id
+        super().__init__(documents, lengths, seq_len, pad_id)
         self.tokens = int(np.minimum(lengths, seq_len).sum())
 
     @override
