@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_memo.callbacks.earlier_plan import EarlierPlan
 from lightning_memo.callbacks.kinds import plan_by_kind
 from lightning_memo.callbacks.step_meter import StepMeter, meter_step
 from lightning_memo.config import MemoConfig, format_bytes
@@ -31,7 +32,6 @@ from lightning_memo.profiler.costs import (
     estimated_working_set,
     fingerprint,
     layer_costs,
-    run_fingerprint,
     state_bytes,
 )
 from lightning_memo.profiler.meter import WorkingSet
@@ -87,9 +87,19 @@ class PlanAfterFirstStep(Callback):
         # Lightning asks all processes for it at once, and plans are saved by one.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
         if self._config.plan is not None or self._resumed is not None:
-            self._load_earlier_plan(trainer, pl_module)
+            self._use_earlier_plan(trainer, pl_module)
         if self.plan is None:
             rank_zero_info("MemoStrategy: the first batch is profiled, with every layer recomputed.")
+
+    def _use_earlier_plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        earlier = EarlierPlan(self._engine, self._config, self._ranks, self._resumed)
+        plan = earlier.for_run(trainer, pl_module)
+        if plan is None:
+            return
+        self._together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
+        self.plan = plan
+        rank_zero_info(f"MemoStrategy: uses {earlier.source}.")
+        self._show(plan, trainer, replanned=False)
 
     @override
     def on_train_batch_start(
@@ -297,103 +307,3 @@ class PlanAfterFirstStep(Callback):
         path = self._folder / PLAN_FILE
         plan.save(path)
         return path
-
-    # ---- plans made before
-
-    def _load_earlier_plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Use the plan that the user gave or the checkpoint holds, if it was made for this run.
-
-        Raises:
-            ValueError: The file is no plan, needs more host memory than there is, or another process has another plan.
-        """
-        given, plan, why_not, error = self._config.plan, None, "", None
-        try:
-            plan = self._read_plan()
-            why_not = "" if plan is None else self._why_not(plan, trainer, pl_module)
-        except (ValueError, OSError) as refused:
-            error = refused
-        self._ranks.raise_together(error)
-        self._refuse_different(plan)
-        if plan is None:
-            return
-        why_not = next((why for why in self._ranks.gather(why_not) if why), "")
-        if why_not:
-            source = given or "the checkpoint's plan"
-            rank_zero_warn(f"MemoStrategy: {source} is not used, and the first batch is profiled: {why_not}.")
-            return
-        if given is not None and self._config.alpha not in ("auto", plan.swap.alpha):
-            rank_zero_warn(
-                f"MemoStrategy: alpha={self._config.alpha} is not used, because {given} says {plan.swap.alpha}."
-            )
-        self._together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
-        self.plan = plan
-        rank_zero_info(f"MemoStrategy: uses the plan {given or 'of the checkpoint'}.")
-        self._show(plan, trainer, replanned=False)
-
-    def _read_plan(self) -> Plan | None:
-        """The plan that the user gave or the checkpoint holds; `None` if that one is not readable.
-
-        Raises:
-            ValueError: The user's file is no plan.
-            OSError: It can't be read.
-        """
-        if self._config.plan is not None:
-            return Plan.load(self._config.plan)
-        try:
-            return Plan.from_json(self._resumed or "")
-        except ValueError:
-            return None
-
-    def _refuse_different(self, plan: Plan | None) -> None:
-        """End all processes if they have plans that cannot run together.
-
-        Raises:
-            ValueError: They have.
-        """
-        sizes = (
-            "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes",
-            "stored_host_bytes", "kept_bytes", "spilled_calls",
-        )  # fmt: skip
-        own = None
-        if plan is not None:
-            own = replace(plan.swap.executed, stored_spill_bytes=(), **dict.fromkeys(sizes, 0))
-        swaps = self._ranks.gather(own)  # sizes may differ
-        for rank, swap in enumerate(swaps):
-            if swap != swaps[0]:
-                told = [
-                    f"rank {r}: {'none' if s is None else f'alpha={s.alpha:g} {s.mode}'}"
-                    for r, s in ((0, swaps[0]), (rank, swap))
-                ]
-                raise ValueError(
-                    f"processes were given different plans ({', '.join(told)}): give all of them the same file, or None"
-                )
-
-    def _why_not(self, plan: Plan, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
-        """Why an earlier plan does not hold for this run; empty if it does."""
-        device, given = self._engine.device, self._config.plan
-        expected = run_fingerprint(pl_module, str(trainer.precision), device, self._ranks.parallel)
-        for name, value in expected.items():
-            if getattr(plan.fingerprint, name) != value:
-                return f"it was made for {name} {getattr(plan.fingerprint, name)}, and this is {value}"
-        if self._slice_tokens not in (None, plan.swap.slice_tokens):
-            return f"it was made for slice_tokens={plan.swap.slice_tokens}, and {self._slice_tokens} was given"
-        if why := self._engine.why_not(plan.swap):
-            return why
-        if given is None and self._config.alpha not in ("auto", plan.swap.alpha):
-            return f"it says alpha={plan.swap.alpha}, and {self._config.alpha} was given"
-        fixed = state_bytes(pl_module, trainer.optimizers)
-        available = budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
-        if plan.swap.host_bytes > available.host_bytes:
-            needs, has = format_bytes(plan.swap.host_bytes), format_bytes(available.host_bytes)
-            if given is not None:
-                raise ValueError(
-                    f"{given} needs {needs} of host memory, and {has} is available: raise host_memory, or make the "
-                    "plan again"
-                )
-            return f"it needs {needs} of host memory, and {has} is available"
-        if plan.swap.spill_bytes > available.spill_bytes:
-            needs, has = format_bytes(plan.swap.spill_bytes), format_bytes(available.spill_bytes)
-            return f"it spills {needs} to the disk, and {has} is available"
-        if plan.swap.mode == "plain" and plan.device_bytes > available.device_bytes:
-            return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"
-        return ""
