@@ -19,13 +19,13 @@ from lightning_memo.allocator import AllocatorStats, PlannedAllocator
 from lightning_memo.callbacks.background import in_background
 from lightning_memo.callbacks.memory_report import memory_metrics, memory_use, summary
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
+from lightning_memo.callbacks.step_marks import StepMarks
 from lightning_memo.engine import Engine
 from lightning_memo.plan import Plan, StepPlacement
 from lightning_memo.plan_cache import PlanCache, cache_folder
 from lightning_memo.planner.memory import plan_memory
 from lightning_memo.planner.phases import place_step
 from lightning_memo.planner.placement.core import load_library
-from lightning_memo.profiler.phases import StepPhases
 from lightning_memo.profiler.requests import RecordedStep, trace_of
 from lightning_memo.report import MemoryUse
 from lightning_memo.trace import Trace
@@ -40,12 +40,6 @@ _MOST_RECORDED: Final = 8
 _MOST_PLANS: Final = 3
 # A buffer that another process is sent lives until that one has it: few lives that differ are no reason to plan again.
 _MISSED_SHARE: Final = 0.1
-_PHASES: Final = {
-    "forward_begin": "layer {} forward",
-    "forward_end": "after layer {} forward",
-    "backward_begin": "layer {} backward",
-    "backward_end": "after layer {} backward",
-}
 
 
 class PlanMemory(Callback):
@@ -68,7 +62,7 @@ class PlanMemory(Callback):
         self.use: MemoryUse | None = None
         self._engine, self._planning = engine, planning
         self._allocator: PlannedAllocator | None = None
-        self._phases = StepPhases(lambda number: None)
+        self._marks = StepMarks()
         self._do: Callable[[pl.Trainer], None] = self._wait_for_allocator
         self._building: Future[PlannedAllocator] | None = None
         self._solving: Future[StepPlacement] | None = None
@@ -77,9 +71,7 @@ class PlanMemory(Callback):
         self._plans_made = 0
         self._last_stats: AllocatorStats | None = None
         self._before: AllocatorStats | None = None  # counters at the end of the step before
-        self._marking = self._given_up = False
-        self._in_step = False
-        self._in_batch = False
+        self._given_up = False
         self._global_step = 0
 
     # ---- for reports
@@ -109,49 +101,32 @@ class PlanMemory(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._global_step = trainer.global_step
         self._building = in_background(lambda: _build(self._engine.device), "build allocator")
-        self._engine.on_mark = self._mark_layer
+        self._engine.on_mark = self._marks.layer
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._marking:
-            return
-        if not self._in_step:
-            self._phases.begin_step()
-            self._in_step = True
-        self._in_batch = True
-        self._phases.mark("input")
-
-    def _mark_layer(self, index: int, name: str) -> None:
-        if self._in_batch and name in _PHASES:
-            self._phases.mark(_PHASES[name].format(index))
+        self._marks.begin_batch()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        # By a hook, because on a GPU the backward runs in a thread of its own, which has to say that it takes part.
-        if self._in_batch and loss.requires_grad:
-            loss.register_hook(self._mark_backward)
-
-    def _mark_backward(self, gradient: torch.Tensor) -> None:
-        if self._in_batch:
-            self._phases.mark("backward")
+        self._marks.before_backward(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._in_batch:
-            self._phases.mark("optimizer")
+        self._marks.after_backward()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._in_batch and self._allocator is not None:
+        if self._marks.end_batch() and self._allocator is not None:
             self._allocator.leave()
-        self._in_batch = False
         if trainer.global_step == self._global_step:
             return
-        self._global_step, self._in_step = trainer.global_step, False
+        self._global_step = trainer.global_step
+        self._marks.end_step()
         if self._planning.plan is None or self._engine.profile is not None:
             return  # steps of a profile are not those that follow
         if self._planning.plan.swap is not self._swap:
@@ -169,13 +144,14 @@ class PlanMemory(Callback):
     def _pause(self, then: Callable[[pl.Trainer], None]) -> None:
         if self._allocator is not None:
             self._allocator.idle()
-        self._marking, self._given_up, self._steps = False, False, []
+        self._marks.stop()
+        self._given_up, self._steps = False, []
         self._do = then
 
     def release(self) -> None:
         """A step that is under way needs the memory of the arena: it is given back, and planned again afterwards."""
         self._pause(self._wait_for_allocator)
-        self._in_batch = False
+        self._marks.end_batch()
         if self._allocator is not None:
             self._allocator.leave()
             self._allocator.release()
@@ -213,17 +189,17 @@ class PlanMemory(Callback):
 
     def _record(self) -> None:
         assert self._allocator is not None
-        self._phases = StepPhases(self._allocator.phase)
+        self._marks.start(self._allocator.phase)
         self._allocator.record(MIN_BYTES)
-        self._marking, self._do = True, self._collect
+        self._do = self._collect
 
     def _collect(self, trainer: pl.Trainer) -> None:
         """Take what the step requested; enough is known when it requests the same again."""
         assert self._allocator is not None
-        self._steps.append(self._phases.recorded(self._allocator.take_events()))
+        self._steps.append(self._marks.recorded(self._allocator.take_events()))
         if len(self._steps) < _RECORDED_STEPS:
             return
-        names = self._phases.names
+        names = self._marks.names
         first, second, third = self._steps[-_RECORDED_STEPS:]
         before, trace = trace_of(first, second, names), trace_of(second, third, names)
         if trace.same_requests(before):
@@ -282,13 +258,13 @@ class PlanMemory(Callback):
         assert self._allocator is not None and self._planning.plan is not None
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()  # what unplanned steps left in it would stay reserved beside the arena
-        self._phases = StepPhases(self._allocator.phase, [phase.name for phase in placement.phases])
+        self._marks.start(self._allocator.phase, [phase.name for phase in placement.phases])
         self._allocator.serve(
             [(phase.sizes, phase.offsets) for phase in placement.phases], placement.peak_bytes, placement.min_bytes
         )
         self._allocator.reset_stats()
         self._before = None
-        self._marking, self._do = True, self._watch
+        self._do = self._watch
         plan = replace(self._planning.plan, placement=placement)
         self._planning.complete(plan, trainer)
         if self.trace is not None:
@@ -353,7 +329,9 @@ class PlanMemory(Callback):
             pl_module: Its gradients leave the arena: a model may be kept for long after its training.
         """
         self._engine.on_mark = None
-        self._marking = self._in_step = self._in_batch = False
+        self._marks.stop()
+        self._marks.end_batch()
+        self._marks.end_step()
         if self._allocator is None:
             return
         plan = self._planning.plan
