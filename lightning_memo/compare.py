@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memo.models import CausalLM
-from lightning_memo.report import Measurement
+from lightning_memo.reports.comparison import Measurement
 from lightning_memo.step_stats import METERED_STEP, StepStats
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_memo.profiler.meter import PeakMeter
-from lightning_memo.report import Measurement
+from lightning_memo.reports.comparison import Measurement
 
 METERED_STEP = 2
 """Steps before it: one that may be profiled for planning, and one in which buffers and optimizer state appear."""

@@ -34,7 +34,8 @@ from lightning_memo.data import SequenceDataModule
 from lightning_memo.launch import SweepRefused, arguments_of_process, ending_together, is_first_process
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
-from lightning_memo.report import Measurement, MemoryUse, comparison_table, memory_table
+from lightning_memo.reports.comparison import Measurement, comparison_table
+from lightning_memo.reports.memory_use import MemoryUse, memory_table
 from lightning_memo.step_stats import StepStats
 from lightning_memo.summary import RunSummary
 

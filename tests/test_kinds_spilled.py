@@ -24,7 +24,7 @@ from lightning_memo.engine.spill_file import SpillError
 from lightning_memo.plan import Plan
 from lightning_memo.planner.sensitivity import explain
 from lightning_memo.profiler import costs
-from lightning_memo.report import plan_tables
+from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.spill_sizes import SpillSizes, whole_blocks
 from lightning_memo.storage_costs import NvmeTier, StorageBudget
 

@@ -18,7 +18,7 @@ from lightning_memo.costs import Budget
 from lightning_memo.plan import Fingerprint, LayerCosts, Plan, StoredBytes
 from lightning_memo.planner.kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.storage_search import StorageError
-from lightning_memo.report import plan_tables
+from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.storage_costs import CallCosts, NvmeTier, Product, StorageBudget, StorageCosts
 from lightning_memo.storage_plan import StoragePlan
 

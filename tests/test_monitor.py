@@ -19,7 +19,7 @@ from trainer_harness import LanguageModel, batches, make_trainer
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import Monitor, WriteReport
 from lightning_memo.callbacks.monitor import shape_of_module
-from lightning_memo.run_report import RunReport, curve_svg
+from lightning_memo.reports.run_page import RunReport, curve_svg
 
 ROWS, TOKENS, VOCABULARY = 2, 32, 96
 PEAK = 1e12

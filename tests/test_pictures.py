@@ -18,9 +18,11 @@ from trainer_harness import LanguageModel, fit, loader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import memory as planning
-from lightning_memo.pictures import KINDS, memory_curve, memory_map, memory_page, request_offsets
 from lightning_memo.plan import PhasePlacement, StepPlacement
 from lightning_memo.planner.caching import replay
+from lightning_memo.reports.memory_page import memory_page
+from lightning_memo.reports.memory_pictures import memory_curve, memory_map
+from lightning_memo.reports.memory_step import KINDS, request_offsets
 from lightning_memo.trace import NEVER, Trace
 
 NASTY = ("</script><script>alert(1)</script>", "<b onclick=x>&amp;\"'", "$x^{$ \u2028 %s {0}")

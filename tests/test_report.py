@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from lightning_memo.plan import Budget, Fingerprint, LayerCosts, Plan, SwapPlan
-from lightning_memo.report import Measurement, comparison_table, plan_table
+from lightning_memo.reports.comparison import Measurement, comparison_table
+from lightning_memo.reports.plan_tables import plan_table
 
 MIB = 2**20
 GIB = 2**30

@@ -16,8 +16,8 @@ from trainer_harness import LanguageModel, fit, loader, shorten_measurements
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import ScheduleRecorder
 from lightning_memo.callbacks.schedule import PICTURE_FILE, TRACE_FILE
-from lightning_memo.schedule_picture import draw_schedule
-from lightning_memo.schedule_trace import write_trace
+from lightning_memo.reports.schedule_picture import draw_schedule
+from lightning_memo.reports.schedule_trace import write_trace
 from lightning_memo.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 
 STEP = Timeline(

@@ -27,7 +27,7 @@ from lightning_memo.planner.memory import plan_memory
 from lightning_memo.planner.phases import place_step
 from lightning_memo.planner.placement.core import load_library
 from lightning_memo.profiler.requests import RecordedStep, trace_of
-from lightning_memo.report import MemoryUse
+from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.trace import Trace
 
 MIN_BYTES: Final = 512
@@ -308,7 +308,9 @@ class PlanMemory(Callback):
         Raises:
             OSError: A file can't be written.
         """
-        from lightning_memo.pictures import memory_curve, memory_map, memory_page  # matplotlib takes long to import
+        # matplotlib takes long to import
+        from lightning_memo.reports.memory_page import memory_page
+        from lightning_memo.reports.memory_pictures import memory_curve, memory_map
 
         plan = self._planning.plan
         if self.use is None or self.trace is None or plan is None or plan.placement is None:

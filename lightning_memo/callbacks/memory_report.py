@@ -7,7 +7,7 @@ import torch
 from lightning_memo.allocator import AllocatorStats
 from lightning_memo.config import format_bytes
 from lightning_memo.plan import StepPlacement
-from lightning_memo.report import MemoryUse
+from lightning_memo.reports.memory_use import MemoryUse
 
 
 def summary(placement: StepPlacement) -> str:

@@ -35,7 +35,7 @@ from lightning_memo.profiler.costs import (
     state_bytes,
 )
 from lightning_memo.profiler.meter import WorkingSet
-from lightning_memo.report import plan_tables
+from lightning_memo.reports.plan_tables import plan_tables
 
 PLAN_FILE = "memo_plan.json"
 CHECKPOINT_KEY = "lightning_memo_plan"

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from lightning_memo.callbacks.monitor import memory_peaks
 from lightning_memo.config import format_bytes, format_seconds
-from lightning_memo.report import memory_table, plan_tables
-from lightning_memo.run_report import NAME, RunReport
+from lightning_memo.reports.memory_use import memory_table
+from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.run_page import NAME, RunReport
 
 _CURVES: Final = {
     "Loss (nats)": ("loss",),

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.engine.recorder import StepRecorder
-from lightning_memo.schedule_picture import draw_schedule
-from lightning_memo.schedule_trace import write_trace
+from lightning_memo.reports.schedule_picture import draw_schedule
+from lightning_memo.reports.schedule_trace import write_trace
 from lightning_memo.timeline import Timeline
 
 PICTURE_FILE, TRACE_FILE = "schedule.png", "schedule.trace.json"

@@ -17,7 +17,7 @@ from rich.table import Table
 from lightning_memo.files import replacing
 
 NAME: Final = "report.html"
-_TEMPLATE: Final = Path(__file__).with_name("report_page.html")
+_TEMPLATE: Final = Path(__file__).with_name("run_page.html")
 _COLUMNS: Final = 110
 _COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 """Which people with colour-blindness can tell apart."""

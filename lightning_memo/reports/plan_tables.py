@@ -1,31 +1,18 @@
-"""Tables for people: what a plan does, and how settings compare. Formatting only."""
+"""Tables of what a plan does. Formatting only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.plan import Plan
-from lightning_memo.report_storage import call_bytes, kinds_table, resources_table
+from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
 
 _MOST_CALLS = 8  # named in a line
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """One row of `comparison_table`."""
-
-    name: str
-    step_seconds: float
-    peak_device_bytes: int
-    host_bytes: int
-    tokens_per_second: float
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -111,73 +98,3 @@ def _disk(plan: Plan) -> list[str]:
     shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
     which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
     return [f"disk    {format_bytes(swap.spill_bytes)} of {format_bytes(available)} available: {which}"]
-
-
-def comparison_table(rows: Sequence[Measurement]) -> Table:
-    """Compare measurements; ratios in brackets are to the first row.
-
-    Args:
-        rows: the measurements, the baseline first.
-    """
-    table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
-    table.add_column("", no_wrap=True)
-    for name in ("step", "device peak", "host", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        base = rows[0]
-        table.add_row(
-            Text(row.name),
-            format_seconds(row.step_seconds) + _ratio(row.step_seconds, base.step_seconds),
-            format_bytes(row.peak_device_bytes) + _ratio(row.peak_device_bytes, base.peak_device_bytes),
-            format_bytes(row.host_bytes) + _ratio(row.host_bytes, base.host_bytes),
-            f"{row.tokens_per_second:,.0f}",
-        )
-    return table
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryUse:
-    """What became of the requests for memory of the steps that were planned."""
-
-    hits: int
-    """Served at their places."""
-
-    misses: dict[str, int]
-    """Left to PyTorch's allocator, by reason."""
-
-    arena_bytes: int
-    peak_live_bytes: int
-    """Most bytes of the arena in use at once."""
-
-    lower_bound_bytes: int
-    """No placement of the recorded step has a lower peak."""
-
-    reorganisations: int | None
-    """How often PyTorch's allocator had to free its cache and try again; None on a CPU, which has no cache."""
-
-
-def memory_table(use: MemoryUse) -> Table:
-    """Show how the planned memory was used.
-
-    Args:
-        use: Counters at the end of training.
-    """
-    table = Table(title="Planned memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    requests = use.hits + sum(use.misses.values())
-    table.add_row("requests at their places", f"{use.hits:,} of {requests:,} ({use.hits / max(requests, 1):.2%})")
-    for reason, count in use.misses.items():
-        if count:
-            table.add_row(f"left to PyTorch: {reason}", f"{count:,}")
-    table.add_row(
-        "arena", format_bytes(use.arena_bytes) + _ratio(use.arena_bytes, use.lower_bound_bytes, " lower bound")
-    )
-    table.add_row("most in use at once", format_bytes(use.peak_live_bytes))
-    if use.reorganisations is not None:
-        table.add_row("reorganisations", f"{use.reorganisations:,}")
-    return table
-
-
-def _ratio(value: float, base: float, of: str = "") -> str:
-    return f" ({value / base:.2f}x{of})" if base else ""

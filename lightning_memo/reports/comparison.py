@@ -1,0 +1,50 @@
+"""A table of how settings compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memo.config import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One row of `comparison_table`."""
+
+    name: str
+    step_seconds: float
+    peak_device_bytes: int
+    host_bytes: int
+    tokens_per_second: float
+
+
+def comparison_table(rows: Sequence[Measurement]) -> Table:
+    """Compare measurements; ratios in brackets are to the first row.
+
+    Args:
+        rows: the measurements, the baseline first.
+    """
+    table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
+    table.add_column("", no_wrap=True)
+    for name in ("step", "device peak", "host", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        base = rows[0]
+        table.add_row(
+            Text(row.name),
+            format_seconds(row.step_seconds) + ratio_text(row.step_seconds, base.step_seconds),
+            format_bytes(row.peak_device_bytes) + ratio_text(row.peak_device_bytes, base.peak_device_bytes),
+            format_bytes(row.host_bytes) + ratio_text(row.host_bytes, base.host_bytes),
+            f"{row.tokens_per_second:,.0f}",
+        )
+    return table
+
+
+def ratio_text(value: float, base: float, of: str = "") -> str:
+    """How many times `base` a value is, to stand behind it; empty if `base` is zero."""
+    return f" ({value / base:.2f}x{of})" if base else ""
