@@ -17,6 +17,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.cli import config_dir
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.estimate.activations import LayerActivations, layer_activations, saved_tensors
+from lightning_memo.estimate.adapters import adapters_of
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.buffers import Buffers
 from lightning_memo.estimate.constants import constants_of
@@ -92,6 +93,33 @@ def test_what_layers_keep_is_measured_to_the_byte(family: str, precision: Precis
     assert sorted(sizes) == sorted(tensor.bytes_per_token for tensor in tensors)
 
 
+ADAPTERS = {"default": None, "all": "all-linear", "output": ["o_proj"], "part": ["gate_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("modules", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("precision", SIZES)
+@pytest.mark.parametrize("family", ["llama_grouped", "qwen3"])
+def test_what_layers_with_adapters_keep_is_measured_to_the_byte(
+    family: str, precision: Precision, modules: str | list[str] | None
+) -> None:
+    peft = pytest.importorskip("peft")
+    model_type, settings, shape = FAMILIES[family]
+    shape = replace(shape, kernels=model_type, adapters=adapters_of({"r": 5, "target_modules": modules}))
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=5, target_modules=modules)).to(dtype)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == shape.layers * shape.adapter_parameters
+    batch, tokens = 2, 160
+    ids = torch.randint(0, 96, (batch, tokens))
+    with EngineUnderTest(model, test_mode=None) as under_test:
+        under_test.profile_step({"input_ids": ids, "labels": ids}, amp=precision == "bf16-mixed")
+        saved = under_test.profile.in_order()[0].saved
+    tensors = saved_tensors(shape, kernels=model_type, sizes=SIZES[precision])
+    sizes = [item.size_bytes // (batch * tokens) for item in saved]
+    assert sorted(sizes) == sorted(tensor.bytes_per_token for tensor in tensors)
+
+
 def test_fused_kernels_keep_sixteen_units_of_a_gpt() -> None:
     gpt = replace(SHAPE, ffn=4 * SHAPE.hidden, gated=False)
     unit = 2 * SHAPE.hidden
@@ -120,13 +148,21 @@ DEMO_BUDGETS = {"device_memory": "200MiB", "host_memory": "96MiB"}  # those of c
 LENGTHS = (512, DEMO_TOKENS)
 
 
-def train(folder: Path, tokens: int, precision: Precision = "32-true", **changes: int | bool) -> Plan:
+def train(
+    folder: Path,
+    tokens: int,
+    precision: Precision = "32-true",
+    lora: dict[str, Any] | None = None,
+    **changes: int | bool,
+) -> Plan:
     """The plan of a short run of the demo model, with changes of its configuration."""
     config = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / "llama_tiny.yaml"))["config"]
     ids = torch.randint(0, DEMO.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(plan_memory=False, **DEMO_BUDGETS)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
-    trainer.fit(CausalLM({"config": config | changes}), batches([{"input_ids": ids, "labels": ids}]))
+    trainer.fit(
+        CausalLM({"config": config | changes, "lora": lora or {}}), batches([{"input_ids": ids, "labels": ids}])
+    )
     return trainer.strategy.plan
 
 
@@ -194,6 +230,22 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Pre
     if trained.swap.mode == "memo":
         total = estimate(question, Parallelism()).device_bytes["total"]
         assert total == pytest.approx(trained.device_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "v_proj"]], ids=["all", "two"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 0.03), ("bf16-true", 0.03), ("bf16-mixed", 0.06)])
+def test_an_estimate_with_adapters_takes_what_training_measures(
+    tmp_path: Path, precision: Precision, tolerance: float, modules: str | list[str]
+) -> None:
+    pytest.importorskip("peft")
+    lora = {"r": 8, "target_modules": modules}
+    measured = train(tmp_path, DEMO_TOKENS, precision, lora).costs
+    told = step_bytes(replace(DEMO, adapters=adapters_of(lora)), sizes=SIZES[precision], tokens=DEMO_TOKENS)
+    for name in ("input_bytes", "attention_bytes", "other_bytes", "fixed_device_bytes"):
+        assert getattr(told, name) == getattr(measured, name), name
+    assert told.transient_device_bytes == pytest.approx(measured.transient_device_bytes, rel=tolerance)
+    working = replace(measured, **asdict(told)).working_bytes(1.0)
+    assert working == pytest.approx(measured.working_bytes(1.0), rel=tolerance)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.37, 0.8])

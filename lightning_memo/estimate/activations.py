@@ -65,6 +65,7 @@ def saved_tensors(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -
     layer = _Layer(shape, kernels, sizes)
     return (
         SavedTensor("input", shape.hidden, sizes.stream, "input"),
+        *layer.adapters(),
         *layer.norm("input norm", ("query", "key", "value"), reads_input=True),
         *layer.attention(),
         *layer.norm("feed-forward norm", ("gate", "up"), reads_input=kernels == "gpt_neox_parallel"),
@@ -77,6 +78,20 @@ class _Layer:
     shape: ModelShape
     kernels: Kernels
     sizes: ElementBytes
+
+    def adapters(self) -> Iterator[SavedTensor]:
+        """What lies between the two matrices of each adapter, and what attention gives where one copies it."""
+        adapters, product = self.shape.adapters, self.sizes.product
+        if adapters is None:
+            return
+        for name in adapters.products:
+            yield SavedTensor(f"within the adapter of {name}", adapters.rank, product)
+        if self.shape.adapts("output") and self.sizes.stream != product:
+            yield SavedTensor("attention output for output", self.shape.heads * self.shape.head_dim, product)
+
+    def reads(self, product: str) -> bool:
+        """Whether a product keeps what it reads, for the gradient of its weight or of its adapter's."""
+        return self.shape.adapters is None or self.shape.adapts(product)
 
     def norm(self, name: str, products: Sequence[str], reads_input: bool) -> Iterator[SavedTensor]:
         """A norm, with what it reads, unless that is the layer's input, and with its output, which products read."""
@@ -91,9 +106,9 @@ class _Layer:
                 yield SavedTensor(f"{name} mean", 1, stream)
                 yield SavedTensor(f"{name} deviation", 1, stream)
         if separate and stream != self.sizes.product:  # each product makes a copy for itself
-            for product in products:
+            for product in filter(self.reads, products):
                 yield SavedTensor(f"{name} for {product}", hidden, self.sizes.product)
-        else:
+        elif any(map(self.reads, products)):
             yield SavedTensor(name, hidden, self.sizes.product)
 
     def attention(self) -> Iterator[SavedTensor]:
@@ -115,7 +130,9 @@ class _Layer:
             names = ["gate", "up"] if self.kernels == "fused" else ["gate", "activated gate", "up"]
         elif self.kernels == "gpt2":
             names = ["up", "half of it", "tanh", "1 + tanh"]
-        for name in (*names, "activated"):
+        if self.reads("down"):
+            names.append("activated")
+        for name in names:
             yield SavedTensor(name, self.shape.ffn * self.shape.active_experts, self.sizes.product)
 
     def _rms_norm(
@@ -125,4 +142,5 @@ class _Layer:
         if copies:
             yield SavedTensor(f"{name} input in fp32", width, _FP32)
         yield SavedTensor(f"{name} deviation", rows, _FP32)
-        yield SavedTensor(f"{name} unweighted", width, element_bytes)
+        if self.shape.adapters is None:  # for the gradient of its weight
+            yield SavedTensor(f"{name} unweighted", width, element_bytes)

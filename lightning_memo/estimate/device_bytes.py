@@ -12,7 +12,13 @@ from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.methods import runs_here, sizes_of
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.precision import ElementBytes, program_bytes
-from lightning_memo.estimate.times import BF16, FP32, device_parameters, has_whole_logits
+from lightning_memo.estimate.times import (
+    BF16,
+    FP32,
+    device_parameters,
+    device_trained_parameters,
+    has_whole_logits,
+)
 from lightning_memo.estimate.working_set import CHUNK_BYTES
 from lightning_memo.planner.placement import Problem
 
@@ -41,7 +47,9 @@ class ModelState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def model_state(weights: float, ranks: int, zero_stage: int, sizes: ElementBytes = PROGRAM) -> ModelState:
+def model_state(
+    weights: float, ranks: int, zero_stage: int, sizes: ElementBytes = PROGRAM, trained: float | None = None
+) -> ModelState:
     """Bytes of weights, gradients and optimizer on one device: 2 + 2 + 12 for each weight (ZeRO, section 3), or others.
 
     Args:
@@ -49,31 +57,36 @@ def model_state(weights: float, ranks: int, zero_stage: int, sizes: ElementBytes
         ranks: that ZeRO divides over.
         zero_stage: 1 divides the optimizer, 2 gradients too, 3 weights too.
         sizes: of elements.
+        trained: those of the weights that get a gradient; None: all.
     """
+    trained = weights if trained is None else trained
     if sizes.whole_copies:
-        return _state_of_fsdp(weights, ranks, zero_stage, sizes)
+        return _state_of_fsdp(weights, trained, ranks, zero_stage, sizes)
 
-    def divided(size: int, stage: int) -> float:
-        return size * weights / (ranks if zero_stage >= stage else 1)
+    def divided(size_bytes: float, stage: int) -> float:
+        return size_bytes / (ranks if zero_stage >= stage else 1)
 
-    return ModelState(divided(sizes.weight, 3), divided(sizes.gradient, 2), divided(sizes.optimizer, 1))
+    return ModelState(
+        divided(sizes.weight * weights, 3), divided(sizes.gradient * trained, 2), divided(sizes.optimizer * trained, 1)
+    )
 
 
-def _state_of_fsdp(weights: float, ranks: int, zero_stage: int, sizes: ElementBytes) -> ModelState:
+def _state_of_fsdp(weights: float, trained: float, ranks: int, zero_stage: int, sizes: ElementBytes) -> ModelState:
     """All is sharded from stage 1 on; whole weights are there beside up to stage 2, and whole gradients at stage 1."""
     shards = ranks if zero_stage else 1
     copied = shards > 1 or sizes.copies_weights
     return ModelState(
         parameters=weights * (sizes.weight / shards + (sizes.product if copied and zero_stage < 3 else 0)),
-        gradients=weights * (sizes.gradient / shards + (sizes.product if shards > 1 and zero_stage == 1 else 0)),
-        optimizer=weights * sizes.optimizer / shards,
+        gradients=trained * (sizes.gradient / shards + (sizes.product if shards > 1 and zero_stage == 1 else 0)),
+        optimizer=trained * sizes.optimizer / shards,
     )
 
 
 def state_of(question: Question, parallel: Parallelism) -> ModelState:
     """The state on the fullest device."""
     weights = device_parameters(question.shape, parallel)
-    return model_state(weights, parallel.dp * parallel.cp, parallel.zero_stage, sizes_of(question))
+    trained = device_trained_parameters(question.shape, parallel)
+    return model_state(weights, parallel.dp * parallel.cp, parallel.zero_stage, sizes_of(question), trained)
 
 
 def gathered_bytes(question: Question, parallel: Parallelism) -> float:
@@ -85,8 +98,10 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
         return 0.0
     shape, sizes = question.shape, sizes_of(question)
     gradient = sizes.product if sizes.whole_copies else sizes.gradient
-    layers = (2 * sizes.product + gradient) * shape.layer_parameters
+    layers = 2 * sizes.product * shape.layer_parameters + gradient * shape.trained_layer_parameters
     embedding = shape.vocab * shape.hidden
+    if shape.adapters is not None:
+        gradient = 0  # of the embedding and the head, which are not trained
     if sizes.whole_copies:
         kept = sizes.product * embedding * (1 if shape.tied or parallel.pp > 1 else 2)
         return (max(layers, gradient * embedding) + kept) / parallel.tp
@@ -96,7 +111,7 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
 def logits_bytes(question: Question, parallel: Parallelism) -> float:
     """Logits and their gradients, of all tokens or of a chunk; tensor parallelism divides the vocabulary.
 
-    With a chunk, also the head's gradient in fp32, which all chunks add to.
+    With a chunk, also the head's gradient in fp32, which all chunks add to, if it is trained.
     """
     vocabulary = question.shape.vocab / parallel.tp
     logits = question.seq_len / parallel.cp * vocabulary
@@ -104,7 +119,8 @@ def logits_bytes(question: Question, parallel: Parallelism) -> float:
         return LOGIT_BYTES * logits
     if logits <= CHUNK_BYTES / FP32:
         return CHUNKED_LOGIT_BYTES * logits
-    of_head = FP32 * vocabulary * question.shape.hidden if runs_here(question) else 0.0
+    summed = runs_here(question) and question.shape.adapters is None
+    of_head = FP32 * vocabulary * question.shape.hidden if summed else 0.0
     return CHUNKED_LOGIT_BYTES * CHUNK_BYTES / FP32 + of_head
 
 

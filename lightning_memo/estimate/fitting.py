@@ -165,7 +165,7 @@ def _rows(measurement: Measurement, cluster: Cluster, base: Constants) -> Iterat
         "forward": (costs.forward_seconds, {_DENSE: times.dense, _ATTENTION_FORWARD: times.attention_forward}),
         "backward": (
             costs.backward_seconds,
-            {_DENSE: 2 * times.dense, _ATTENTION_BACKWARD: times.attention_backward},
+            {_DENSE: times.dense_backward, _ATTENTION_BACKWARD: times.attention_backward},
         ),
         "recomputation": (costs.recompute_seconds, {_DENSE: times.recomputed_dense}),
     }

@@ -69,6 +69,11 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
             f"tp={parallel.tp} x cp={parallel.cp} x dp={parallel.dp} x pp={parallel.pp} is {parallel.devices} devices, "
             f"but gpus={question.gpus}: give sizes whose product is that"
         )
+    if question.shape.adapters is not None and not runs_here(question):
+        raise ValueError(
+            f"method={question.method} on cluster={question.cluster.name}: programs of papers train all weights; give "
+            "memo, full_recompute, full_swap or plain on another cluster than a800, or model.lora.r=0"
+        )
     obstacles = parallel.obstacles(question.shape, question.seq_len, question.batch_size)
     why_not = [*map(str, obstacles), why_not_by_method(question, parallel)][0]
     if why_not:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli import config_dir, plain_settings
 from lightning_memo.config import parse_bytes
+from lightning_memo.estimate.adapters import adapters_of
 from lightning_memo.estimate.cluster import Cluster
 from lightning_memo.estimate.hf_config import load_shape, shape_of
 from lightning_memo.estimate.shape import ModelShape
@@ -85,12 +86,17 @@ def model_of(settings: Mapping[str, Any], name: str) -> ModelShape:
         name: what a model without a path is called.
 
     Raises:
-        ValueError: neither is given, what is given tells no shape, or adapters are asked for; one line.
+        ValueError: neither is given, what is given tells no shape, or not one that `lora` is known for; one line.
     """
-    if (settings.get("lora") or {}).get("r"):
-        raise ValueError(
-            f"model.lora.r={settings['lora']['r']}: only training of all weights is estimated; set it to 0"
-        )
+    shape = _shape_of(settings, name)
+    adapters = adapters_of(settings.get("lora") or {})
+    try:
+        return replace(shape, adapters=adapters)
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from None
+
+
+def _shape_of(settings: Mapping[str, Any], name: str) -> ModelShape:
     if settings.get("path") is not None:
         return load_shape(Path(str(settings["path"])))
     config = settings.get("config")

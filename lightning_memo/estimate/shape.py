@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_memo.documents import check_range
+from lightning_memo.estimate.adapters import PRODUCTS, Adapters
 
 Kernels = Literal["fused", "llama", "qwen3", "gpt_neox", "gpt_neox_parallel", "gpt2"]
 """Which tensors a layer keeps depends on its code.
@@ -53,6 +54,9 @@ class ModelShape:
     kernels: Kernels = "fused"
     """Of its layers where Hugging Face's code runs them; programs with kernels of their own take them fused."""
 
+    adapters: Adapters | None = None
+    """LoRA, which alone is trained; None: all weights are."""
+
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "experts", "active_experts")
         check_range(self, dict.fromkeys(sizes, 1))
@@ -60,6 +64,8 @@ class ModelShape:
             raise ValueError(f"active_experts={self.active_experts} must be at most experts={self.experts}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.adapters is not None and (self.kernels not in ("llama", "qwen3") or self.experts > 1):
+            raise ValueError("adapters (model.lora) are estimated for dense Llama and Qwen3 models only; set r to 0")
 
     @property
     def attention_parameters(self) -> int:
@@ -76,9 +82,42 @@ class ModelShape:
         return self.hidden * self.experts if self.experts > 1 else 0
 
     @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each product of a layer with a gated feed-forward, and without experts."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, ffn = self.hidden, self.ffn
+        sizes = (
+            (hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden),
+            (hidden, ffn), (hidden, ffn), (ffn, hidden),
+        )  # fmt: skip
+        return dict(zip(PRODUCTS, sizes, strict=True))
+
+    def adapts(self, product: str) -> bool:
+        """Whether a product has an adapter."""
+        return self.adapters is not None and product in self.adapters.products
+
+    @property
+    def adapter_weights(self) -> tuple[int, ...]:
+        """Elements of each of a layer's adapter weights: two for a product."""
+        if self.adapters is None:
+            return ()
+        return tuple(self.adapters.rank * width for name in self.adapters.products for width in self.products[name])
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Of a layer."""
+        return sum(self.adapter_weights)
+
+    @property
     def layer_parameters(self) -> int:
         """All weights of a layer, with its two norms."""
-        return self.attention_parameters + self.experts * self.ffn_parameters + self.router_parameters + 2 * self.hidden
+        products = self.attention_parameters + self.experts * self.ffn_parameters + self.router_parameters
+        return products + 2 * self.hidden + self.adapter_parameters
+
+    @property
+    def trained_layer_parameters(self) -> int:
+        """Those of them that get a gradient."""
+        return self.layer_parameters if self.adapters is None else self.adapter_parameters
 
     @property
     def parameters(self) -> int:
@@ -89,7 +128,13 @@ class ModelShape:
     @property
     def multiplied_in_a_layer(self) -> int:
         """Weights of a layer that each token is multiplied by."""
-        return self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
+        products = self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
+        return products + self.adapter_parameters
+
+    @property
+    def trained_in_a_layer(self) -> int:
+        """Those of them that get a gradient."""
+        return self.multiplied_in_a_layer if self.adapters is None else self.adapter_parameters
 
     @property
     def multiplied_again(self) -> int:
@@ -101,16 +146,25 @@ class ModelShape:
         """Weights that each token is multiplied by: P of MEMO's FLOPs, `12 n h^2 + V h` for a GPT."""
         return self.layers * self.multiplied_in_a_layer + self.vocab * self.hidden
 
-    def model_flops(self, tokens: int, trained: float = 1.0) -> float:
+    @property
+    def trained_share(self) -> float:
+        """Of the multiplied weights, those that get a gradient."""
+        if self.adapters is None:
+            return 1.0
+        return self.layers * self.adapter_parameters / self.multiplied_parameters
+
+    def model_flops(self, tokens: int, trained: float | None = None) -> float:
         """FLOPs of forward and backward of one sequence, nothing recomputed, attention causal.
 
         `6 s P + 6 n h s^2` as MEMO counts them; with a window, only the pairs in it.
 
         Args:
             tokens: s, of the sequence.
-            trained: share of the weights that get a gradient: a third of the products is for that.
+            trained: share of the weights that get a gradient: a third of the products is for that; None: the shape's.
         """
-        products = (4.0 + 2.0 * trained) * tokens * self.multiplied_parameters
+        products = (
+            (4.0 + 2.0 * (self.trained_share if trained is None else trained)) * tokens * self.multiplied_parameters
+        )
         return products + 3.0 * self.layers * self.attention_flops(tokens)
 
     def recomputed_flops(self, tokens: int) -> float:

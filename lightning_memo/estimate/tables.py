@@ -12,6 +12,7 @@ from lightning_memo.estimate.answer import Estimate, Question
 from lightning_memo.estimate.layer_costs import budget
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.search import Ranking
+from lightning_memo.estimate.shape import ModelShape
 from lightning_memo.estimate.shares import format_alpha
 
 _STATUS = {
@@ -48,7 +49,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
     table.add_column(overflow="fold")
     where = f"{question.gpus} x {cluster.device}, {nodes} node{_plural(nodes)}"
     rows = {
-        "model": f"{answer.model}, {_count(question.shape.parameters)} parameters",
+        "model": f"{answer.model}, {_count(question.shape.parameters)} parameters{_trained(question.shape)}",
         "cluster": where,
         "method": answer.method,
         "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} a step",
@@ -106,6 +107,11 @@ def _add_row(table: Table, answer: Estimate, remark: str) -> None:
     sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.zero_stage)
     alpha = format_alpha(answer.alpha, answer.device_bytes)
     table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
+
+
+def _trained(shape: ModelShape) -> str:
+    """How many get a gradient, if not all do."""
+    return "" if shape.adapters is None else f", {_count(shape.layers * shape.adapter_parameters)} of them trained"
 
 
 def _count(parameters: int) -> str:

@@ -30,6 +30,9 @@ class LayerTimes:
     dense: float
     """Forward of its matrix products with weights."""
 
+    dense_backward: float
+    """Of these products: gradients of what they read, and of the weights that are trained."""
+
     recomputed_dense: float
     """Of those that have to run again; the last one's output is not needed."""
 
@@ -53,7 +56,7 @@ class LayerTimes:
     def backward(self) -> float:
         """Nothing recomputed. The inputs of both parts are gathered anew for the weights' gradients."""
         passed = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
-        return 2 * self.dense + self.attention_backward + passed
+        return self.dense_backward + self.attention_backward + passed
 
     @property
     def tensor_parallel(self) -> float:
@@ -99,6 +102,7 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     exchanging, merging = _context_seconds(question, parallel, attention_forward)
     return LayerTimes(
         dense=2 * tokens * shape.multiplied_in_a_layer / dense_rate,
+        dense_backward=2 * tokens * (shape.multiplied_in_a_layer + shape.trained_in_a_layer) / dense_rate,
         recomputed_dense=2 * tokens * shape.multiplied_again / dense_rate,
         attention_forward=attention_forward,
         attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
@@ -146,7 +150,8 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
 def head_seconds(question: Question, parallel: Parallelism) -> float:
     """Forward and backward of the head for one sequence."""
     shape = question.shape
-    flops = 6 * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
+    products = 3 if shape.adapters is None else 2  # without the gradient of the weight
+    flops = 2 * products * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
     return flops / (question.cluster.peak_flops * sizes_of(question).rate * question.constants.dense_efficiency)
 
 
@@ -170,14 +175,16 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
     ranks = parallel.dp * parallel.cp
     if ranks == 1:
         return 0.0
-    weights = device_parameters(question.shape, parallel) * (ranks - 1) / ranks
+    sent = (ranks - 1) / ranks
+    weights = device_parameters(question.shape, parallel) * sent
+    trained = device_trained_parameters(question.shape, parallel) * sent
     bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
     sizes = sizes_of(question)
     if parallel.zero_stage == 3:
         sequences = question.batch_size // parallel.dp
-        moving = sequences * weights * (2 * sizes.product + sizes.reduced) / bandwidth
+        moving = sequences * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth
         return moving if question.constants.published else max(moving - compute_seconds, 0.0)
-    return weights * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
+    return trained * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
 
 
 def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:
@@ -185,3 +192,10 @@ def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:
     layers = shape.layers // parallel.pp * shape.layer_parameters
     embeddings = shape.vocab * shape.hidden * (2 if parallel.pp == 1 and not shape.tied else 1)
     return (layers + embeddings) / parallel.tp
+
+
+def device_trained_parameters(shape: ModelShape, parallel: Parallelism) -> float:
+    """Those of them that get a gradient."""
+    if shape.adapters is None:
+        return device_parameters(shape, parallel)
+    return shape.layers // parallel.pp * shape.trained_layer_parameters / parallel.tp

@@ -61,9 +61,9 @@ class HuggingFaceStep:
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, two moments and a count of steps for each; and frequencies of positions, kept twice."""
-        sizes, counts = self.sizes, len(self._weights) * _FP32
-        of_weight = sizes.weight + sizes.gradient + sizes.optimizer
-        return of_weight * sum(self._weights) + counts + self.shape.head_dim * sizes.weight
+        sizes, counts = self.sizes, len(self._trained) * _FP32
+        of_trained = (sizes.gradient + sizes.optimizer) * sum(self._trained) + counts
+        return sizes.weight * (sum(self._weights) + self.shape.head_dim) + of_trained
 
     @property
     def outside_bytes(self) -> int:
@@ -71,7 +71,7 @@ class HuggingFaceStep:
         peaks = [self._forward().lower_bound_bytes, self._optimizer().lower_bound_bytes]
         if self._chunked:
             return max(*peaks, self._chunked_loss().lower_bound_bytes)
-        missing = 0 if self.gradients_stay else self.sizes.gradient * sum(self._weights)
+        missing = 0 if self.gradients_stay else self.sizes.gradient * sum(self._trained)
         of_loss = self._loss(backward=True).lower_bound_bytes - missing
         return max(*peaks, self._loss(backward=False).lower_bound_bytes, of_loss)
 
@@ -80,7 +80,9 @@ class HuggingFaceStep:
         """Highest peak in the backward of the layers: that of the first one, when all others have their gradients."""
         if self.gradients_stay:
             return self._backward().lower_bound_bytes
-        missing = sum(self._layer_weights) + (0 if self.shape.tied else self._weights[0])
+        missing = self._trained_in_a_layer
+        if self.shape.adapters is None and not self.shape.tied:
+            missing += self._weights[0]
         return self._backward().lower_bound_bytes - self.sizes.gradient * missing
 
     # ---- sizes
@@ -91,7 +93,21 @@ class HuggingFaceStep:
         shape = self.shape
         embedding = shape.vocab * shape.hidden // self.tensor_parallel
         head = () if shape.tied else (embedding,)
-        return (embedding, *self._layer_weights * shape.layers, shape.hidden, *head)
+        layer = (*self._layer_weights, *self._adapter_weights)
+        return (embedding, *layer * shape.layers, shape.hidden, *head)
+
+    @property
+    def _trained(self) -> tuple[int, ...]:
+        """Those of them that get a gradient."""
+        return self._weights if self.shape.adapters is None else self._adapter_weights * self.shape.layers
+
+    @property
+    def _trained_in_a_layer(self) -> int:
+        return sum(self._layer_weights if self.shape.adapters is None else self._adapter_weights)
+
+    @property
+    def _adapter_weights(self) -> tuple[int, ...]:
+        return tuple(elements // self.tensor_parallel for elements in self.shape.adapter_weights)
 
     @property
     def _layer_weights(self) -> tuple[int, ...]:
@@ -153,30 +169,42 @@ class HuggingFaceStep:
         b.make(self._stream)  # embeddings, which the model holds
         b.make(self._stream)  # stored: the layer's input
         normed = [b.make(self._stream), b.make(self._gathered)]
-        query, key, value = b.make(self._query), b.make(self._key), b.make(self._key)
+        query = self._run(b, "query", self._query)
+        key, value = (self._run(b, name, self._key) for name in ("key", "value"))
         rotated_query = self._rotate(b, self._query)
         rotated_key = self._rotate(b, self._key)
         b.free(query, key)
         b.make(self._query)  # stored: attention's output
         if self.ring:
             b.free(b.make(4 * self._key))  # keys and values of two other devices: one is read, one comes
-        projected = b.make(self._product(self.shape.hidden))
+        projected = self._run(b, "output", self._product(self.shape.hidden))
         b.free(rotated_query, rotated_key, value, *normed)
         b.make(self._stream)  # the residual
         b.free(projected)
         b.make(self._stream)  # normed
         b.make(self._gathered)
-        gate = b.make(self._ffn)
+        gate = self._run(b, "gate", self._ffn)
         activated = b.make(self._ffn)
         b.free(gate)
         copies = [self._copy(b, self.tokens * self.shape.hidden), self._copy(b, self._layer_weights[4])]
-        up = b.make(self._ffn)
+        up = self._run(b, "up", self._ffn)
         b.free(*copies)
         product = b.make(self._ffn)
         b.free(activated, up)
         b.make(self._stream)
         b.free(product)
         return b
+
+    def _run(self, b: Buffers, product: str, size_bytes: int) -> int:
+        """What a product gives: where it has an adapter, what that gives is scaled and added."""
+        result = b.make(size_bytes)
+        if not self.shape.adapts(product):
+            return result
+        adapted, scaled = b.make(size_bytes), b.make(size_bytes)
+        b.free(adapted)
+        total = b.make(size_bytes)
+        b.free(result, scaled)
+        return total
 
     def _rotate(self, b: Buffers, size_bytes: int) -> int:
         """`x * cos + rotated * sin`, forward or backward: three of the size at once, of which one stays."""
@@ -223,12 +251,15 @@ class HuggingFaceStep:
         b = self._shared(self.shape.layers)
         b.make(self._stream)  # the last layer's output
         b.make(self._stream)  # its gradient
-        b.make(self._weights[0] * _FP32)  # the head's gradient, which all chunks add to
+        trained = self.shape.adapters is None
+        if trained:
+            b.make(self._weights[0] * _FP32)  # the head's gradient, which all chunks add to
         self._copy(b, self._weights[0])
         b.make(CHUNK_BYTES)
         if self.sizes.product != _FP32:
             b.make(CHUNK_BYTES * self.sizes.product // _FP32)
-        b.make(self._weights[0] * self.sizes.product)  # the chunk's part of the head's gradient
+        if trained:
+            b.make(self._weights[0] * self.sizes.product)  # the chunk's part of the head's gradient
         return b
 
     # ---- optimizer
@@ -237,13 +268,21 @@ class HuggingFaceStep:
         """AdamW, weight after weight: a root and a quotient, the latter lives into the next one's turn."""
         b = self._shared(0)
         last: list[int] = []
-        for elements in self._weights:
+        for elements in self._trained:
             root, quotient = (b.make(elements // self.optimizer_shards * self.sizes.optimizer // 2) for _ in range(2))
             b.free(root, *last)
             last = [quotient]
         return b
 
     # ---- backward
+
+    def _gradients(self, b: Buffers, product: str, elements: int) -> None:
+        """Those of a product's weight, or of its adapter's two."""
+        if self.shape.adapters is None:
+            self._gradient(b, elements)
+        elif self.shape.adapts(product):
+            for width in self.shape.products[product]:
+                self._gradient(b, self.shape.adapters.rank * width // self.tensor_parallel)
 
     def _gradient(self, b: Buffers, elements: int) -> None:
         """The gradient of a weight: new, or added to what is there."""
@@ -262,34 +301,43 @@ class HuggingFaceStep:
         saved = {t.name: b.make(self.tokens * t.bytes_per_token) for t in recomputed if t.kind == "other"}
         of_attention = b.make(self._gathered)
         of_feed_forward = b.make(self._gathered)
+
+        def drop(*names: str) -> None:
+            b.free(*(saved.pop(name) for name in names if name in saved))
+
         if self._autocast:  # at the end of the recomputation: the norm's output, the output's copy and those of weights
             b.free(b.make(self._stream), b.make(hidden), self._copy(b, sum(self._layer_weights) + down_weight))
         d_output = b.make(hidden if self._autocast else self._gathered)
         copies = [self._copy(b, down_weight)]
-        self._gradient(b, down_weight)
+        self._gradients(b, "down", down_weight)
         d_product = b.make(self._ffn)
-        b.free(saved["activated"], d_output)
+        drop("activated")
+        b.free(d_output)
         d_activated, d_up = b.make(self._ffn), b.make(self._ffn)
-        b.free(saved["activated gate"], saved["up"], d_product)
+        drop("activated gate", "up")
+        b.free(d_product)
         copies.append(self._copy(b, up_weight))
-        self._gradient(b, up_weight)
+        self._gradients(b, "up", up_weight)
         of_up = b.make(self._stream * self.tensor_parallel)
         b.free(d_up)
         d_gate = b.make(self._ffn)
-        b.free(saved["gate"], d_activated)
+        drop("gate")
+        b.free(d_activated)
         copies.append(self._copy(b, gate_weight))
-        self._gradient(b, gate_weight)
+        self._gradients(b, "gate", gate_weight)
         of_gate = b.make(self._stream * self.tensor_parallel)
-        b.free(*(number for name, number in saved.items() if name.startswith("feed-forward norm for")))
-        b.free(*(saved[name] for name in ("feed-forward norm",) if name in saved), d_gate, of_feed_forward)
+        drop("feed-forward norm", "feed-forward norm for gate", "feed-forward norm for up")
+        b.free(d_gate, of_feed_forward)
         d_normed = b.make(self._stream)
         b.free(of_up, of_gate)
         d_residual = b.make(self._stream)
-        b.free(d_normed, dy, saved["feed-forward norm unweighted"])
+        b.free(d_normed, dy)
+        drop("feed-forward norm unweighted")
         of_norm = [b.make(self.tokens * self.shape.hidden * _FP32) for _ in range(4)]
-        b.free(*of_norm, saved["feed-forward norm input in fp32"], saved["feed-forward norm deviation"])
+        b.free(*of_norm)
+        drop("feed-forward norm input in fp32", "feed-forward norm deviation")
         copies.append(self._copy(b, output))
-        self._gradient(b, output)
+        self._gradients(b, "output", output)
         d_attended = b.make(self._query)
         if self.ring:
             b.free(b.make(6 * self._key))  # keys and values of another device, and gradients in fp32 on their way
@@ -299,9 +347,9 @@ class HuggingFaceStep:
         b.free(d_key)
         rotated.append(self._rotate(b, self._query))
         b.free(d_query)
-        for weight in (query, key, key):
+        for name, weight in (("query", query), ("key", key), ("value", key)):
             copies.append(self._copy(b, weight))
-            self._gradient(b, weight)
+            self._gradients(b, name, weight)
         if self.tensor_parallel > 1:
             b.free(b.make(2 * self._gathered))
         b.free(d_residual, d_value, of_attention, *rotated, *copies)
