@@ -37,19 +37,28 @@ class CopiesOf(TorchDispatchMode):
         return sum(not made.expired() for made in self.made)
 
 
-def build(family: str) -> tuple[nn.Module, list[nn.Parameter]]:
+def build(family: str, frozen: bool = False) -> tuple[nn.Module, list[nn.Parameter]]:
+    """A model, and the matrices of its layers; if they are frozen, norms and embeddings are trained."""
     torch.manual_seed(0)
     model = FAMILIES[family].build().train()
     layers = [p for name, p in model.named_parameters() if ("layers." in name or ".h." in name) and p.dim() == 2]
     assert layers
+    for weight in layers:
+        weight.requires_grad_(not frozen)
     return model, layers
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["as Lightning enters it", "with autocast's own cache"])
+@pytest.mark.parametrize(
+    ("cached", "frozen"),
+    [(False, False), (True, False), (False, True)],
+    ids=["as Lightning enters it", "with autocast's own cache", "of frozen weights"],
+)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", FEW)
-def test_no_copy_of_a_layers_weight_waits_for_the_backward(family: str, alpha: float, cached: bool) -> None:
-    model, weights = build(family)
+def test_no_copy_of_a_layers_weight_waits_for_the_backward(
+    family: str, alpha: float, cached: bool, frozen: bool
+) -> None:
+    model, weights = build(family, frozen)
     expected = loss_and_gradients(model, BATCH, amp=True)
     with EngineUnderTest(model) as under_test:
         under_test.profile_step(BATCH, amp=True)
@@ -70,9 +79,10 @@ def test_no_copy_of_a_layers_weight_waits_for_the_backward(family: str, alpha: f
         assert actual.distance(expected) <= 4 * 2**-9  # a few roundings of bf16, 2**-9 of a value at most, differ
 
 
-def test_plain_training_keeps_a_copy_of_each() -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_plain_training_keeps_a_copy_of_each(frozen: bool) -> None:
     """What the engine saves: the test above can fail."""
-    model, weights = build("llama")
+    model, weights = build("llama", frozen)
     with CopiesOf(weights) as copies, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = model(**BATCH).loss
         assert copies.alive == len(weights)

@@ -25,7 +25,7 @@ Compute = Callable[[], Tensor]
 OnProduct = Callable[[str, Compute], Tensor]
 
 # Where each function takes the weight.
-_WEIGHT_PLACES = {
+WEIGHT_PLACES = {
     F.linear: 1,
     torch.matmul: 1,
     torch.mm: 1,
@@ -59,7 +59,7 @@ class ProductMode(OwnMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        place = _WEIGHT_PLACES.get(func)
+        place = WEIGHT_PLACES.get(func)
         if place is None or len(args) <= place or self.inside:
             return func(*args, **kwargs)
         name = self._names.get(id(args[place]))

@@ -23,7 +23,7 @@ from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.slices import cut
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
 from lightning_memo.engine.unit import Handle, Unit
-from lightning_memo.engine.weight_copies import WeightCopies, WeightCopy
+from lightning_memo.engine.weight_copies import FrozenCasts, WeightCopies, WeightCopy
 from lightning_memo.kernels import AttentionSpec, RngState
 from lightning_memo.planner.slices import TokenRange
 from lightning_memo.storage_costs import Place
@@ -197,8 +197,13 @@ class LayerRun:
     def shared_handle(self, t: Tensor) -> Handle:
         """The handle of a saved tensor that is no activation: it stays where it is, or can be had again."""
         # Slices of a sequence are short: copies made again for each would take as long as their products.
-        copy = WeightCopy.of(t) if self._arguments is None else self._arguments.view_of(t)
+        copy = self._weight_copies.find(t) if self._arguments is None else self._arguments.view_of(t)
         return t if copy is None else copy
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, copies of frozen weights are made so that the backward can make them again."""
+        needed = self.shared.frozen and self._arguments is None and torch.is_autocast_enabled(self.device.type)
+        return FrozenCasts(self._weight_copies) if needed else contextlib.nullcontext()
 
     def load_shared(self, handle: ParkedView | WeightCopy) -> Tensor:
         """What `shared_handle` stood for."""

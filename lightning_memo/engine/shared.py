@@ -35,6 +35,11 @@ class SharedTensors:
             self._storages.discard(_storage(x))
         self._frozen_shapes = {tuple(w.shape) for w in weights if not w.requires_grad}
 
+    @property
+    def frozen(self) -> bool:
+        """Whether weights of the layer are not trained."""
+        return bool(self._frozen_shapes)
+
     def __contains__(self, t: Tensor) -> bool:
         if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
             return True

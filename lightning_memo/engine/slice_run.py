@@ -72,6 +72,7 @@ class SliceRun:
             stack.enter_context(handling(handler))
             if self.run.needs_mode:
                 stack.enter_context(self.run.call.mode(self.range))
+            stack.enter_context(self.run.casting())
             if self.action is Action.RECOMPUTE and self.range.places is not None:
                 stack.enter_context(ProductMode(self.run.call.layer, self._store_product))
             yield
