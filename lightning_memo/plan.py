@@ -19,6 +19,8 @@ from lightning_memo.storage_costs import StorageCosts
 from lightning_memo.storage_plan import StoragePlan
 
 __all__ = [
+    "Attention",
+    "AttentionTrial",
     "Budget",
     "Fingerprint",
     "HostBacked",
@@ -36,6 +38,7 @@ VERSION: Final = 1
 MOST_CALLS: Final = 2**16
 HostBacked = Literal["none", "attention", "all"]
 Schedule = Literal["layer", "nest", "slice"]
+Attention = Literal["sdpa", "cudnn", "flash_attn", "transformer_engine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +112,9 @@ class SwapPlan:
 
     spilled_calls: int = 0
     """Layer calls among the swapped ones whose activations go to a file on a disk, not to the host."""
+
+    attention: Attention = "sdpa"
+    """Attention kernel of the layers, where they do not run plainly."""
 
     def __post_init__(self) -> None:
         check_range(self, {"calls": 1, "slice_tokens": 1})
@@ -211,6 +217,22 @@ class StoredBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTrial:
+    """How an attention kernel did on calls like the model's."""
+
+    name: Attention
+
+    seconds: float | None = None
+    """Forward and backward, on the slowest process; None: it was not measured."""
+
+    why_not: str = ""
+    """Why it is not used, one line; empty: it could be."""
+
+    def __post_init__(self) -> None:
+        check_range(self, {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PhasePlacement:
     """The places of what one phase of a step requests, in order.
 
@@ -295,6 +317,9 @@ class Plan:
 
     storage_costs: StorageCosts | None = None
     """What a plan was made from that says kind by kind what is stored."""
+
+    attention_trials: tuple[AttentionTrial, ...] = ()
+    """The attention kernels that were looked at when one of them was chosen."""
 
     version: int = VERSION
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -36,7 +36,7 @@ from lightning_memo.parallel.precision import MeshPrecision
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
-from lightning_memo.plan import HostBacked, Plan
+from lightning_memo.plan import Attention, HostBacked, Plan
 from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing, tell_resting
 
 
@@ -85,7 +85,9 @@ class MemoStrategy(CheckpointingStrategy):
             them, and so is one of `F.cross_entropy(logits, ...)` in a step. "auto" is what makes 512 MiB of fp32 logits
             (1024 tokens with 128K words; shorter batches are as without chunks); `None` is all tokens.
         layers: Dotted name of the `nn.ModuleList` of repeated layers; `None` finds it.
-        attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine".
+        attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine". "auto" tries
+            those that compute the model's calls, for some milliseconds of the first step, and takes the fastest; plans
+            keep it.
         schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" runs the whole model on one slice
             after the other, so that nothing of the sequence's length stays on the device (data parallelism only, and
             ZeRO 0 to 2).
@@ -357,7 +359,7 @@ class MemoStrategy(CheckpointingStrategy):
             model,
             list(layers),
             self.root_device,
-            self.config.attention,
+            cast(Attention | Literal["auto"], self.config.attention),
             self.config.schedule,
             self._test_mode,
             context=None if processes is None else processes.context_groups,
@@ -366,6 +368,7 @@ class MemoStrategy(CheckpointingStrategy):
             host_backed=cast(HostBacked, "all" if self.config.schedule == "slice" else self.config.host_backed),
             by_kind=self.config.storage == "kinds",
             spill_path=None if self.config.spill_path is None else Path(self.config.spill_path),
+            ranks=None if processes is None else processes.ranks,
         )
         engine.attach()
         tell_resting(engine.resting)

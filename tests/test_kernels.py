@@ -343,7 +343,7 @@ def without_memory(queries: int = 24, head: int = 64, dtype: torch.dtype = torch
 
 
 @pytest.mark.parametrize("backend", [AtenFlash, CudnnSdpa])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [0.0, 0.125])  # what cuDNN takes is a multiple of 1/16
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_operators_for_cuda_accept_the_arguments(spec, dropout, backend):
     spec = AttentionSpec(spec.causal, spec.scale, spec.window, dropout, spec.lengths)
@@ -360,6 +360,7 @@ def test_operators_for_cuda_accept_the_arguments(spec, dropout, backend):
         (SPECS["window"], 24, 0, 64),
         (SPECS["lengths"], 24, 0, 64),
         (AttentionSpec(), 24, 0, 256),
+        (AttentionSpec(dropout=0.1), 24, 0, 64),
     ],
 )
 def test_cudnn_leaves_the_rest_to_the_flash_kernel(spec, queries, start, head, monkeypatch):

@@ -97,6 +97,7 @@ class PlanAfterFirstStep(Callback):
         if plan is None:
             return
         self._together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
+        self._engine.attention.trials = plan.attention_trials
         self.plan = plan
         rank_zero_info(f"MemoStrategy: uses {earlier.source}.")
         self._show(plan, trainer, replanned=False)
@@ -183,10 +184,17 @@ class PlanAfterFirstStep(Callback):
             plan = plan_by_kind(profile, costs, limits, label, ranks, first, measured)
         else:
             plan = agree_on_plan(solve, ranks, everyone=first)
+        plan = self._with_attention(plan)
         self._together(lambda: engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
         self._shrunk = False
+
+    def _with_attention(self, plan: Plan) -> Plan:
+        """The plan with the attention kernel that was profiled."""
+        kernels = self._engine.attention
+        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
+        return replace(plan, swap=swap, attention_trials=kernels.trials)
 
     def _together(self, work: Callable[[], T], everyone: bool = True) -> T:
         """Do what the disk of one process may refuse.
@@ -259,6 +267,9 @@ class PlanAfterFirstStep(Callback):
             )
         if self._engine.kinds.why_whole:
             rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.kinds.why_whole}.")
+        for trial in plan.attention_trials:
+            if trial.name == self._config.attention and trial.why_not:
+                rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
         Console().print(*plan_tables(plan), sep="\n")
         if plan.device_bytes > plan.budget.device_bytes and not self._shrunk:
             needed, available = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)

@@ -45,7 +45,8 @@ from lightning_memo.engine.wishes import Wishes
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.context import ContextGroups
 from lightning_memo.parallel.layout import TokenLayout, slice_multiple
-from lightning_memo.plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.plan import Attention, HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.planner.slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
 
 _KINDS_OF_LAYERS = 4
@@ -63,7 +64,7 @@ class Engine:
         model: What `layers` belong to; its Hugging Face attention, if any, is directed to the engine while attached.
         layers: Layers that run one after the other, each taking the output of the one before.
         device: Where they run.
-        attention: Wished attention back end.
+        attention: Wished attention kernel; "auto" is the fastest, found out in the first profiled step.
         schedule: "auto", "nest" to nest slices where that is not necessary, or "slice" to run the whole model on one
             slice after the other.
         test_mode: Delays and poison, to bring out copy races.
@@ -74,6 +75,7 @@ class Engine:
             "attention" where `slice_tokens` are given and the layers can run slice after slice.
         by_kind: Whether plans say kind by kind what is stored; matrix products are profiled then.
         spill_path: Folder on a disk for the layer calls that a plan spills.
+        ranks: Processes that have to agree on an attention kernel; `None`: this one alone.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Engine:
         model: nn.Module,
         layers: Sequence[nn.Module],
         device: torch.device,
-        attention: str = "auto",
+        attention: Attention | Literal["auto"] = "auto",
         schedule: str = "auto",
         test_mode: TestMode | None = None,
         context: ContextGroups | None = None,
@@ -90,6 +92,7 @@ class Engine:
         host_backed: HostBacked | Literal["auto"] = "none",
         by_kind: bool = False,
         spill_path: Path | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.layers = list(layers)
         self.device = device
@@ -103,7 +106,7 @@ class Engine:
         self._context, self._shards, self.spill_path = context, shards, spill_path
         self._divided = context is not None or shards > 1
         self.wishes = Wishes(schedule, slice_tokens, host_backed, self._divided, by_kind)
-        self.attention = AttentionKernels(attention, context, self.slices_outside)
+        self.attention = AttentionKernels(attention, context, self.slices_outside, ranks)
         self.kinds = LayerKinds(self.attention.backend, self.wishes)
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
         self._reader: BlockReader | None = None
@@ -151,6 +154,7 @@ class Engine:
         self.unload()
         if swap.mode == "memo":
             self._allocate(swap)
+        self.attention.use(swap.attention)
         self.swap, self._planned_tokens = swap, tokens
 
     def why_not(self, swap: SwapPlan) -> str:
@@ -165,7 +169,7 @@ class Engine:
             return f'it was made for host_backed="{swap.host_backed}"'
         if swap.spill_bytes and self.spill_path is None:
             return f"it spills {format_bytes(swap.spill_bytes)} to a disk, and no spill_path is given"
-        return ""
+        return self.attention.why_not(swap.attention)
 
     def unload(self) -> None:
         """Forget the plan. Activations of forwards whose backward has not run are lost."""
@@ -348,7 +352,8 @@ class Engine:
         """Begin a step in which every layer is recomputed, with memory for just that."""
         started = time.perf_counter()
         self.kinds.forget()
-        traits = self.kinds.of(call, x)
+        with self.attention.choosing():
+            traits = self.kinds.of(call, x)
         sliced = self.slices_outside or self.sequence is not None
         backing = self.wishes.backing(traits, type(call.layer).__name__, call.tokens, sliced)
         slices = self.cut(call.tokens, 0.0, None if backing == "none" else self.wishes.slice_tokens)

@@ -88,6 +88,17 @@ class AttentionBackend(Protocol):
         ...
 
 
+class Kernel(AttentionBackend, Protocol):
+    """One that can be asked for by name."""
+
+    def __init__(self) -> None: ...
+
+    @staticmethod
+    def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
+        """Whether it computes such a call itself, rather than leave it to PyTorch's own kernel."""
+        ...
+
+
 def sees_nothing_result(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> AttentionResult:
     """The result of queries that see no key, its output in `dtype` (the queries' by default)."""
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=dtype).transpose(1, 2)

@@ -93,6 +93,10 @@ class BandedFlash:
     name = "flash"
     blocks = True
 
+    @staticmethod
+    def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
+        return True
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:

@@ -36,6 +36,10 @@ class CpuFlash:
     # Rows that share one mask. One call below it keeps the arithmetic of plain training with a window.
     query_rows = 1024
 
+    @staticmethod
+    def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
+        return True
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:

@@ -5,35 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import (
-    AttentionResult,
-    AttentionSpec,
-    repeat_heads,
-    side_by_side,
-    sum_head_groups,
-    token_major,
-)
+from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, side_by_side, token_major
 from lightning_memo.kernels.banded import AtenFlash
 
 _LARGEST_HEAD = 128  # larger ones work on some GPUs only
+_DROPOUT_STEPS = 16  # dropout is a multiple of 1/16
+_WITHOUT_DROPOUT = range(91101, 91400)  # versions of cuDNN
 
 
 class CudnnSdpa(AtenFlash):
     """`aten::_scaled_dot_product_cudnn_attention`.
 
     Its causal flag is aligned at the first query and the first key, and it knows neither windows nor padding: blocks
-    whose queries begin later than their keys, windows and padded batches go to the flash kernel.
+    whose queries begin later than their keys, windows and padded batches go to the flash kernel, and so does everything
+    where deterministic algorithms are asked for. Keys and values of grouped-query attention are taken as they are, and
+    their gradients come back summed over the queries' heads.
     """
 
     name = "cudnn"
 
+    @staticmethod
+    def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
+        queries, keys, head = q.shape[2], k.shape[2], q.shape[3]
+        if spec.window is not None or spec.lengths is not None or torch.are_deterministic_algorithms_enabled():
+            return False
+        if spec.dropout and (
+            spec.dropout * _DROPOUT_STEPS % 1 or (torch.backends.cudnn.version() or 0) in _WITHOUT_DROPOUT
+        ):
+            return False
+        square = query_start == key_start and queries == keys
+        # PyTorch refuses a single query or key with some versions of cuDNN.
+        return (square or not spec.causal) and min(queries, keys) > 1 and head <= _LARGEST_HEAD
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
-        if not _serves(q, k, spec, query_start, key_start):
+        if not self.serves(q, k, spec, query_start, key_start):
             return super().forward(q, k, v, spec, query_start, key_start)
         out, lse, *rest, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *_inputs(q, k, v), None, True, spec.dropout, spec.causal, False, scale=spec.scale
+            *map(side_by_side, (q, k, v)), None, True, spec.dropout, spec.causal, False, scale=spec.scale
         )
         # PyTorch's backward wants the log-sum-exp as its forward gave it, with or without a last dimension of 1.
         return AttentionResult(token_major(out), lse.reshape(q.shape[:3]), (lse.shape, rest))
@@ -49,26 +59,12 @@ class CudnnSdpa(AtenFlash):
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _serves(q, k, spec, query_start, key_start):
+        if not self.serves(q, k, spec, query_start, key_start):
             return super().backward(dout, q, k, v, result, spec, query_start, key_start)
-        groups = q.shape[1] // k.shape[1]
         lse_shape, (starts_q, starts_k, max_q, max_k, seed, offset) = result.state
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            token_major(dout), *_inputs(q, k, v), token_major(result.out), result.lse.contiguous().reshape(lse_shape),
-            seed, offset, None, starts_q, starts_k, max_q, max_k, spec.dropout, spec.causal, scale=spec.scale,
+            token_major(dout), *map(side_by_side, (q, k, v)), token_major(result.out),
+            result.lse.contiguous().reshape(lse_shape), seed, offset, None, starts_q, starts_k, max_q, max_k,
+            spec.dropout, spec.causal, scale=spec.scale,
         )  # fmt: skip
-        return dq, sum_head_groups(dk, groups), sum_head_groups(dv, groups)
-
-
-def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    groups = q.shape[1] // k.shape[1]
-    return side_by_side(q), side_by_side(repeat_heads(k, groups)), side_by_side(repeat_heads(v, groups))
-
-
-def _serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> bool:
-    queries, keys, head = q.shape[2], k.shape[2], q.shape[3]
-    if spec.window is not None or spec.lengths is not None:
-        return False
-    square = query_start == key_start and queries == keys
-    # PyTorch refuses a single query with some versions of cuDNN.
-    return (square or not spec.causal) and queries > 1 and head <= _LARGEST_HEAD
+        return dq, dk, dv

@@ -40,10 +40,21 @@ class TransformerEngineAttention(AtenFlash):
         self._module, self._types = fused_attn, constants.TE_DType
         self._with_layouts = (TRANSFORMER_ENGINE.release() or (0, 0)) >= _LAYOUTS_OF_OUTPUTS
 
+    @staticmethod
+    def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
+        queries, keys, head = q.shape[2], k.shape[2], q.shape[3]
+        if spec.window is not None or spec.lengths is not None:
+            return False
+        if spec.causal:
+            ends_together = query_start + queries == key_start + keys
+            if queries > keys or not ends_together or (queries < keys and spec.dropout):
+                return False
+        return head <= _LARGEST_HEAD or (head <= _LARGEST_HEAD_ON_HOPPER and _is_hopper(q.device))
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
-        if not _serves(q, k, spec, query_start, key_start):
+        if not self.serves(q, k, spec, query_start, key_start):
             return super().forward(q, k, v, spec, query_start, key_start)
         out, (lse, rng_state, *_) = self._module.fused_attn_fwd(
             True, *_lengths(q, k), *map(_token_major, (q, k, v)), q.dtype, self._module.FusedAttnBackend[_BACKEND],
@@ -65,7 +76,7 @@ class TransformerEngineAttention(AtenFlash):
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _serves(q, k, spec, query_start, key_start):
+        if not self.serves(q, k, spec, query_start, key_start):
             return super().backward(dout, q, k, v, result, spec, query_start, key_start)
         if self._with_layouts:
             formats = {"o_format": "bshd", "do_format": "bshd", "dqkv_layout": _LAYOUT}
@@ -77,17 +88,6 @@ class TransformerEngineAttention(AtenFlash):
             fused_attention_backend=self._module.FusedAttnBackend[_BACKEND], **formats, **_mask(q, k, spec),
         )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> bool:
-    queries, keys, head = q.shape[2], k.shape[2], q.shape[3]
-    if spec.window is not None or spec.lengths is not None:
-        return False
-    if spec.causal:
-        ends_together = query_start + queries == key_start + keys
-        if queries > keys or not ends_together or (queries < keys and spec.dropout):
-            return False
-    return head <= _LARGEST_HEAD or (head <= _LARGEST_HEAD_ON_HOPPER and _is_hopper(q.device))
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -81,6 +81,7 @@ def _summary(plan: Plan) -> list[str]:
     how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
+        *_kernel(plan),
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
         *_disk(plan),
         f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
@@ -88,6 +89,16 @@ def _summary(plan: Plan) -> list[str]:
         f"step    {format_seconds(plan.step_seconds)} expected, from a cold first step",
         plan.reason,
     ]
+
+
+def _kernel(plan: Plan) -> list[str]:
+    if plan.swap.mode == "plain":
+        return []
+    told = [f"kernel  {plan.swap.attention} attention"]
+    trials = sorted(plan.attention_trials, key=lambda t: (t.seconds is None, t.seconds))
+    told += [f"{trial.name} {format_seconds(trial.seconds)}" for trial in trials if trial.seconds is not None]
+    told += [f"not {trial.name}: {trial.why_not}" for trial in trials if trial.why_not]
+    return ["; ".join(told)]
 
 
 def _disk(plan: Plan) -> list[str]:

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.kernels import AttentionSpec, select_backend
+from lightning_memo.kernels.attention import repeat_heads
 from lightning_memo.kernels.banded import AtenFlash
+from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.replay import Replay
 from lightning_memo.kernels.select import check_available
 
@@ -103,6 +106,41 @@ def test_pytorchs_flash_kernel_gives_what_plain_training_gets(dropout, device):
     # The kernel adds up dq in no fixed order.
     for mine, theirs in zip(found[2:], grads, strict=True):
         assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) <= 2**-8
+
+
+@pytest.mark.parametrize("key_heads", [8, 2, 1])
+def test_cudnn_takes_keys_and_values_as_they_are(key_heads, device):
+    """Grouped-query attention without repeated keys and values gives what repeated ones give, and needs less."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("cuDNN's attention needs compute capability 8.0")
+    inputs = make_inputs(
+        batch=1, heads=8, key_heads=key_heads, queries=512, keys=512, head=128, dtype=torch.bfloat16, device=device
+    )
+    spec, kernel = AttentionSpec(), CudnnSdpa()
+    assert kernel.serves(inputs.q, inputs.k, spec)
+    found = attend(kernel, inputs, spec)
+    assert (found.dk.shape, found.dv.shape) == (inputs.k.shape, inputs.v.shape)
+    assert_accurate(found, reference(inputs, spec), torch.bfloat16)
+    groups = 8 // key_heads
+    repeated = inputs._replace(k=repeat_heads(inputs.k, groups), v=repeat_heads(inputs.v, groups))
+    expected = attend(kernel, repeated, spec)
+    # Scores and weights are those of the same queries and keys; gradients of keys are added up in another order.
+    assert float((found.out.double() - expected.out.double()).norm() / expected.out.double().norm()) <= 2**-8
+
+
+def test_the_fastest_kernel_is_chosen_by_trying(device):
+    inputs = make_inputs(
+        batch=1, heads=8, key_heads=2, queries=1024, keys=1024, head=128, dtype=torch.bfloat16, device=device
+    )
+    kernels = AttentionKernels("auto")
+    before = torch.cuda.get_rng_state(device)
+    with kernels.choosing():
+        backend = kernels.backend(*inputs[:3], AttentionSpec())
+    assert torch.equal(torch.cuda.get_rng_state(device), before)
+    assert {trial.name for trial in kernels.trials} >= {"sdpa", "cudnn"}
+    seconds = {trial.name: trial.seconds for trial in kernels.trials if trial.seconds is not None}
+    assert "sdpa" in seconds, kernels.trials
+    assert backend.name == kernels.chosen == min(seconds, key=lambda name: seconds[name])
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
