@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+
+from lightning_memo.engine.find import find_hugging_face
 
 
 def refuse_averaging(callbacks: Iterable[Callback]) -> None:
@@ -43,4 +45,31 @@ def tell_resting(compiled: Sequence[str]) -> None:
         rank_zero_warn(
             f"MemoStrategy: {compiled[0]}{others} run uncompiled, as layers run slice by slice: torch.compile is of "
             "use only for what lies beside the layers, like the head."
+        )
+
+
+def refuse_liger_shards(model: nn.Module) -> None:
+    """Kernels of liger-kernel take whole weights.
+
+    Raises:
+        ValueError: Some module of a model whose weights are going to be shared runs by them.
+    """
+    found = next((type(m).__name__ for m in model.modules() if _runs_by_liger(m)), None)
+    if found is not None:
+        raise ValueError(
+            f"{found} runs by a kernel of liger-kernel, which takes no part of a weight: set tensor_parallel_size=1, "
+            "or train without liger-kernel"
+        )
+
+
+def _runs_by_liger(module: nn.Module) -> bool:
+    return (getattr(module.forward, "__module__", None) or "").startswith("liger_kernel.")
+
+
+def tell_fused_loss(model: nn.Module) -> None:
+    """Say whose loss is in force where a model was changed by liger-kernel, which computes it without the head."""
+    if any(_runs_by_liger(host) for host in find_hugging_face(model)):
+        rank_zero_info(
+            "MemoStrategy: the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; apply "
+            "liger-kernel with fused_linear_cross_entropy=False to have the loss in chunks instead."
         )

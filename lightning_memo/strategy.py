@@ -37,7 +37,13 @@ from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.plan import Attention, HostBacked, Plan
-from lightning_memo.refusals import refuse_averaging, refuse_gradient_checkpointing, tell_resting
+from lightning_memo.refusals import (
+    refuse_averaging,
+    refuse_gradient_checkpointing,
+    refuse_liger_shards,
+    tell_fused_loss,
+    tell_resting,
+)
 
 
 class MemoStrategy(CheckpointingStrategy):
@@ -334,6 +340,8 @@ class MemoStrategy(CheckpointingStrategy):
     def _divide(self, processes: Processes, model: nn.Module) -> None:
         steps = ("training_step", "validation_step", "test_step", "predict_step")
         assert isinstance(self.precision_plugin, MeshPrecision)
+        if processes.sizes.tensor > 1:
+            refuse_liger_shards(model)
         processes.divide_model(
             model,
             layers=lambda: list(find_layers(model, self.config.layers)[1]),
@@ -354,6 +362,8 @@ class MemoStrategy(CheckpointingStrategy):
     def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
         _, layers = find_layers(model, self.config.layers)
         refuse_gradient_checkpointing(model)
+        if fitting and self.config.loss_chunk_tokens is not None:
+            tell_fused_loss(model)
         processes = self._processes
         self.engine = engine = Engine(
             model,

@@ -3,6 +3,10 @@ import sys
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # Triton reads it when it is imported, which Lightning does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from commands import TINY_RUN
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything

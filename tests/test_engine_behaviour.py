@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -682,13 +683,28 @@ def test_operations_in_place() -> None:
     assert assert_trains_like_plain(PlainModel(_layers(InPlaceActivationBlock))) == ""
 
 
-def test_layer_that_overwrites_its_input() -> None:
-    class OverwritingBlock(PlainBlock):
-        def forward(self, x: Tensor) -> Tensor:
-            x += super().forward(x.clone())
-            return x
+class OverwritingBlock(PlainBlock):
+    """Writes its output over its input."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x.clone())
+        return x
+
+
+def test_layer_that_overwrites_its_input() -> None:
     assert assert_trains_like_plain(PlainModel(_layers(OverwritingBlock))) == ""
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_layer_that_overwrites_its_input_which_found_no_room(alpha: float) -> None:
+    model = PlainModel(_layers(OverwritingBlock))
+    plain = loss_and_gradients(model, BATCHES[0])
+    with planned(model, BATCHES[0], alpha) as under_test:
+        engine, swap = under_test.engine, under_test.engine.swap
+        assert swap is not None
+        engine.load(replace(swap, slot_bytes=0), 2**30)
+        assert_close(under_test.step(BATCHES[0]), plain)
+        assert engine.memory is not None and engine.memory.stats.overflow_bytes > 0
 
 
 def test_layer_that_returns_no_tensor_is_refused() -> None:

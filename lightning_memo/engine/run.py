@@ -118,7 +118,9 @@ class LayerRun:
         by_kind = slices[0].places is not None
         self._spills_all = spill_bytes > 0 and not by_kind
         # x itself must not live until the backward. By kind, slices store their parts of it, each in its place.
-        self.x = None if self.unit is None or by_kind else self.store(self.unit, "input", local_part(x.detach()))
+        self.x: Handle | None = None
+        if self.unit is not None and not by_kind:
+            self.x = self.store_copy(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
         self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
         self.slices = tuple(slices)
@@ -229,12 +231,17 @@ class LayerRun:
             self.profile.saved(self.index, kind, t.nbytes)
         return self.kept.put(t) if place == "keep" else unit.put(t, self._spills_all or place == "spill")
 
+    def store_copy(self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap") -> Handle:
+        """As `store`, for what the layer may overwrite later: a tensor that finds no room is copied, too."""
+        handle = self.store(unit, kind, t, place)
+        return t.clone() if handle is t else handle
+
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
         """The unit of a slice, and the handle there of the slice's input or the layer's; `x` is the slice's."""
         if self.unit is not None and self.x is not None:
             return self.unit, self.x
         unit = self.unit or self.engine.open_unit(self.memory, self.swap)
-        return unit, self.store(unit, "input", local_part(x.detach()), part.place("input"))
+        return unit, self.store_copy(unit, "input", local_part(x.detach()), part.place("input"))
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
         """The tokens of a slice, of a tensor that holds them or all."""

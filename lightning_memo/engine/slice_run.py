@@ -112,7 +112,7 @@ class SliceRun:
     def _store_product(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         out = compute()
         if self.range.place(name) is not None and out.is_contiguous():
-            self.products[name] = self.store(name, out)
+            self.products[name] = self.run.store_copy(self.unit, name, out.detach(), self.range.place(name))
         return out
 
     def load(self, handle: Handle) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from lightning_memo.models.context import extend_context
+from lightning_memo.models.liger import apply_liger, check_liger, restore_rotary
 
 _PEFT = RequirementCache("peft>=0.18")
 
@@ -35,6 +36,9 @@ class ModelConfig:
     """Tokens of the longest sequence; None: as saved, or what ``rope_scaling`` gives."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of :class:`peft.LoraConfig`; none, or ``r`` 0, trains all weights."""
+    liger: bool = False
+    """Norms, rotary positions and feed-forwards by the kernels of liger-kernel, on a GPU; see
+    :func:`~lightning_memo.models.liger.apply_liger`."""
     gradient_checkpointing: bool = False
     """Hugging Face's own full recomputation, without swapping."""
 
@@ -67,18 +71,26 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def build_model(model: ModelConfig) -> nn.Module:
+def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Module:
     """Returns the model in torch's default dtype, which Lightning sets from the trainer's precision.
 
+    Args:
+        model: Which.
+        device: Where it is going to run; None: on a GPU if there is one.
+
     Raises:
-        ValueError: See :func:`load_hf_config`; or LoRA is asked for and peft is not installed.
+        ValueError: See :func:`load_hf_config`; LoRA is asked for and peft is not installed; or liger's kernels are, and
+            can't run.
     """
+    if model.liger:
+        check_liger(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config, dtype = load_hf_config(model), torch.get_default_dtype()
     if model.path is None:
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
         network = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, local_files_only=True)
     network.train()  # from_pretrained returns it for inference
+    (apply_liger if model.liger else restore_rotary)(network)
     if model.gradient_checkpointing:
         # The second name is the one of older releases of transformers 5.
         getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)()

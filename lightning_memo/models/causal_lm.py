@@ -51,7 +51,7 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         """Builds the model, in the precision and on the device of the trainer; once."""
         if self.model is None:
-            self.model = build_model(self._config)
+            self.model = build_model(self._config, None if self._trainer is None else self.trainer.strategy.root_device)
 
     @override
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:

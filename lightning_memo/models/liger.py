@@ -1,0 +1,71 @@
+"""Kernels of liger-kernel in Hugging Face models: norms, rotary positions and feed-forwards that keep less, faster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from lightning_utilities.core.imports import RequirementCache
+from torch import nn
+from transformers import PreTrainedModel
+
+_PACKAGE: Final = RequirementCache("liger-kernel>=0.8")
+_ROPE: Final = "apply_rotary_pos_emb"
+_rotary_of: dict[ModuleType, Callable[..., Any]] = {}
+"""What modules of transformers had before: layers look the function up there, so that it is changed for all models."""
+
+
+def check_liger(device: torch.device) -> None:
+    """Refuse to go on where liger-kernel can't run.
+
+    Args:
+        device: Where the model is going to run.
+
+    Raises:
+        ValueError: The package is missing, or the device is none that Triton compiles for.
+    """
+    if not _PACKAGE:
+        raise ValueError(
+            "model.liger=true needs liger-kernel 0.8 or later, which is not installed: "
+            "pip install 'lightning-memo[liger]', or set it to false"
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"model.liger=true needs a GPU, and this model runs on {device}: set it to false (its kernels are Triton's)"
+        )
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Replace what liger-kernel has kernels for in a model of transformers, but for its loss.
+
+    The loss stays with `loss_chunk_tokens`, which takes the head's logits apart on several processes, too. Rotary
+    positions are replaced for all models of that type in this process, until one is built without.
+
+    Raises:
+        ValueError: liger-kernel has none for such models.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # what transformers calls, too
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(
+            f"model.liger=true: liger-kernel has no kernels for models of type {kind}; set it to false, or use one of "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
+        )
+    module = sys.modules[type(model).__module__]
+    if hasattr(module, _ROPE):
+        _rotary_of.setdefault(module, getattr(module, _ROPE))
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+def restore_rotary(model: nn.Module) -> None:
+    """Give models of this type transformers' own rotary positions again, if `apply_liger` took them."""
+    module = sys.modules[type(model).__module__]
+    if module in _rotary_of:
+        setattr(module, _ROPE, _rotary_of.pop(module))
