@@ -30,7 +30,7 @@ def _convert_floats(value: Any) -> Any:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside, liger's kernels run on the CPU, and Llamas may be changed: their rotary positions are put back.
+    """Inside, liger's kernels run on the CPU, and Llamas may be changed: all is put back.
 
     Two things are missing in the interpreter: numbers with a fraction among a kernel's arguments, which kernels cast,
     and the GPU's own `rsqrt`.
@@ -38,5 +38,6 @@ def interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_implicit_cvt", _convert_floats)
         patch.setattr(rms_norm, "rsqrt", _rsqrt)
-        patch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+        for name, value in vars(modeling_llama).items():
+            patch.setitem(vars(modeling_llama), name, value)
         yield

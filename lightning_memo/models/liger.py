@@ -43,8 +43,8 @@ def check_liger(device: torch.device) -> None:
 def apply_liger(model: PreTrainedModel) -> None:
     """Replace what liger-kernel has kernels for in a model of transformers, but for its loss.
 
-    The loss stays with `loss_chunk_tokens`, which takes the head's logits apart on several processes, too. Rotary
-    positions are replaced for all models of that type in this process, until one is built without.
+    The loss stays with `loss_chunk_tokens`. Rotary positions are replaced for all models of that type in this process,
+    until one is built without.
 
     Raises:
         ValueError: liger-kernel has none for such models.
@@ -59,9 +59,13 @@ def apply_liger(model: PreTrainedModel) -> None:
             f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
         )
     module = sys.modules[type(model).__module__]
-    if hasattr(module, _ROPE):
-        _rotary_of.setdefault(module, getattr(module, _ROPE))
+    before = dict(vars(module))
     _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    changed = {name: value for name, value in before.items() if getattr(module, name) is not value}
+    if _ROPE in changed:
+        _rotary_of.setdefault(module, changed.pop(_ROPE))
+    for name, value in changed.items():  # classes, of models that are built later
+        setattr(module, name, value)
 
 
 def restore_rotary(model: nn.Module) -> None:
