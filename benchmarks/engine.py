@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from arguments import positive
 from circumstances import circumstances, cpu_name
 from measure import Bench
 from methods import CHECKPOINTING, PLAIN, SAVE_ON_CPU, Method, Workload
@@ -61,25 +62,18 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda or cuda:N")
     for name, default in (("layers", 8), ("hidden", 512), ("heads", 8), ("kv-heads", None), ("ffn", None)):
-        parser.add_argument(f"--{name}", type=_positive, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     for name, default in (("seq-len", 2048), ("batch", 1), ("vocab", 256)):
-        parser.add_argument(f"--{name}", type=_positive, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=_positive, default=5, help="rounds, each with one timed step per method")
+    parser.add_argument("--repeats", type=positive, default=5, help="rounds, each with one timed step per method")
     parser.add_argument("--warmup", type=int, help="untimed steps in each turn (default: 0 on a CPU, else 1)")
     parser.add_argument("--methods", type=_method, nargs="+", default=[Method.parse(name) for name in _DEFAULT_METHODS])
-    parser.add_argument("--threads", type=_positive, default=1, help="that compute, on the CPU")
+    parser.add_argument("--threads", type=positive, default=1, help="that compute, on the CPU")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file and the picture")
     parser.add_argument("--name", help="of both files (default: made of device, sizes and threads)")
     options = parser.parse_args()
     return _with_defaults(parser, options)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
 
 
 def _method(name: str) -> Method:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from arguments import token_count
 from cells import plans
 from cells.cell import Cell, Effort
 from cells.longest import next_length
@@ -32,7 +33,6 @@ from lightning_memo.estimate.presets import preset_names
 _RESULTS = Path(__file__).parent / "results" / "gpu"
 _TRIED = Path("outputs") / "benchmarks"
 _LENGTHS = [2**n for n in (12, 14, 16, 17, 18)]
-_MULTIPLES = {"K": 2**10, "M": 2**20}
 
 
 def main() -> int:
@@ -64,15 +64,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full"])
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), metavar="NAME", default=list(plans.MAIN),
                         help=", ".join(METHODS))  # fmt: skip
-    parser.add_argument("--lengths", nargs="+", type=_tokens, default=_LENGTHS, help="tokens, like 65536 or 64K "
+    parser.add_argument("--lengths", nargs="+", type=token_count, default=_LENGTHS, help="tokens, like 65536 or 64K "
                         "(default: 4K to 256K); with --plan longest the least and the longest")  # fmt: skip
-    parser.add_argument("--multiple-of", type=_tokens, default=8192, help="lengths of --plan longest")
+    parser.add_argument("--multiple-of", type=token_count, default=8192, help="lengths of --plan longest")
     parser.add_argument("--bound", action="store_true", help="also measure plain training of 1 and 2 layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="sdpa", help="kernel of all methods")
     parser.add_argument("--loss", choices=("chunked", "whole"), default="chunked", help="of all methods but ALST's own")
     parser.add_argument("--allocator", choices=("native", "expandable_segments"), default="native")
-    parser.add_argument("--slice-tokens", type=_tokens, default=16384, help="of the methods with many slices")
+    parser.add_argument("--slice-tokens", type=token_count, default=16384, help="of the methods with many slices")
     for name, kind, what in (
         ("warmup", int, "untimed steps"), ("repeats", int, "timed steps"),
         ("time-limit", float, "seconds of a cell"), ("settle", float, "seconds that planning may take"),
@@ -88,13 +88,6 @@ def _options() -> argparse.Namespace:
     if options.output is None:
         options.output = _TRIED if options.device == "cpu" or options.plan == "smoke" else _RESULTS
     return options
-
-
-def _tokens(text: str) -> int:
-    digits, multiple = (text[:-1], _MULTIPLES[text[-1].upper()]) if text[-1:].upper() in _MULTIPLES else (text, 1)
-    if not digits.isdecimal() or not int(digits):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: give one like 65536, 64K or 1M")
-    return int(digits) * multiple
 
 
 def _work(options: argparse.Namespace, run: Run) -> Iterator[plans.Work]:

@@ -5,7 +5,8 @@
 #
 # It ends by itself after SECONDS (default: when all is done). What is done is not done again: the same command goes on.
 # Results go to FOLDER (default: benchmarks/results), beside them in FOLDER/stages the outputs of each stage.
-# PYTHON is the interpreter; peers (deepspeed, trl, peft) are used where it finds them.
+# PYTHON is the interpreter; peers (deepspeed, trl, peft) and kernels (liger-kernel, flash-attn) are used where it
+# finds them.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -65,6 +66,7 @@ cells() {
 stage tests 400 "$python" -m pytest -q -x tests/gpu
 stage engine 120 "$python" benchmarks/engine.py --device cuda --dtype bfloat16 --hidden 4096 --heads 32 --kv-heads 8 \
     --seq-len 16384 --output "$results" --name engine-cuda
+stage kernels 120 "$python" benchmarks/kernel_times.py --device cuda --output "$results/kernels"
 cells side_by_side --plan important
 cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K 1M --multiple-of 64K \
     --methods memo_auto_unplanned alst checkpointing memo_slices

@@ -110,10 +110,10 @@ class Bench:
         try:
             measure(result)
         except Exception as error:
-            status = _brief(error)
+            status = brief(error)
         self._workload.free_gradients()
         if status != "ok":
-            _free_garbage(self._workload.device)
+            free_garbage(self._workload.device)
         return status
 
     def _meter(self, result: Result) -> None:
@@ -161,13 +161,13 @@ def _distance(gradient: Tensor, plain: Tensor) -> float:
     return distance / norm if norm else distance
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """One line: what went wrong."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def _free_garbage(device: torch.device) -> None:
+def free_garbage(device: torch.device) -> None:
     """Give back what a failed step left, so that it is not missing in the next one."""
     gc.collect()
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cells.cell import Result, load_all
-from pages import cpu_page
+from pages import cpu_page, kernels_page
 from pages.comparison import Group, groups_of, speedups
 from pages.gpu_page import NOT_MEASURED, SPEEDUPS, device_section, speedup_cells
 from pages.markdown import table
@@ -93,6 +93,7 @@ def page(results: Path, devices: dict[str, list[Result]]) -> str:
     for device, found in devices.items():
         pictures = {g.cell.group: _picture(device, g) for g in groups_of(found)}
         parts += [f"## {device}", device_section(found, pictures)]
+    parts += map(kernels_page.section, kernels_page.reports(results))
     parts += [
         "## Without a GPU",
         *(make(cpu_page.load(results / f"{name}.json")) for name, make in _WITHOUT_GPU.items()),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from pathlib import Path
+
+from arguments import file_name
 
 from cells.cell import Cell, Effort, Result, finished, load, save
 from cells.process import device_name, run_cell
@@ -40,7 +41,7 @@ class Run:
             ValueError: There is none.
         """
         if device not in self._devices:
-            self._devices[device] = re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")
+            self._devices[device] = file_name(device_name(device))
         return self._output / self._devices[device]
 
     def measure(self, cell: Cell, effort: Effort) -> bool:

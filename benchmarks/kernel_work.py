@@ -1,0 +1,141 @@
+"""What benchmarks/kernel_times.py measures: attention by a kernel, and a layer, ready to run forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_memo.engine.find import find_hugging_face, find_layers
+from lightning_memo.estimate.presets import load_model, load_preset
+from lightning_memo.kernels import AttentionBackend, AttentionSpec
+from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.select import candidates
+from lightning_memo.models import ModelConfig, build_model
+
+_WORDS = 256  # of the model, whose embedding and head are not looked at
+Works = Iterator[tuple[str, str, Callable[[], "Work"]]]
+"""What it is, its name, and what makes it ready."""
+
+
+class Work(Protocol):
+    """A forward and a backward, in turns; `kept_bytes` is what the last forward kept for the backward."""
+
+    kept_bytes: int
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+def attention_works(model: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Works:
+    """Causal attention of a sequence, by every kernel that computes it, PyTorch's own first, and by a replay."""
+    shape = load_model(model)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, tokens, n, shape.head_dim, generator=generator, dtype=dtype, device=device).transpose(1, 2)
+        for n in heads
+    )
+    makers = {**candidates(q, k, v, AttentionSpec()), "replay": Replay}
+    for name, make in makers.items():
+        yield "attention", name, functools.partial(_Attention.of, make, q, k, v, dout)
+
+
+class _Attention:
+    def __init__(self, backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        self._backend, self._inputs, self._dout = backend, (q, k, v), dout
+        self._result: Any = None
+        self.kept_bytes = 0
+
+    @classmethod
+    def of(cls, make: Callable[[], AttentionBackend], *tensors: Tensor) -> _Attention:
+        return cls(make(), *tensors)
+
+    def forward(self) -> None:
+        self._result = self._backend.forward(*self._inputs, AttentionSpec())
+        self.kept_bytes = sum(t.nbytes for t in (*self._inputs, self._result.out, self._result.lse))
+
+    def backward(self) -> None:
+        self._backend.backward(self._dout, *self._inputs, self._result, AttentionSpec())
+        self._result = None
+
+
+def layer_works(model: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Works:
+    """A layer without liger-kernel's kernels, and with them."""
+    for name, liger in (("transformers", False), ("liger-kernel", True)):
+        yield "layer", name, functools.partial(_Layer.of, model, tokens, dtype, device, liger)
+
+
+class _Layer:
+    """A layer, and the arguments of its call in the model."""
+
+    def __init__(self, layer: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._layer, self._x = layer, x.requires_grad_()
+        self._args, self._kwargs = args, kwargs
+        self._dy = torch.randn_like(x)
+        self._y: Tensor | None = None
+        self._weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        self.kept_bytes = 0
+
+    @classmethod
+    def of(cls, model: str, tokens: int, dtype: torch.dtype, device: torch.device, liger: bool) -> _Layer:
+        torch.manual_seed(0)
+        config = {**load_preset("model", model)["config"], "num_hidden_layers": 2, "vocab_size": _WORDS}
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], tokens)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                network = build_model(ModelConfig(config=config, liger=liger), device)
+                x = torch.randn(1, tokens, network.config.hidden_size)
+        finally:
+            torch.set_default_dtype(before)
+        layer = find_layers(network)[1][0]
+        return cls(layer, x, *_arguments(network, layer, x))
+
+    def forward(self) -> None:
+        kept: dict[int, int] = {}
+
+        def note(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in self._weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with saved_tensors_hooks(note, lambda t: t):
+            y = self._layer(self._x, *self._args, **self._kwargs)
+        self._y = y[0] if isinstance(y, tuple) else y
+        self.kept_bytes = sum(kept.values())
+
+    def backward(self) -> None:
+        assert self._y is not None
+        self._y.backward(self._dy)
+        self._y = self._x.grad = None
+        self._layer.zero_grad(set_to_none=True)
+
+
+class _FoundError(Exception):
+    """The layer was called."""
+
+
+def _arguments(model: nn.Module, layer: nn.Module, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer gets beside its input when the model runs."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
+        raise _FoundError
+
+    handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
+    (host,) = find_hugging_face(model)
+    with contextlib.suppress(_FoundError):
+        host.get_decoder()(inputs_embeds=x)
+    handle.remove()
+    return found[0]
