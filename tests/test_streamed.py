@@ -19,6 +19,7 @@ from harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_grad
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from trainer_harness import LanguageModel, fit, plain, shorten_measurements
+from transformers.models.llama import modeling_llama
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import Engine
@@ -102,6 +103,21 @@ def test_gradients_of_the_whole_model_slice_by_slice(family: str, slices: int) -
             assert_as_good(model, batch, under_test.step(batch), plain)
             if family != "gemma3_mixed_windows":  # saves some small tensors in a slice of 8 tokens that others share
                 under_test.assert_as_planned()
+
+
+def test_layers_get_real_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of other libraries read memory by its address. All tokens are looked at where they make two slices."""
+    own, seen = modeling_llama.apply_rotary_pos_emb, []
+
+    def note(q: Tensor, k: Tensor, *tables: Tensor, **kwargs: Any) -> Any:
+        seen.extend(tables)
+        return own(q, k, *tables, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", note)
+    with EngineUnderTest(build("llama"), slice_tokens=8, host_backed="all") as under_test:
+        under_test.profile_step(make_batch(1, 12))
+    assert 12 in {t.shape[-2] for t in seen}
+    assert not any(isinstance(t, LazyTensor) for t in seen)
 
 
 def frozen_below(model: nn.Module) -> nn.Module:

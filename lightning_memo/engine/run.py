@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.intercept import LayerMode
 from lightning_memo.engine.kept import KeptTensors
-from lightning_memo.engine.lazy_tensor import Assembly, read_parts
+from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor, read_parts
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.recorder import Subject
@@ -53,7 +54,9 @@ class LayerCall:
     def run(self, x: Tensor, part: TokenRange) -> Any:
         """The layer's own forward on some of the tokens, whose input is `x`."""
         arguments = (self.args, self.kwargs)
-        args, kwargs = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
+        part_of = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
+        # Of all tokens they may be lazy still, and a layer may hand them to kernels of its own.
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
         return self.forward(x, *args, **kwargs)
 
     def mode(self, part: TokenRange) -> LayerMode:

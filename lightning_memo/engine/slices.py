@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_memo.engine.lazy_tensor import LazyTensor
-
 
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
     """The tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
 
     Those are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) and `[tokens]`, or with the tokens of all
-    shards of a sequence-parallel layer, one shard after the other; others pass unchanged. Nothing lazy is left among
-    them: a layer may hand them to kernels of its own.
+    shards of a sequence-parallel layer, one shard after the other; others pass unchanged.
     """
 
     def narrow(t: torch.Tensor) -> torch.Tensor:
@@ -25,9 +22,7 @@ def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: in
             return take_tokens(t, dim, tokens, start, stop)
         return t
 
-    if start == 0 and stop == tokens:
-        return tree_map_only(LazyTensor, LazyTensor.materialize, tree)
-    return tree_map_only(torch.Tensor, narrow, tree)
+    return tree if start == 0 and stop == tokens else tree_map_only(torch.Tensor, narrow, tree)
 
 
 def take_tokens(t: torch.Tensor, dim: int, tokens: int, start: int, stop: int) -> torch.Tensor:
