@@ -3,7 +3,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench-cpu cuda-headers
+.PHONY: demo test lint docs bench-cpu cuda-headers
 
 # One thread computes and leaves a core to the thread that copies; more gain little at this size, and lose much where
 # something else runs. The log level silences two lines of PyTorch's profiler for each step whose memory is measured.
@@ -19,6 +19,10 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+# The site, in site/. A broken link, picture or reference ends it.
+docs: $(INSTALLED)
+	$(RUN) -m mkdocs build --strict
+
 bench-cpu: $(INSTALLED)
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/allocator.py
@@ -31,5 +35,5 @@ cuda-headers: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
-	$(RUN) -m pip install -e ".[dev,peft,datasets]"
+	$(RUN) -m pip install -e ".[dev,docs,peft,datasets]"
 	touch $@

@@ -25,7 +25,7 @@ class DocumentsDataModule(SequenceDataModule):
 
     Batches are ``{"input_ids", "labels", "position_ids"}``, ``[batch, seq_len]`` each, with positions that restart in
     each document; with ``packing=False`` ``{"input_ids", "labels", "attention_mask"}``, padded on the right. Their
-    order is that of :class:`~lightning_memo.data.sequences.SequenceDataModule`.
+    order is that of `lightning_memo.data.sequences.SequenceDataModule`.
 
     Tokens are kept on disk, in the cache of `datasets`, and mapped into memory: another run with the same files and
     tokenizer starts at once.

@@ -83,7 +83,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         batch_size: Items per batch; a last, smaller batch is dropped.
         seed: Determines the order, with the epoch.
         epoch_batches: Batches after which the trainer ends an epoch, where that is fewer than all.
-        num_workers: As in :class:`~torch.utils.data.DataLoader`.
+        num_workers: As in `torch.utils.data.DataLoader`.
         rank: Data-parallel rank of this process.
         count: Data-parallel size; each process gets its own batches.
     """

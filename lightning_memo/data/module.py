@@ -14,7 +14,7 @@ class TextDataModule(SequenceDataModule):
     """Documents of a folder, joined and cut to sequences of ``seq_len`` tokens.
 
     Batches are ``{"input_ids": [batch, seq_len], "labels": [batch, seq_len]}``, in the order of
-    :class:`~lightning_memo.data.sequences.SequenceDataModule`.
+    `lightning_memo.data.sequences.SequenceDataModule`.
 
     Args:
         seq_len: Tokens per sequence.

@@ -22,7 +22,7 @@ class Loaded:
     val: SequenceDataset
     vocab_size: int
     unigram_entropy: float
-    """Nats per token of the training text, see :func:`~lightning_memo.data.corpus.unigram_entropy`."""
+    """Nats per token of the training text, see `lightning_memo.data.corpus.unigram_entropy`."""
 
 
 class SequenceDataModule(LightningDataModule):

@@ -11,7 +11,7 @@ from lightning_memo.estimate.methods import why_not_by_method
 from lightning_memo.estimate.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism
 
 Sizes = Mapping[str, int]
-"""Those that are given, by the names of :class:`Parallelism`."""
+"""Those that are given, by the names of `Parallelism`."""
 
 
 def candidates(question: Question, forced: Sizes) -> list[Parallelism]:

@@ -45,7 +45,7 @@ def search(question: Question, forced: Mapping[str, int] | None = None, report: 
 
     Args:
         question: what is to be trained.
-        forced: sizes that are given, by the names of :class:`Parallelism`.
+        forced: sizes that are given, by the names of `Parallelism`.
         report: see `Report`.
 
     Raises:
@@ -77,7 +77,7 @@ def longest(
 
     Args:
         question: what is to be trained; its length is not looked at.
-        forced: sizes that are given, by the names of :class:`Parallelism`.
+        forced: sizes that are given, by the names of `Parallelism`.
         multiple_of: what lengths are multiples of.
         report: see `Report`.
 

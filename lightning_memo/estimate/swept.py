@@ -25,7 +25,7 @@ class SweptEstimate:
     """Whether the longest length was asked for."""
 
     answer: dict[str, Any] | None = None
-    """As :meth:`Estimate.to_dict`; None where there was a mistake."""
+    """As `Estimate.to_dict`; None where there was a mistake."""
 
     device_room_bytes: int | None = None
     message: str = ""
@@ -38,7 +38,7 @@ class SweptEstimate:
 
     @classmethod
     def load(cls, folder: Path) -> SweptEstimate:
-        """Reads what :meth:`save` wrote.
+        """Reads what `save` wrote.
 
         Raises:
             OSError: There is none in the folder.

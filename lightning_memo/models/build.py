@@ -31,14 +31,14 @@ class ModelConfig:
     """Folder of a saved Hugging Face model; where it is given, ``config`` is not looked at."""
     rope_scaling: str | Mapping[str, Any] | None = None
     """Scales rotary positions for sequences longer than those that the model was trained on, see
-    :func:`~lightning_memo.models.context.extend_context`; None: as saved."""
+    `lightning_memo.models.context.extend_context`; None: as saved."""
     max_position_embeddings: int | None = None
     """Tokens of the longest sequence; None: as saved, or what ``rope_scaling`` gives."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of :class:`peft.LoraConfig`; none, or ``r`` 0, trains all weights."""
+    """Arguments of `peft.LoraConfig`; none, or ``r`` 0, trains all weights."""
     liger: bool = False
     """Norms, rotary positions and feed-forwards by the kernels of liger-kernel, on a GPU; see
-    :func:`~lightning_memo.models.liger.apply_liger`."""
+    `apply_liger` in `lightning_memo.models.liger`."""
     gradient_checkpointing: bool = False
     """Hugging Face's own full recomputation, without swapping."""
 
@@ -79,7 +79,7 @@ def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Mo
         device: Where it is going to run; None: on a GPU if there is one.
 
     Raises:
-        ValueError: See :func:`load_hf_config`; LoRA is asked for and peft is not installed; or liger's kernels are, and
+        ValueError: See `load_hf_config`; LoRA is asked for and peft is not installed; or liger's kernels are, and
             can't run.
     """
     if model.liger:

@@ -17,7 +17,7 @@ class CausalLM(LightningModule):
     """Trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``, ``[batch, seq_len]``.
 
     Args:
-        model: Fields of :class:`~lightning_memo.models.build.ModelConfig`.
+        model: Fields of `lightning_memo.models.build.ModelConfig`.
         lr: Learning rate after the warm-up.
         weight_decay: On matrices and embeddings; norms and biases have none.
         betas: AdamW's.

@@ -125,7 +125,7 @@ def plan_swap(
         slot_bytes: exact host bytes of one layer call for an alpha, alignment included; must not fall as alpha grows.
         allowed: the only fractions that the layers support; None: all.
         may_be_plain: whether plain training is a choice; it is not if another process has no room for it.
-        host_backed: see :class:`~lightning_memo.plan.SwapPlan`.
+        host_backed: see `lightning_memo.plan.SwapPlan`.
         streamed_bytes: exact bytes for an alpha, where `host_backed` is not "none"; `slot_bytes` is not asked then.
 
     Raises:

@@ -1,0 +1,138 @@
+"""Makes the tables of docs/choosing.md: what the estimate command answers, with the command above each table.
+
+    python benchmarks/choosing.py
+    python benchmarks/choosing.py --check   whether the page is up to date: exit status 1 if not
+
+They are estimates, computed anywhere; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from pages.markdown import table
+
+from lightning_memo.cli import config_dir
+from lightning_memo.estimate.answer import Estimate
+from lightning_memo.estimate.command import answer
+from lightning_memo.estimate.settings import read_request
+from lightning_memo.estimate.shares import format_alpha
+from lightning_memo.files import replacing
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "choosing.md"
+_MARKS: Final = ("<!-- Made by benchmarks/choosing.py. -->", "<!-- The end of what was made. -->")
+_METHODS: Final = {
+    "plain": "plain", "full_recompute": "full recomputation", "full_swap": "full swapping", "memo": "Memo"
+}  # fmt: skip
+_DOES_NOT_FIT: Final = {"oom": "device full", "oohm": "host full"}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep over one setting and all methods."""
+
+    title: str
+    setting: str
+    values: Sequence[str]
+    others: Sequence[str]
+
+    @property
+    def command(self) -> str:
+        swept = (f"{self.setting}={','.join(self.values)}", f"method={','.join(_METHODS)}")
+        return " ".join(("python -m lightning_memo.estimate -m", *self.others, *swept))
+
+
+_LENGTHS: Final = (
+    Sweep(
+        "1B on one H100", "seq_len", ("16K", "64K", "128K", "256K", "512K"),
+        ("model=llama3_2_1b", "cluster=h100", "gpus=1", "batch_size=1"),
+    ),
+    Sweep(
+        "8B on eight H100", "seq_len", ("16K", "64K", "256K", "512K", "1M"),
+        ("model=llama3_8b", "cluster=h100", "gpus=8", "batch_size=8"),
+    ),
+)  # fmt: skip
+_LONGEST: Final = (
+    Sweep("8B on H100", "gpus", ("1", "8", "32"), ("model=llama3_8b", "cluster=h100", "batch_size=8", "seq_len=max")),
+)
+
+
+def main() -> int:
+    """Writes the page's section, or compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    old = options.page.read_text(encoding="utf-8")
+    new = with_section(old)
+    if options.check:
+        if old != new:
+            print(f"{options.page} is not what estimates say: python benchmarks/choosing.py", file=sys.stderr)
+        return int(old != new)
+    with replacing(options.page) as unfinished:
+        unfinished.write_text(new, encoding="utf-8")
+    return 0
+
+
+def with_section(page: str) -> str:
+    """The page with its section made anew."""
+    before, _, rest = page.partition(_MARKS[0])
+    _, _, after = rest.partition(_MARKS[1])
+    parts = [*map(by_length, _LENGTHS), *map(longest, _LONGEST)]
+    return "\n\n".join([before + _MARKS[0], *parts, _MARKS[1] + after])
+
+
+def by_length(sweep: Sweep) -> str:
+    """How busy the GPUs are at each length, by method."""
+    head = [sweep.title, *_METHODS.values(), "alpha", "TP / CP / DP, ZeRO"]
+    rows = []
+    for value, answers in _answers(sweep):
+        speeds = [f"{a.mfu:.1f} %" if a.mfu is not None else _DOES_NOT_FIT[a.status] for a in answers.values()]
+        rows.append([value, *speeds, *_choices(answers["memo"])])
+    return f"**MFU by length: {sweep.title}**\n\n```bash\n{sweep.command}\n```\n\n{table(head, rows)}"
+
+
+def longest(sweep: Sweep) -> str:
+    """How long a sequence may be, by method."""
+    rows = [
+        [value, *(f"{a.seq_len:,}" if a.status == "ok" else "none" for a in answers.values())]
+        for value, answers in _answers(sweep)
+    ]
+    made = table(["GPUs", *_METHODS.values()], rows)
+    return f"**Tokens of the longest sequence: {sweep.title}**\n\n```bash\n{sweep.command}\n```\n\n{made}"
+
+
+def _choices(memo: Estimate) -> tuple[str, str]:
+    """Alpha and the sizes with which Memo is that fast."""
+    if memo.status != "ok":
+        return "-", "-"
+    parallel = memo.parallel
+    sizes = f"{parallel.tp} / {parallel.cp} / {parallel.dp}, {parallel.zero_stage}"
+    return format_alpha(memo.alpha, memo.device_bytes), sizes
+
+
+def _answers(sweep: Sweep) -> Iterator[tuple[str, Mapping[str, Estimate]]]:
+    found: dict[str, dict[str, Estimate]] = {}
+    for value, method in itertools.product(sweep.values, _METHODS):
+        found.setdefault(value, {})[method] = _estimate([*sweep.others, f"{sweep.setting}={value}", f"method={method}"])
+    yield from found.items()
+
+
+def _estimate(overrides: list[str]) -> Estimate:
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        settings: Any = OmegaConf.to_container(compose("estimate", overrides))
+    model = next(o.partition("=")[2] for o in overrides if o.startswith("model="))
+    _, ranking = answer(read_request(settings, model), progress=False)
+    return ranking.best
+
+
+if __name__ == "__main__":
+    sys.exit(main())
