@@ -8,13 +8,15 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from benchmark_modules import ROOT, benchmark_modules
+
+from lightning_memo.estimate.command import main as estimate_command
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -45,6 +47,20 @@ def test_python_on_the_pages_imports_what_there_is(page: Path) -> None:
             if isinstance(node, ast.ImportFrom):
                 module = importlib.import_module(str(node.module))
                 assert not [name.name for name in node.names if not hasattr(module, name.name)]
+
+
+def estimates() -> list[str]:
+    """The commands for an estimate that the README and their page show, but those with names to fill in."""
+    text = (ROOT / "README.md").read_text() + (DOCS / "estimate.md").read_text()
+    found = re.findall(r"^python -m lightning_memo\.estimate (model.*)$", text, re.MULTILINE)
+    return sorted({command for command in found if "FOLDER" not in command})
+
+
+@pytest.mark.parametrize("arguments", estimates())
+def test_commands_for_estimates(in_process: Callable[..., tuple[int, str, str]], arguments: str) -> None:
+    status, out, err = in_process(estimate_command, *arguments.split())
+    assert status == 0, err
+    assert "MFU" in out or "mfu" in out
 
 
 def literals() -> list[str]:

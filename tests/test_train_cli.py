@@ -14,7 +14,8 @@ from lightning_memo.files import replacing
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in Path(config_dir(), "experiment").glob("demo*.yaml"))  # on a CPU
 EXPERIMENTS = [name for name in EXPERIMENTS if "parallel" not in name]  # test_train_processes.py runs those
-README_COMMANDS = re.findall(r"^python -m lightning_memo\.train ?(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/command_line.md"))
+COMMANDS = sorted(set(re.findall(r"^python -m lightning_memo\.train ?(.*)$", PAGES, re.MULTILINE)))
 
 
 def only(paths):
@@ -39,12 +40,12 @@ def test_experiments(train, tmp_path, experiment):
     assert "unigram entropy of the text" in out
 
 
-def test_readme_commands_are_found():
-    assert len(README_COMMANDS) >= 8
+def test_commands_of_the_documentation_are_found():
+    assert len(COMMANDS) >= 8
 
 
-@pytest.mark.parametrize("arguments", README_COMMANDS)
-def test_readme_commands(train, tmp_path, arguments):
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_commands_of_the_documentation(train, tmp_path, arguments):
     for name in ("a.md", "b.md", "c.md"):
         (tmp_path / name).write_text("text\n" * 800)
     if "ckpt_path=last" in arguments:
