@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import importlib.util
 import re
@@ -97,6 +98,19 @@ def test_the_tables_for_choosing_are_what_estimates_say(
     assert status == 0, capsys.readouterr().err
 
 
+def test_every_picture_is_made_by_the_script_or_by_hand_and_shown() -> None:
+    with benchmark_modules():
+        made = set(importlib.import_module("pictures")._PICTURES)
+    there = {path.name for path in (DOCS / "images").iterdir()}
+    assert {name for name in there if not name.startswith("performance-")} == made | {
+        "alpha.svg",
+        "stages.svg",
+        "streams.svg",
+    }
+    pages = "".join(page.read_text() for page in PAGES)
+    assert not [name for name in there if f"images/{name})" not in pages]
+
+
 # ---- the site
 
 
@@ -138,6 +152,13 @@ def parsed(site: Path) -> Iterator[tuple[Path, Links]]:
 def test_every_page_is_in_the_site(site: Path) -> None:
     made = {page.relative_to(site).with_suffix("") for page in site.rglob("*.html")}
     assert {page.relative_to(DOCS).with_suffix("") for page in PAGES} <= made
+
+
+def test_examples_are_shown_whole(site: Path) -> None:
+    page = (site / "examples.html").read_text()
+    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    for script in ("one_line.py", "finetune_documents.py", "fabric.py", "torchrun.sh", "slurm.sbatch", "two_hosts.sh"):
+        assert (ROOT / "examples" / script).read_text().strip() in text
 
 
 def test_no_link_is_broken(site: Path) -> None:
