@@ -50,6 +50,13 @@ def test_python_on_the_pages_imports_what_there_is(page: Path) -> None:
                 assert not [name.name for name in node.names if not hasattr(module, name.name)]
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_out_of_the_root_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
 def estimates() -> list[str]:
     """The commands for an estimate that the README and their page show, but those with names to fill in."""
     text = (ROOT / "README.md").read_text() + (DOCS / "estimate.md").read_text()
