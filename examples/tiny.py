@@ -20,9 +20,17 @@ def save_model(folder: Path) -> str:
     return str(folder / "model")
 
 
-def write_documents(folder: Path) -> str:
-    """Forty documents that count, of 20 to 800 characters, as JSON lines; returns the file."""
+def write_documents(folder: Path, count: int = 40) -> str:
+    """Documents that count, each longer than the one before (forty: 20 to 800 characters), as JSON lines.
+
+    Args:
+        folder: Where.
+        count: Number of documents.
+
+    Returns:
+        The file.
+    """
     path = folder / "documents.jsonl"
-    texts = [" ".join(str(first + n) for n in range(5 * (1 + first))) for first in range(40)]
+    texts = [" ".join(str(first + n) for n in range(5 * (1 + first))) for first in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)

@@ -1,6 +1,7 @@
 """From the configuration to the objects of a run, with checks that name the setting to change."""
 
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,22 @@ def find_checkpoint(cfg: DictConfig) -> str | None:
             raise ValueError(f"ckpt_path={cfg.ckpt_path}: no such checkpoint; give the path of one, or last")
         return str(cfg.ckpt_path)
     runs = Path(cfg.paths.root) / cfg.name / "runs"
-    # Files, folders of several processes, and links to them; a link leads nowhere if its run was killed while saving.
-    saved = [path for path in runs.glob("*/checkpoints/*.ckpt") if path.exists()]
-    found = sorted(saved, key=lambda path: path.stat().st_mtime)
-    if not found:
+    found = newest_checkpoint(runs.glob("*/checkpoints/*.ckpt"))
+    if found is None:
         raise ValueError(f"ckpt_path=last: no checkpoint in {runs}; give a path, or the name=... of an earlier run")
-    return str(found[-1].resolve())
+    return found
+
+
+def newest_checkpoint(paths: Iterable[Path]) -> str | None:
+    """Returns the newest complete checkpoint, if there is one.
+
+    Args:
+        paths: Files, folders of several processes, and links to them; a link leads nowhere if its run was killed while
+            saving, and a file may be cut short.
+    """
+    complete = [path for path in paths if path.is_dir() or (path.exists() and zipfile.is_zipfile(path))]
+    newest = max(complete, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else str(newest.resolve())
 
 
 def check_vocabulary(model: Mapping[str, Any], vocab_size: int) -> None:

@@ -63,7 +63,7 @@ def _measure(
         "enable_model_summary": False,
     }
     try:
-        with _quiet():
+        with quiet():
             batches = DataLoader([batch] * (max_steps * accumulate), batch_size=None)
             Trainer(**{**trainer, **own}).fit(model, train_dataloaders=batches)
     except torch.OutOfMemoryError:
@@ -73,7 +73,7 @@ def _measure(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences what Lightning says of each new trainer: the run's own has said it."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = logger.level

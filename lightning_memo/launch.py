@@ -18,12 +18,12 @@ _POLL_SECONDS = 0.2
 
 
 class SweepRefused(ValueError):
-    """A sweep was asked for, and each of its jobs would need several processes."""
+    """A launcher has started several processes, and each of them would run the sweep."""
 
     def __init__(self) -> None:
         super().__init__(
-            "-m: the jobs of a sweep run in one process each; with several, start one command (one torchrun) for each "
-            "value, without -m"
+            "-m: start a sweep as one process, without torchrun or srun; each of its jobs starts trainer.devices "
+            "processes by itself"
         )
 
 

@@ -26,9 +26,11 @@ class StepStats(Callback):
 
     Args:
         last: How many of the last steps count for time and loss.
+        goes_on: The checkpoint resumed from is of this very run: what was measured before it counts, too.
     """
 
-    def __init__(self, last: int = 20) -> None:
+    def __init__(self, last: int = 20, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
         self.peak_device_bytes: int | None = None  # above what is allocated between steps
         self.tokens_per_step = 0
         self.train_loss: float | None = None  # mean of the last micro-batches; when training is over
@@ -84,16 +86,31 @@ class StepStats(Callback):
         _wait(pl_module.device)
         self._step_seconds += time.perf_counter() - self._batch_start
         self._step_tokens += pl_module.batch_tokens
-        self._losses.append(outputs["loss"].detach())
+        self._losses.append(trainer.callback_metrics["train_loss"].detach().clone())  # the mean over all processes
         if trainer.global_step > self._global_step:
             self._end_step(trainer.global_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._losses:
-            # A process's loss is its share of the whole times the number of processes: their mean is the loss.
-            mean = torch.stack(list(self._losses)).float().mean()
-            self.train_loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
+            self.train_loss = torch.stack([loss.float().cpu() for loss in self._losses]).mean().item()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": [loss.item() for loss in self._losses],
+            "seconds": list(self._seconds),
+            "tokens_per_step": self.tokens_per_step,
+            "peak_device_bytes": self.peak_device_bytes,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.goes_on:
+            self._losses.extend(torch.tensor(loss) for loss in state_dict["losses"])
+            self._seconds.extend(state_dict["seconds"])
+            self.tokens_per_step = state_dict["tokens_per_step"]
+            self.peak_device_bytes = state_dict["peak_device_bytes"]
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

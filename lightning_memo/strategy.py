@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -446,6 +447,9 @@ class MemoStrategy(CheckpointingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._stop_engine()
         explain_lost_process(exception, self.global_rank)
+        if isinstance(exception, KeyboardInterrupt):
+            # A notebook keeps it for its debugger, and its frames would keep the activations of a step.
+            traceback.clear_frames(exception.__traceback__)
         super().on_exception(exception)
 
     @override

@@ -1,4 +1,4 @@
-"""One table and one picture over all jobs of a sweep, as a Hydra callback."""
+"""Where a sweep begins or goes on, and one table and one picture over all its jobs, as a Hydra callback."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memo import sweep_folder
+from lightning_memo.cli import exit_for_user
 from lightning_memo.config import format_bytes
 from lightning_memo.files import replacing
 from lightning_memo.summary import FILE_NAME, RunSummary
@@ -49,8 +51,24 @@ PER_ROW = 4
 class SweepReport(Callback):
     """Prints a table of a sweep's jobs when it ends, and draws ``sweep.png`` into its folder."""
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Looks whether the sweep can begin or go on in its folder.
+
+        Raises:
+            SystemExit: It can't, with status 2; Hydra would make a warning of other exceptions.
+        """
+        try:
+            sweep_folder.enter(config)
+        except Exception as error:
+            exit_for_user(error)
+            raise
+
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Reads what the jobs left in the sweep's folder, and reports."""
+        """Reads what the jobs left in the sweep's folder, and reports.
+
+        Raises:
+            SystemExit: A job failed, with status 1.
+        """
         folder = Path(config.hydra.sweep.dir)
         runs = load_runs(folder)
         console = Console()
@@ -58,11 +76,13 @@ class SweepReport(Callback):
         if any(run.status == "ok" for run in runs):
             draw(runs, folder / PICTURE_NAME)
             console.print(f"Picture of the sweep: {folder / PICTURE_NAME}", soft_wrap=True, highlight=False)
+        if any(run.status == "failed" for run in runs):
+            raise SystemExit(1)
 
 
 def load_runs(folder: Path) -> list[RunSummary]:
     """Returns the summaries in the order of the jobs' numbers."""
-    jobs = sorted((path.parent for path in folder.glob(f"*/{FILE_NAME}")), key=lambda job: int(job.name))
+    jobs = sorted((path.parent for path in folder.glob(f"*/{FILE_NAME}")), key=lambda job: (len(job.name), job.name))
     return [RunSummary.load(job) for job in jobs]
 
 

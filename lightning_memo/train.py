@@ -25,19 +25,29 @@ from lightning_memo.assemble import (
     count_processes,
     find_checkpoint,
     module_settings,
+    newest_checkpoint,
     trainer_settings,
     warn_of_long_sequences,
 )
 from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
-from lightning_memo.compare import measure_baselines
+from lightning_memo.compare import measure_baselines, quiet
 from lightning_memo.data import SequenceDataModule
-from lightning_memo.launch import SweepRefused, arguments_of_process, ending_together, is_first_process
+from lightning_memo.launch import (
+    arguments_of_process,
+    ending_together,
+    is_first_process,
+    let_the_first_speak,
+    started_processes,
+)
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
 from lightning_memo.reports.comparison import Measurement, comparison_table
 from lightning_memo.reports.memory_use import MemoryUse, memory_table
+from lightning_memo.resumed_metrics import EarlierMetrics
 from lightning_memo.step_stats import StepStats
 from lightning_memo.summary import RunSummary
+from lightning_memo.sweep_folder import finished
+from lightning_memo.sweep_processes import is_apart, run_apart
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +68,11 @@ class Fitted:
     """What became of the requests for memory; None where none were planned."""
 
 
-def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
+def train(cfg: DictConfig) -> RunSummary:
     """Trains as configured, prints the results and returns them.
 
     Args:
         cfg: The composed configuration, see ``conf/train.yaml``.
-        sweep: Whether it is one of several jobs, which get one process each.
 
     Raises:
         ValueError: A setting is not allowed, or data or a checkpoint is missing.
@@ -77,7 +86,7 @@ def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
     seed_everything(cfg.seed, verbose=False)
     data: SequenceDataModule = instantiate(cfg.data)
     data.setup()
-    fitted = fit(cfg, data, sweep)
+    fitted = fit(cfg, data)
     stats = fitted.stats
     summary = RunSummary(
         overrides=[],
@@ -102,24 +111,26 @@ def train(cfg: DictConfig, sweep: bool = False) -> RunSummary:
     return summary
 
 
-def fit(cfg: DictConfig, data: SequenceDataModule, sweep: bool = False) -> Fitted:
+def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     """Trains, and reads what the strategy planned, if it plans.
 
     Raises:
-        ValueError: A setting is not allowed, a checkpoint is missing, or a sweep would need several processes.
+        ValueError: A setting is not allowed, or a checkpoint is missing.
     """
     ckpt_path = find_checkpoint(cfg)
+    goes_on = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
     settings = module_settings(cfg)
     check_vocabulary(settings["model"], data.vocab_size)
     warn_of_long_sequences(settings["model"], data.seq_len)
-    stats = StepStats()
-    trainer = build_trainer(cfg, stats)
+    stats, earlier = StepStats(goes_on=goes_on), EarlierMetrics()
+    trainer = build_trainer(cfg, stats, earlier)
     processes = count_processes(trainer)
-    if sweep and processes > 1:
-        raise SweepRefused
     check_data(data, trainer)
-    for logger in trainer.loggers:
-        logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
+    if goes_on:
+        earlier.read(trainer.loggers)
+    else:
+        for logger in trainer.loggers:
+            logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
     with ending_together(trainer.strategy.launcher):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
     data.trainer = None  # it holds the model, and what follows needs the memory
@@ -185,16 +196,23 @@ def run_job(cfg: DictConfig) -> RunSummary:
     """
     job = HydraConfig.get()
     output_dir = Path(job.runtime.output_dir)
-    overrides: list[str] = list(job.overrides.task)
+    overrides = [override for override in job.overrides.task if not override.startswith("sweep=")]
     sweep = job.mode is RunMode.MULTIRUN
     try:
-        summary = replace(train(cfg, sweep), overrides=overrides)
+        if not sweep and len(overrides) < len(job.overrides.task):
+            raise ValueError("sweep=...: give -m as well; a single run is resumed by ckpt_path=last")
+        summary = replace(run_of_sweep(cfg, output_dir) if sweep else train(cfg), overrides=overrides)
     except Exception as error:
-        if not sweep or isinstance(error, SweepRefused):
+        if not (sweep or is_apart()):
             exit_for_user(error)
             raise
+        let_the_first_speak()
         summary = _failure(cfg, overrides, error)
         log.error("job failed: %s", summary.message, exc_info=error if user_message(error) is None else None)
+    except BaseException:
+        if sweep:
+            log.warning("interrupted; the same command with sweep=%s goes on", output_dir.parent.name)
+        raise
     finally:
         gc.collect()
         torch.cuda.empty_cache()
@@ -203,29 +221,58 @@ def run_job(cfg: DictConfig) -> RunSummary:
     return summary
 
 
+def run_of_sweep(cfg: DictConfig, folder: Path) -> RunSummary:
+    """Runs one job of a sweep, or what is left of it.
+
+    A job that came to its end before is not run again. Others go on from their newest checkpoint. One that needs
+    several processes gets them, unless a launcher has started them already.
+
+    Args:
+        cfg: Of the job.
+        folder: That it has to itself.
+
+    Raises:
+        ValueError: A setting is not allowed, or data or a checkpoint is missing.
+        JobFailed: It failed in processes of its own.
+    """
+    done = finished(folder)
+    if done is not None:
+        log.info("finished before: %s", folder)
+        return done
+    own = newest_checkpoint(Path(cfg.paths.checkpoint_dir).glob("*.ckpt"))
+    if own is not None:
+        log.info("goes on from %s", own)
+        cfg = OmegaConf.merge(cfg, {"ckpt_path": own})
+    with quiet():
+        processes = count_processes(build_trainer(cfg))
+    return run_apart(cfg, folder) if processes > 1 and started_processes() is None else train(cfg)
+
+
 def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:
     message = user_message(error) or " ".join(f"{type(error).__name__}: {error}".split())
     sizes: dict[str, Any] = {name: OmegaConf.select(cfg, f"data.{name}") for name in ("seq_len", "batch_size")}
     return RunSummary(overrides=overrides, status="failed", message=message, **sizes)
 
 
+def task(cfg: DictConfig) -> None:
+    """What Hydra runs: a single run, or each job of a sweep."""
+    summary = run_job(cfg)
+    if is_apart() and summary.status == "failed":
+        raise SystemExit(1)
+
+
 def main() -> None:
     """Runs one job, or a sweep; a sweep with failed jobs ends with status 1, after its report."""
-    failed: list[RunSummary] = []
-
-    def task(cfg: DictConfig) -> None:
-        summary = run_job(cfg)
-        if summary.status == "failed":
-            failed.append(summary)
 
     def command() -> None:
         sys.argv[1:] = arguments_of_process(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
 
     run_command(command)
-    if failed:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    # What launchers like submitit's send to other processes has to be found there by the module's own name.
+    from lightning_memo.train import main as _main
+
+    _main()

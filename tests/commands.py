@@ -46,20 +46,24 @@ def run(
         cold: Start new interpreters, which import all anew, rather than those of `warm`.
         variables: Of the environment, which is otherwise that of a user's shell.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    tools = Path(sys.executable).parent if cold else warm.tools()
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
     ended = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
-        env={**inherited, **own, **variables},
+        env={**environment(cold), **variables},
         capture_output=True,
         text=True,
         timeout=seconds,
         check=False,
     )
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def environment(cold: bool = False) -> dict[str, str]:
+    """That of a user's shell; see `run`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    tools = Path(sys.executable).parent if cold else warm.tools()
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
 
 
 def lightning(*settings: str) -> list[str]:

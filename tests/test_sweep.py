@@ -1,4 +1,11 @@
+import contextlib
+import csv
+import signal
+import subprocess
+import time
+
 import pytest
+from commands import MODULE, TINY_RUN, environment
 from PIL import Image
 from rich.console import Console
 
@@ -66,8 +73,116 @@ def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
     assert out.count("Sweep\n") + out.count("Sweep ") == 1
     table = out[out.rindex("Sweep") :]
     assert "data.seq_len=90000 failed: data.seq_len=90000" in table
-    (folder,) = tmp_path.glob("outputs/train/sweeps/*")
+    folder = tmp_path / "outputs/train/sweeps/last"
     assert [summary.status for summary in load_runs(folder)] == ["ok", "failed", "ok"]
     assert [summary.seq_len for summary in load_runs(folder)] == [16, 90000, 32]
     assert (folder / "sweep.png").stat().st_size > 10_000
     assert "Traceback" not in err
+
+
+# ---- sweeps that go on
+
+SWEEP = "outputs/train/sweeps/last"
+
+
+def rows(job):
+    """What a job logged, by step, without what is a matter of time."""
+    with (job / "csv" / "metrics.csv").open() as file:
+        found = list(csv.DictReader(file))
+    names = ("train_loss", "val_loss", "lr", "tokens", "unigram_entropy")
+    return sorted((int(row["step"]), name, row[name]) for row in found for name in names if row.get(name))
+
+
+def interrupted(folder, number, *settings):
+    """Starts a sweep and kills it once its second job has a checkpoint; returns its exit status."""
+    command = ["python", *MODULE, "-m", *TINY_RUN, *settings]
+    with (folder / "killed.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while not list((folder / SWEEP).glob("1/checkpoints/step-*.ckpt")) and time.monotonic() < deadline:
+            assert process.poll() is None, (folder / "killed.log").read_text()
+            time.sleep(0.01)
+        return end(process, number)
+
+
+def end(process, number):
+    """Sends a signal until the process ends: a single interrupt can get lost where Python ignores exceptions."""
+    for _ in range(6):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=30)
+    raise AssertionError("it goes on and on")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_interrupted_sweep_goes_on(train, tmp_path, number):
+    often = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=40"]
+    settings = ["strategy=plain", "optim.lr=0.001,0.002,0.003", *often]
+    assert interrupted(tmp_path, number, *settings) != 0
+    assert sorted(path.name for path in (tmp_path / SWEEP).iterdir() if path.is_dir()) == ["0", "1"]
+    done = (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat()
+    assert not (tmp_path / SWEEP / "1" / "summary.json").exists()
+    checkpoint = max((tmp_path / SWEEP / "1" / "checkpoints").glob("step-*.ckpt"))
+
+    status, out, err = train("-m", *settings, "sweep=last")
+    assert status == 0, err
+    assert out.count("unigram entropy of the text") == 2, "two jobs were left"
+    assert (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat() == done
+    assert f"goes on from {checkpoint.resolve()}" in (tmp_path / SWEEP / "1" / "train.log").read_text()
+    if number is not signal.SIGKILL:
+        name = (tmp_path / SWEEP).resolve().name
+        assert f"the same command with sweep={name} goes on" in (tmp_path / "killed.log").read_text()
+
+    assert train("-m", *settings, "name=whole")[0] == 0
+    runs, whole = load_runs(tmp_path / SWEEP), load_runs(tmp_path / "outputs/whole/sweeps/last")
+    assert [run.train_loss for run in runs] == [run.train_loss for run in whole]
+    assert [run.val_loss for run in runs] == [run.val_loss for run in whole]
+    for job in "012":
+        assert rows(tmp_path / SWEEP / job) == rows(tmp_path / "outputs/whole/sweeps/last" / job)
+    table = out[out.rindex("Sweep") :]
+    assert [line.split()[0] for line in table.splitlines() if "MiB" in line or "KiB" in line] == [
+        "0.001",
+        "0.002",
+        "0.003",
+    ]
+    assert (tmp_path / SWEEP / "sweep.png").is_file()
+
+
+def test_new_values_are_new_jobs_and_failed_ones_are_tried_again(train, tmp_path):
+    text = tmp_path / "text"
+    sweep = ["-m", "strategy=plain", f"data.path={text}", "sweep=mine"]
+    assert train(*sweep, "data.seq_len=16,24")[0] == 1
+    assert [run.status for run in load_runs(tmp_path / SWEEP)] == ["failed", "failed"]
+    text.mkdir()
+    for name in "ab":
+        (text / f"{name}.py").write_text("x = 1\n" * 1000)
+    status, _, err = train(*sweep, "data.seq_len=16,24,32")
+    assert status == 0, err
+    assert [(run.status, run.seq_len) for run in load_runs(tmp_path / SWEEP)] == [("ok", 16), ("ok", 24), ("ok", 32)]
+    assert train(*sweep, "data.seq_len=16,24,32", "trainer.max_steps=5")[1].count("unigram entropy of the text") == 0
+    assert (tmp_path / SWEEP).resolve() == tmp_path / "outputs/train/sweeps/mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["-m", "data.seq_len=16,48", "sweep=last"],
+            "job 1 was data.seq_len=24, and would be data.seq_len=48; give the",
+        ),
+        (["-m", "data.seq_len=24,16", "sweep=last"], "job 0 was data.seq_len=16, and would be data.seq_len=24"),
+        (["-m", "data.seq_len=16", "sweep=last"], "job 1 was data.seq_len=24, and would be missing"),
+        (["-m", "data.seq_len=16,24", "sweep=last", "seed=1"], "job 0 was without, and would be seed=1"),
+        (["-m", "data.seq_len=16,24", "sweep=last", "name=other"], "sweep=last: no sweep in outputs/other/sweeps"),
+        (["-m", "data.seq_len=16,24", "sweep=a,b"], "sweep: give one name"),
+        (["sweep=last"], "sweep=...: give -m as well; a single run is resumed by ckpt_path=last"),
+    ],
+)
+def test_other_jobs_are_refused(train, tmp_path, arguments, message):
+    failing = ["strategy=plain", "data.path=nowhere"]  # at once
+    assert train("-m", *failing, "data.seq_len=16,24")[0] == 1
+    status, _, err = train(*failing, *arguments)
+    assert status == 2
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in error
+    assert len(load_runs(tmp_path / SWEEP)) == 2

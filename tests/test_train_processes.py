@@ -140,7 +140,6 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
             ["data.seq_len=1000", "data.batch_size=10"],
             "data.batch_size=10 on 2 data-parallel processes: the training",
         ),
-        (["-m", "data.seq_len=16,32"], "start one command (one torchrun) for each value, without -m"),
     ],
 )
 def test_mistakes_are_found_before_other_processes_start(train, overrides, message):
@@ -154,7 +153,7 @@ def test_mistakes_are_found_before_other_processes_start(train, overrides, messa
     ("overrides", "message"),
     [
         (["trainer.devices=1"], "that is 1 processes, and 2 were started; make trainer.devices"),
-        (["-m", "trainer.devices=2", "data.seq_len=16,32"], "start one command (one torchrun) for each value"),
+        (["-m", "trainer.devices=2", "data.seq_len=16,32"], "-m: start a sweep as one process, without torchrun"),
     ],
 )
 def test_mistakes_under_torchrun(train, monkeypatch, tmp_path, overrides, message):
