@@ -35,5 +35,5 @@ cuda-headers: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
-	$(RUN) -m pip install -e ".[dev,docs,peft,datasets]"
+	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,notebooks]"
 	touch $@

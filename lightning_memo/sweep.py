@@ -46,6 +46,7 @@ COLUMNS = (
     Column("val loss", lambda run: run.val_loss, "{:.3f}".format, "validation loss (nats)", from_zero=False),
 )
 PER_ROW = 4
+_WIDTH = 140
 
 
 class SweepReport(Callback):
@@ -72,6 +73,8 @@ class SweepReport(Callback):
         folder = Path(config.hydra.sweep.dir)
         runs = load_runs(folder)
         console = Console()
+        if not console.is_terminal:  # a file or a pipe has no width; without one rich takes 80
+            console.width = max(console.width, _WIDTH)
         console.print(sweep_table(runs))
         if any(run.status == "ok" for run in runs):
             draw(runs, folder / PICTURE_NAME)

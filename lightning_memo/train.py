@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import signal
 import sys
 import warnings
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -128,6 +130,7 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     check_data(data, trainer)
     if goes_on:
         earlier.read(trainer.loggers)
+        warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory")  # nothing of it is lost
     else:
         for logger in trainer.loggers:
             logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
@@ -262,13 +265,19 @@ def task(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Runs one job, or a sweep; a sweep with failed jobs ends with status 1, after its report."""
+    """Runs one job, or a sweep; a sweep with failed jobs ends with status 1, after its report.
+
+    What SIGTERM ended has the status of shells for that, 143; Lightning's own would be 0.
+    """
 
     def command() -> None:
         sys.argv[1:] = arguments_of_process(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
 
-    run_command(command)
+    try:
+        run_command(command)
+    except SIGTERMException:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 if __name__ == "__main__":

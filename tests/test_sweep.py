@@ -1,11 +1,14 @@
 import contextlib
 import csv
+import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from commands import MODULE, TINY_RUN, environment
+from commands import run as run_command
 from PIL import Image
 from rich.console import Console
 
@@ -93,16 +96,21 @@ def rows(job):
     return sorted((int(row["step"]), name, row[name]) for row in found for name in names if row.get(name))
 
 
-def interrupted(folder, number, *settings):
-    """Starts a sweep and kills it once its second job has a checkpoint; returns its exit status."""
+def interrupted(folder, number, *settings, job=1, cold=False):
+    """Starts a sweep and kills it once a job has a checkpoint; returns its exit status."""
     command = ["python", *MODULE, "-m", *TINY_RUN, *settings]
+    environ = environment(cold)
     with (folder / "killed.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while not list((folder / SWEEP).glob("1/checkpoints/step-*.ckpt")) and time.monotonic() < deadline:
+        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, executable=python(environ))
+        deadline = time.monotonic() + 240
+        while not list((folder / SWEEP).glob(f"{job}/checkpoints/step-*.ckpt")) and time.monotonic() < deadline:
             assert process.poll() is None, (folder / "killed.log").read_text()
             time.sleep(0.01)
         return end(process, number)
+
+
+def python(environ):
+    return shutil.which("python", path=environ["PATH"])
 
 
 def end(process, number):
@@ -186,3 +194,45 @@ def test_other_jobs_are_refused(train, tmp_path, arguments, message):
     (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in error
     assert len(load_runs(tmp_path / SWEEP)) == 2
+
+
+def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
+    failing = ["strategy=plain", "data.max_bytes=30000", "data.batch_size=1,300"]
+    sweep = ["python", *MODULE, "-m", *TINY_RUN, "trainer.devices=1,2", *failing]
+    status, out, err = run_command(sweep, tmp_path)
+    assert status == 1, err
+    runs = load_runs(tmp_path / SWEEP)
+    assert [(run.status, run.processes) for run in runs] == [("ok", 1), ("ok", 1), ("ok", 2), ("failed", 1)]
+    assert runs[0].train_loss == pytest.approx(runs[2].train_loss, rel=0.1)
+    assert "data.batch_size=300 on 2 data-parallel processes" in runs[3].message
+    assert "Traceback" not in err
+    assert out.count(" Sweep ") == 1
+
+
+def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
+    often = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=30"]
+    settings = ["trainer.devices=2", "strategy.context_parallel_size=2", "strategy.alpha=0.5", *often]
+    assert interrupted(tmp_path, signal.SIGKILL, *settings, job=0, cold=True) == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while (left := commands_with(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    assert load_runs(tmp_path / SWEEP) == []
+    for more in (["-m", "sweep=last"], ["name=whole"]):
+        flags = [each for each in more if each == "-m"]
+        status, _, err = run_command(["python", *MODULE, *flags, *TINY_RUN, *settings, more[-1]], tmp_path)
+        assert status == 0, err
+    (whole,) = (tmp_path / "outputs/whole/runs").iterdir()
+    assert "goes on from" in (tmp_path / SWEEP / "0" / "train.log").read_text()
+    assert rows(tmp_path / SWEEP / "0") == rows(whole)
+    assert [run.processes for run in load_runs(tmp_path / SWEEP)] == [2]
+
+
+def commands_with(text):
+    """Process numbers of the commands that a text is part of."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text in path.read_text():
+                found.append(path.parent.name)
+    return found

@@ -1,0 +1,80 @@
+"""Sweeps whose jobs other launchers of Hydra start: submitit's, on this machine and by SLURM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import MODULE, TINY_RUN, run
+from test_sweep import SWEEP
+
+from lightning_memo.sweep import load_runs
+
+pytest.importorskip(
+    "hydra_plugins.hydra_submitit_launcher", reason="the extra `slurm` (hydra-submitit-launcher) is not installed"
+)
+
+# Runs the script of an array of jobs, one after another, as SLURM would start each on a node of its own.
+SBATCH = """#!/usr/bin/env bash
+script=${!#}
+echo "Submitted batch job 4711"
+tasks=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$script")
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+(
+    for ((job = 0; job <= ${last:-0}; job++)); do
+        SLURM_ARRAY_JOB_ID=4711 SLURM_ARRAY_TASK_ID=$job SLURM_JOB_ID=$((4711 + job)) SLURM_NTASKS=$tasks \\
+            SLURM_NTASKS_PER_NODE=$tasks SLURM_NNODES=1 SLURM_NODELIST=127.0.0.1 SLURM_JOB_NAME=train \\
+            SLURM_JOB_NUM_NODES=1 bash "$script"
+    done
+) > sbatch.log 2>&1 &
+"""
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* || $1 == -* ]]; do
+    [[ $1 == --output || $1 == --error ]] && shift
+    shift
+done
+tasks=()
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=$SLURM_NTASKS "$@" &
+    tasks+=($!)
+done
+wait "${tasks[@]}"
+"""
+SACCT = """#!/usr/bin/env bash
+echo 'JobID|State|NodeList'
+"""
+
+
+def command(*settings: str) -> list[str]:
+    return ["python", *MODULE, "-m", *TINY_RUN, "strategy=plain", *settings]
+
+
+def test_jobs_at_the_same_time_on_this_machine(tmp_path: Path) -> None:
+    sweep = ["hydra/launcher=submitit_local", "data.seq_len=16,90000", "sweep=mine"]
+    status, out, err = run(command(*sweep), tmp_path, cold=True)
+    assert status == 1, err
+    assert [run.status for run in load_runs(tmp_path / SWEEP)] == ["ok", "failed"]
+    assert "data.seq_len=90000 failed: data.seq_len=90000" in out
+    assert (tmp_path / SWEEP / "sweep.png").is_file()
+    assert "Traceback" not in err
+
+    done = (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat()
+    assert run(command(*sweep), tmp_path, cold=True)[0] == 1
+    assert (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat() == done
+
+
+def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "sacct": SACCT, "scontrol": SACCT}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    sweep = command(
+        "hydra/launcher=slurm", "trainer.devices=2", "hydra.launcher.gpus_per_node=null", "optim.lr=0.001,0.002"
+    )
+    started = f'PATH="{tools}:$PATH" exec "$@"'
+    status, out, err = run(["bash", "-c", started, "-", *sweep], tmp_path, cold=True, MASTER_PORT="29517")
+    assert status == 0, err
+    assert [(run.status, run.processes) for run in load_runs(tmp_path / SWEEP)] == [("ok", 2), ("ok", 2)]
+    assert out.count(" Sweep ") == 1
+    assert (tmp_path / SWEEP / "sweep.png").is_file()
