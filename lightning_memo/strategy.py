@@ -17,6 +17,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -391,8 +392,21 @@ class MemoStrategy(CheckpointingStrategy):
         self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
         # Several processes would have to agree each time.
         self._watch = WatchHost(engine, self._planning) if processes is None else None
+        if processes is None and self.lightning_module.automatic_optimization:
+            engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._retry)
         # First of all callbacks, so that what the others do after a step lies outside of it.
         trainer.callbacks[:0] = self._callbacks
+
+    @staticmethod
+    def _end_on_sigterm(trainer: pl.Trainer, retry: OutOfMemoryRetry) -> None:
+        """End a training step that Lightning, which looks at signals between batches, would let go on for minutes.
+
+        Raises:
+            SIGTERMException: As Lightning raises after the batch.
+        """
+        if trainer.received_sigterm and trainer.training:
+            retry.rewind()
+            raise SIGTERMException
 
     def _chunk_loss(self, model: nn.Module) -> None:
         if self.config.loss_chunk_tokens is None:

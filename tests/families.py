@@ -23,22 +23,25 @@ class Family:
     """A model family.
 
     Attributes:
-        build: Makes the model; random weights from the global seed.
+        build: Makes the model; random weights from the global seed. Takes other settings than the family's, by the
+            names of Hugging Face's configurations.
         grouped: Uses grouped-query attention, for which plain training repeats keys (so not bit-exact).
         dropout: Draws random numbers in training.
         causal: Attention is causal.
     """
 
-    build: Callable[[], nn.Module]
+    build: Callable[..., nn.Module]
     grouped: bool = False
     dropout: bool = False
     causal: bool = True
 
 
-def _hf(config_class: str, **settings: object) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+def _hf(config_class: str, **settings: object) -> Callable[..., nn.Module]:
+    def build(**others: object) -> nn.Module:
+        kind = getattr(transformers, config_class)
+        changed = {kind.attribute_map.get(name, name): value for name, value in others.items()}
         # A key-value cache copies keys and values into another layout, for which CPU kernels round otherwise.
-        config = getattr(transformers, config_class)(**settings, use_cache=False)
+        config = kind(**settings | changed, use_cache=False)
         return transformers.AutoModelForCausalLM.from_config(config)
 
     return build
@@ -87,11 +90,22 @@ class PlainModel(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
-def _encoder(causal: bool, dropout: float = 0.0) -> PlainModel:
-    layers = [
-        nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True, norm_first=True) for _ in range(4)
-    ]
-    return PlainModel(layers, causal_argument=causal)
+def _blocks(dropout: float = 0.0) -> Callable[..., nn.Module]:
+    def build(num_hidden_layers: int = 4, num_attention_heads: int = 4) -> nn.Module:
+        return PlainModel([PlainBlock(32, num_attention_heads, dropout) for _ in range(num_hidden_layers)])
+
+    return build
+
+
+def _encoder(causal: bool, dropout: float = 0.0) -> Callable[..., nn.Module]:
+    def build(num_hidden_layers: int = 4, num_attention_heads: int = 4) -> nn.Module:
+        layers = [
+            nn.TransformerEncoderLayer(32, num_attention_heads, 64, dropout, batch_first=True, norm_first=True)
+            for _ in range(num_hidden_layers)
+        ]
+        return PlainModel(layers, causal_argument=causal)
+
+    return build
 
 
 FAMILIES: dict[str, Family] = {
@@ -119,11 +133,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         _hf("Qwen3MoeConfig", **_LLAMA_LIKE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     ),
-    "block": Family(lambda: PlainModel([PlainBlock() for _ in range(4)])),
-    "block_dropout": Family(lambda: PlainModel([PlainBlock(dropout=0.2) for _ in range(4)]), dropout=True),
-    "encoder_layer": Family(lambda: _encoder(causal=False), causal=False),
-    "encoder_layer_dropout": Family(lambda: _encoder(causal=False, dropout=0.1), causal=False, dropout=True),
-    "encoder_layer_causal": Family(lambda: _encoder(causal=True)),
+    "block": Family(_blocks()),
+    "block_dropout": Family(_blocks(dropout=0.2), dropout=True),
+    "encoder_layer": Family(_encoder(causal=False), causal=False),
+    "encoder_layer_dropout": Family(_encoder(causal=False, dropout=0.1), causal=False, dropout=True),
+    "encoder_layer_causal": Family(_encoder(causal=True)),
 }
 
 

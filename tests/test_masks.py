@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ TOKENS, BATCH = 40, 2
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 STARTS = ((0, 13), (0, 5, 30))
-DOCUMENT = torch.stack([torch.searchsorted(torch.tensor(s), torch.arange(TOKENS), right=True) for s in STARTS])
+FIRST_OF_ONE = ((0, 1, 9), (0, 20))
 
 
 def full(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -40,8 +40,9 @@ def strided(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (k <= q) & ((k == q) | (k == q - 1) | (k % 5 == 0))
 
 
-def within_documents(mask: MaskFunction) -> MaskFunction:
-    return lambda b, h, q, k: mask(b, h, q, k) & (DOCUMENT[b, q] == DOCUMENT[b, k])
+def within_documents(mask: MaskFunction, starts: Sequence[Sequence[int]] = STARTS) -> MaskFunction:
+    document = torch.stack([torch.searchsorted(torch.tensor(s), torch.arange(TOKENS), right=True) for s in starts])
+    return lambda b, h, q, k: mask(b, h, q, k) & (document[b, q] == document[b, k])
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,8 @@ def within_documents(mask: MaskFunction) -> MaskFunction:
         (causal, 100, MaskPattern(True, None)),  # a window longer than the sequence
         (within_documents(full), None, MaskPattern(False, None, documents=STARTS)),
         (within_documents(causal), None, MaskPattern(True, None, documents=STARTS)),
+        (within_documents(full, FIRST_OF_ONE), None, MaskPattern(False, None, documents=FIRST_OF_ONE)),
+        (within_documents(causal, FIRST_OF_ONE), None, MaskPattern(True, None, documents=FIRST_OF_ONE)),
         (within_documents(window), 7, MaskPattern(True, 7, documents=STARTS)),
         # Chunks are documents that happen to be of one length.
         (chunked, 7, MaskPattern(True, 7, documents=((0, 7, 14, 21, 28, 35),) * 2)),

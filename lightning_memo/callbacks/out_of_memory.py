@@ -54,6 +54,11 @@ class OutOfMemoryRetry:
         self._note_random_state()
         return self._run(trainer, step)
 
+    def rewind(self) -> None:
+        """The batch does not go on: random numbers are as if it had not begun, as a checkpoint takes them."""
+        if self._random is not None:
+            self._random.restore()
+
     def _note_random_state(self) -> None:
         """Keep the present state, in the memory of the one before: planned buffers do not live from step to step."""
         present = RngState.capture(self._engine.device)

@@ -1,7 +1,7 @@
 """An order of batches that depends on nothing but seed and epoch, and that continues where a checkpoint left it."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         num_workers: As in `torch.utils.data.DataLoader`.
         rank: Data-parallel rank of this process.
         count: Data-parallel size; each process gets its own batches.
+        unfinished: Tells how many of the batches that were served are not over: a checkpoint has them served again.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         num_workers: int = 0,
         rank: int = 0,
         count: int = 1,
+        unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._unfinished = unfinished
         self._order = EpochSampler(len(dataset), seed, rank, count)
         super().__init__(
             dataset,
@@ -123,7 +126,8 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position, and what it must be read with. After the last batch it is the next epoch's first."""
-        position = self._served if self._served < self._epoch_batches else 0
+        position = self._served - self._unfinished()
+        position = position if position < self._epoch_batches else 0
         return {"position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -105,6 +105,7 @@ class SequenceDataModule(LightningDataModule):
             num_workers=self.num_workers,
             rank=rank,
             count=count,
+            unfinished=self._unfinished,
         )
         if self._position is not None:
             self._loader.load_state_dict(self._position)
@@ -131,6 +132,13 @@ class SequenceDataModule(LightningDataModule):
             self._position = position
         else:
             self._loader.load_state_dict(position)
+
+    def _unfinished(self) -> int:
+        """Batches that an exception ended: 1, when a checkpoint is saved because of it."""
+        if self.trainer is None:
+            return 0
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return batches.ready - batches.processed
 
     def _data_parallel(self) -> tuple[int, int]:
         """Rank and size, as the strategy tells Lightning's own samplers."""

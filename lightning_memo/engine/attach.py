@@ -226,13 +226,12 @@ def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_
     Raises:
         ValueError: It is neither causal, nor a causal window, nor full, within documents if there are several.
     """
-    zero, near = torch.tensor(0), torch.arange(tokens)
-    joined = [_evaluate(mask_function, torch.tensor(b), near[1:], near[:-1]) for b in range(batch)]
+    near = torch.arange(tokens)
+    joined = torch.stack([_evaluate(mask_function, torch.tensor(b), near[1:], near[:-1]) for b in range(batch)])
     starts = [torch.cat([near[:1], near[1:][~seen]]) for seen in joined]
     document = torch.stack([torch.searchsorted(s, near, right=True) for s in starts])
-    alone = tokens == 1 or starts[0].numel() == tokens
-    first_end = int(starts[0][1]) if starts[0].numel() > 1 else tokens
-    causal = alone or not bool(_evaluate(mask_function, zero, zero, torch.tensor(first_end - 1)))
+    neighbours = joined.nonzero()[:1]  # a token and the one after it, in one document
+    causal = not any(bool(_evaluate(mask_function, row, first, first + 1)) for row, first in neighbours)
     window = local_size if causal and local_size is not None and local_size < tokens else None
     generator = torch.Generator().manual_seed(0)
     i, j = torch.randint(0, tokens, (2, _CHECKED_PAIRS), generator=generator)

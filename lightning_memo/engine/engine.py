@@ -101,6 +101,7 @@ class Engine:
         self.swap: SwapPlan | None = None
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
+        self.before_layer: Callable[[], None] | None = None  # may raise, to end a step before it is over
         self.recorder = StepRecorder(device)
         self._model = model
         self._context, self._shards, self.spill_path = context, shards, spill_path
@@ -215,6 +216,8 @@ class Engine:
     # ---- one layer call
 
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.before_layer is not None:
+            self.before_layer()
         # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
         if not torch.is_grad_enabled() or not (self.sequence or needs_grad(layer, (args, kwargs))):
             return self._run_plainly(layer, forward, args, kwargs)

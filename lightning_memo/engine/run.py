@@ -342,6 +342,8 @@ class LayerRun:
             )
         if self._started:
             return
+        if self.engine.before_layer is not None:
+            self.engine.before_layer()
         self._started = True
         self.mark("backward_begin")
         if self.unit is not None:
