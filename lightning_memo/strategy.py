@@ -392,6 +392,7 @@ class MemoStrategy(CheckpointingStrategy):
         self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
         # Several processes would have to agree each time.
         self._watch = WatchHost(engine, self._planning) if processes is None else None
+        assert self.lightning_module is not None
         if processes is None and self.lightning_module.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._retry)
         # First of all callbacks, so that what the others do after a step lies outside of it.

@@ -27,7 +27,7 @@ from lightning_memo.kernels.replay import Replay
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.plan import AttentionTrial, Plan
 from lightning_memo.plan_cache import PlanCache
-from lightning_memo.report import plan_table
+from lightning_memo.reports.plan_tables import plan_table
 
 SPEC = AttentionSpec()
 
