@@ -83,6 +83,7 @@ class _Recomputation:
             stack.enter_context(handling(self._attend))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(part.range))
+            stack.enter_context(run.casting())
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
             run.restored_call().run(x, part.range)
@@ -103,7 +104,7 @@ class _Recomputation:
             raise EnoughError
 
     def _record(self, t: Tensor) -> None:
-        if t not in self._part.run.shared:
+        if not self._part.run.stays(t):
             self._found.saved.append(t.detach())
             self._stop_if_enough()
 

@@ -199,15 +199,24 @@ class LayerRun:
 
     # ---- arguments
 
+    def stays(self, t: Tensor) -> bool:
+        """Whether a saved tensor is no activation: it stays where it is, or can be had again."""
+        return t in self.shared or self._weight_copies.find_frozen(t) is not None
+
     def shared_handle(self, t: Tensor) -> Handle:
-        """The handle of a saved tensor that is no activation: it stays where it is, or can be had again."""
-        # Slices of a sequence are short: copies made again for each would take as long as their products.
-        copy = self._weight_copies.find(t) if self._arguments is None else self._arguments.view_of(t)
+        """The handle of a saved tensor that `stays`."""
+        copy: Handle | None = self._weight_copies.find_frozen(t)
+        if copy is None and self._arguments is None:
+            copy = WeightCopies.find_trained(t)
+        elif copy is None and self._arguments is not None:
+            # All slices of a sequence share autocast's copies of what is trained: they are short, and copies made again
+            # for each would take as long as their products.
+            copy = self._arguments.view_of(t)
         return t if copy is None else copy
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, copies of frozen weights are made so that the backward can make them again."""
-        needed = self.shared.frozen and self._arguments is None and torch.is_autocast_enabled(self.device.type)
+        needed = self.shared.frozen and torch.is_autocast_enabled(self.device.type)
         return FrozenCasts(self._weight_copies) if needed else contextlib.nullcontext()
 
     def load_shared(self, handle: ParkedView | WeightCopy) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,9 @@ class SharedTensors:
         layer: Its parameters and buffers are shared.
         arguments: What the layer gets beside its input; all layers get the same (rotary tables, masks).
         x: The layer's input, an activation even if the arguments hold it too.
+
+    Attributes:
+        frozen: Whether some weights of the layer are not trained.
     """
 
     def __init__(self, layer: nn.Module, arguments: Any, x: Tensor | None) -> None:
@@ -33,12 +35,7 @@ class SharedTensors:
         self._storages = {_storage(t) for t in [*tensors, *weights, *layer.buffers()]}
         if x is not None:
             self._storages.discard(_storage(x))
-        self._frozen_shapes = {tuple(w.shape) for w in weights if not w.requires_grad}
-
-    @property
-    def frozen(self) -> bool:
-        """Whether weights of the layer are not trained."""
-        return bool(self._frozen_shapes)
+        self.frozen = any(not w.requires_grad for w in weights)
 
     def __contains__(self, t: Tensor) -> bool:
         if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
@@ -48,11 +45,8 @@ class SharedTensors:
         return self._is_made_of_a_weight(t)
 
     def _is_made_of_a_weight(self, t: Tensor) -> bool:
-        """Whether `t` is a view or an autocast copy of a weight."""
+        """Whether `t` is a view or an autocast copy of a weight that is trained."""
         node = t.grad_fn
-        if node is None and not t.requires_grad and torch.is_autocast_enabled(t.device.type):
-            # The autocast copy of a frozen weight has no history to follow.
-            return tuple(t.shape) in self._frozen_shapes or tuple(t.shape[::-1]) in self._frozen_shapes
         for _ in range(_LONGEST_PATH_TO_A_WEIGHT):
             # A custom function is the engine's own entry of the layer: beyond it lies the model, not a weight's view.
             if node is None or len(node.next_functions) != 1 or isinstance(node, BackwardCFunction):

@@ -84,7 +84,7 @@ class SliceRun:
     def pack(self, t: Tensor) -> Handle:
         run, local = self.run, local_part(t)
         known = self._find(local) if local.numel() else None
-        if known is None and t in run.shared:
+        if known is None and run.stays(t):
             return run.shared_handle(t)
         if self.action is Action.RECOMPUTE:
             if known is None and run.profile is not None:

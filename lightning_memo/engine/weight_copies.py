@@ -1,8 +1,8 @@
 """Autocast's copies of weights, which a graph would hold from the forward to the backward: 2 bytes for each weight.
 
 Note: [Copies of frozen weights]
-The copy of a weight that is trained tells by its history what it was made of. That of a frozen one has none. So it is
-made here, just before autocast would make it, and noted.
+The copy of a weight that is trained tells by its history what it was made of. That of a frozen one has none, and could
+be taken for an activation. So it is made here, just before autocast would make it, and noted.
 """
 
 from __future__ import annotations
@@ -50,15 +50,20 @@ class WeightCopies:
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of_frozen(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """A frozen weight in another dtype, to be found by `find`."""
+        """A frozen weight in another dtype, to be found by `find_frozen`."""
         copy = weight.detach().to(dtype)
         self._frozen.add(copy, weight)
         return copy
 
-    def find(self, t: Tensor) -> WeightCopy | None:
-        """What makes `t` again, if it is a copy of a weight."""
-        known = self._frozen.find(t)
-        return WeightCopy.of(t, _copied_weight(t.grad_fn) if known is None else known[0])
+    def find_frozen(self, t: Tensor) -> WeightCopy | None:
+        """What makes `t` again, if `of_frozen` made it."""
+        known = self._frozen.find(t) if type(t) is Tensor and t.numel() else None
+        return None if known is None else WeightCopy.of(t, known[0])
+
+    @staticmethod
+    def find_trained(t: Tensor) -> WeightCopy | None:
+        """What makes `t` again, if it is a copy of a weight that is trained."""
+        return WeightCopy.of(t, _copied_weight(t.grad_fn))
 
     def restore(self, copy: WeightCopy) -> Tensor:
         """The tensor that a handle stands for.

@@ -306,7 +306,10 @@ class HuggingFaceStep:
             b.free(*(saved.pop(name) for name in names if name in saved))
 
         if self._autocast:  # at the end of the recomputation: the norm's output, the output's copy and those of weights
-            b.free(b.make(self._stream), b.make(hidden), self._copy(b, sum(self._layer_weights) + down_weight))
+            ends = [b.make(self._stream), b.make(hidden), self._copy(b, sum(self._layer_weights) + down_weight)]
+            if self.shape.adapts("down"):  # peft gives the adapter a copy in fp32 of what the product reads
+                ends += [b.make(self._ffn), b.make(self._ffn * _FP32 // self.sizes.product)]
+            b.free(*ends)
         d_output = b.make(hidden if self._autocast else self._gathered)
         copies = [self._copy(b, down_weight)]
         self._gradients(b, "down", down_weight)
