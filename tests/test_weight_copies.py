@@ -80,6 +80,18 @@ def test_no_copy_of_a_layers_weight_waits_for_the_backward(
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("family", FEW)
+def test_a_copy_of_a_weight_is_not_taken_for_an_activation(family: str, frozen: bool) -> None:
+    model, weights = build(family, frozen)
+    copies = {2 * weight.numel() for weight in weights}
+    with EngineUnderTest(model) as under_test:
+        under_test.profile_step(make_batch(2, 47), amp=True)  # no activation has the size of a weight
+        assert under_test.profile is not None
+        saved = [item for call in under_test.profile.in_order() for item in call.saved]
+    assert saved and all(item.per_token and item.size_bytes not in copies for item in saved)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_plain_training_keeps_a_copy_of_each(frozen: bool) -> None:
     """What the engine saves: the test above can fail."""
     model, weights = build("llama", frozen)
