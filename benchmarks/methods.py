@@ -96,7 +96,7 @@ class Workload:
         self.model = model
         self.device = device
         self._batch = batch
-        self._engine = Engine(model, find_layers(model)[1], device)
+        self._engine = Engine(model, find_layers(model)[1], device, "sdpa")
 
     def step(self) -> None:
         """Forward and backward."""

@@ -122,7 +122,7 @@ class EngineUnderTest:
         self.model = model
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
         self.engine = ScriptedEngine(
-            model, find_layers(model)[1], device, schedule=schedule, test_mode=test_mode,
+            model, find_layers(model)[1], device, "sdpa", schedule=schedule, test_mode=test_mode,
             slice_tokens=slice_tokens, host_backed=host_backed, spill_path=spill_path,
         )  # fmt: skip
         self.profile: StepProfile | None = None

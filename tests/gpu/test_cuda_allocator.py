@@ -350,7 +350,8 @@ def train(device: torch.device, plan_memory: bool, steps: int = 20) -> tuple[Res
         torch.cuda.reset_accumulated_memory_stats()
     watch = Watch()
     result = fit(
-        MemoStrategy(alpha=0.5, plan_memory=plan_memory), LanguageModel(small_llama), loader(8 * batch, 64, batch),
+        MemoStrategy(alpha=0.5, plan_memory=plan_memory, attention="sdpa"),
+        LanguageModel(small_llama), loader(8 * batch, 64, batch),
         accelerator="gpu" if device.type == "cuda" else "cpu", precision="bf16-true", max_steps=steps,
         callbacks=[watch],
     )  # fmt: skip

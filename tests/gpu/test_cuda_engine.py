@@ -67,7 +67,7 @@ def distance(found: Gradients, expected: Gradients) -> float:
 
 @contextmanager
 def attached(model: nn.Module, device: torch.device, test_mode: TestMode | None) -> Iterator[Engine]:
-    engine = Engine(model, find_layers(model)[1], device, test_mode=test_mode)
+    engine = Engine(model, find_layers(model)[1], device, "sdpa", test_mode=test_mode)
     engine.attach()
     try:
         yield engine
