@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, WatchHost
+from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
@@ -175,7 +175,7 @@ class MemoStrategy(CheckpointingStrategy):
         self.engine: Engine | None = None
         self._test_mode = test_mode
         self._planning: PlanAfterFirstStep | None = None
-        self._watch: WatchHost | None = None
+        self._callback: Callback | None = None
         self.memory: PlanMemory | None = None
         self._retry: OutOfMemoryRetry | None = None
         self._processes: Processes | None = None
@@ -391,12 +391,13 @@ class MemoStrategy(CheckpointingStrategy):
         self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
         self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
         # Several processes would have to agree each time.
-        self._watch = WatchHost(engine, self._planning) if processes is None else None
+        watch = WatchHost(engine, self._planning) if processes is None else None
         assert self.lightning_module is not None
         if processes is None and self.lightning_module.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._retry)
         # First of all callbacks, so that what the others do after a step lies outside of it.
-        trainer.callbacks[:0] = self._callbacks
+        self._callback = Together([each for each in (watch, self._planning, self.memory) if each is not None])
+        trainer.callbacks.insert(0, self._callback)
 
     @staticmethod
     def _end_on_sigterm(trainer: pl.Trainer, retry: OutOfMemoryRetry) -> None:
@@ -420,11 +421,6 @@ class MemoStrategy(CheckpointingStrategy):
             vocabulary_parts=sizes.tensor if sizes is not None and self.config.loss_parallel else 1,
         ):
             self._active.callback(undo)
-
-    @property
-    def _callbacks(self) -> list[Callback]:
-        callbacks = (self._watch, self._planning, self.memory)
-        return [callback for callback in callbacks if callback is not None]
 
     # ---- a step
 
@@ -454,7 +450,7 @@ class MemoStrategy(CheckpointingStrategy):
             self.engine.detach()
         if self.lightning_module is not None:
             callbacks = self.lightning_module.trainer.callbacks
-            callbacks[:] = [callback for callback in callbacks if callback not in self._callbacks]
+            callbacks[:] = [callback for callback in callbacks if callback is not self._callback]
         set_layout(None)
         self._active.close()
 

@@ -181,6 +181,6 @@ def test_a_copy_that_fails(monkeypatch, stream, copy):
             trainer.fit(module, loader())
     assert "\n" not in str(caught.value)
     assert forwards(module) == []
-    assert "PlanAfterFirstStep" not in {type(callback).__name__ for callback in trainer.callbacks}
+    assert "Together" not in {type(callback).__name__ for callback in trainer.callbacks}
     del caught
     assert_usable_again()

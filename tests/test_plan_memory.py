@@ -6,6 +6,7 @@ import time
 import warnings
 from dataclasses import dataclass, field
 
+import commands
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -374,3 +375,29 @@ def test_counters_go_to_the_logger(tmp_path):
     assert {"memory/hits", "memory/miss_size", "memory/arena_bytes", "memory/peak_live_bytes"} <= set(names)
     last = dict(zip(names, rows[-1].split(","), strict=True))
     assert float(last["memory/hits"]) > 0
+
+
+def test_a_process_that_ends_waits_for_the_solver(tmp_path):
+    """One that did not would be aborted when the solver comes back (status 134)."""
+    code = """
+import time, highspy, numpy
+from lightning_memo.callbacks.background import in_background
+
+def solve():
+    rng, highs = numpy.random.default_rng(0), highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", 2.0)
+    chosen = [highs.addBinary() for _ in range(100)]
+    for weights in rng.integers(1, 1000, (50, 100)).tolist():
+        highs.addConstr(sum(w * x for w, x in zip(weights, chosen)) <= sum(weights) // 2)
+    solving.append(True)
+    highs.maximize(sum(w * x for w, x in zip(rng.integers(1, 1000, 100).tolist(), chosen)))
+
+solving = []
+future = in_background(solve, "plan memory", to_its_end=True)
+while not solving:
+    time.sleep(0.01)
+time.sleep(0.1)
+print(future.done())
+"""
+    assert commands.run(["python", "-c", code], tmp_path)[:2] == (0, "False\n")

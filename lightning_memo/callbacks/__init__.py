@@ -7,6 +7,7 @@ from lightning_memo.callbacks.out_of_memory import OutOfMemoryRetry
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
 from lightning_memo.callbacks.run_report import WriteReport
 from lightning_memo.callbacks.schedule import ScheduleRecorder
+from lightning_memo.callbacks.together import Together
 
 __all__ = [
     "Monitor",
@@ -14,6 +15,7 @@ __all__ = [
     "PlanAfterFirstStep",
     "PlanMemory",
     "ScheduleRecorder",
+    "Together",
     "WatchHost",
     "WriteReport",
 ]

@@ -10,12 +10,14 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 
-def in_background(work: Callable[[], _Result], name: str) -> Future[_Result]:
-    """Starts a thread that does not keep the process alive.
+def in_background(work: Callable[[], _Result], name: str, to_its_end: bool = False) -> Future[_Result]:
+    """Starts a thread.
 
     Args:
         work: What it does.
         name: Of the thread.
+        to_its_end: Whether a process that ends waits for it: HiGHS aborts a process of which the interpreter is gone
+            when it comes back.
 
     Returns:
         Its result, or its exception, in time.
@@ -28,5 +30,5 @@ def in_background(work: Callable[[], _Result], name: str) -> Future[_Result]:
         except BaseException as error:  # whoever asks for the result gets it
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=not to_its_end).start()
     return future

@@ -38,6 +38,7 @@ _PLANNING_SECONDS: Final = 20.0
 _RECORDED_STEPS: Final = 3
 _MOST_RECORDED: Final = 8
 _MOST_PLANS: Final = 3
+_WATCHED_STEPS: Final = 10  # that are looked at when a plan is new; later ones are one in so many
 # A buffer that another process is sent lives until that one has it: few lives that differ are no reason to plan again.
 _MISSED_SHARE: Final = 0.1
 
@@ -70,7 +71,8 @@ class PlanMemory(Callback):
         self._steps: list[RecordedStep] = []
         self._plans_made = 0
         self._last_stats: AllocatorStats | None = None
-        self._before: AllocatorStats | None = None  # counters at the end of the step before
+        self._before: AllocatorStats | None = None  # counters when they were last looked at
+        self._steps_served = 0
         self._given_up = False
         self._global_step = 0
 
@@ -212,7 +214,7 @@ class PlanMemory(Callback):
         self._pause(self._wait_for_placement)
         self.trace = trace
         alignment, threads = _ALIGNMENT[self._engine.device.type], torch.get_num_threads()
-        self._solving = in_background(lambda: _solve(trace, alignment, threads), "plan memory")
+        self._solving = in_background(lambda: _solve(trace, alignment, threads), "plan memory", to_its_end=True)
 
     def _wait_for_placement(self, trainer: pl.Trainer) -> None:
         if self._solving is None or not self._solving.done():
@@ -263,7 +265,7 @@ class PlanMemory(Callback):
             [(phase.sizes, phase.offsets) for phase in placement.phases], placement.peak_bytes, placement.min_bytes
         )
         self._allocator.reset_stats()
-        self._before = None
+        self._before, self._steps_served = None, 0
         self._do = self._watch
         plan = replace(self._planning.plan, placement=placement)
         self._planning.complete(plan, trainer)
@@ -274,7 +276,12 @@ class PlanMemory(Callback):
     def _watch(self, trainer: pl.Trainer) -> None:
         """Report; or plan again, a few times, if the plan is of no use."""
         assert self._allocator is not None
-        stats, before, self._before = self._allocator.stats(), self._before, self._allocator.stats()
+        reports = bool(trainer.loggers) and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0
+        self._steps_served += 1
+        if self._steps_served > _WATCHED_STEPS and self._steps_served % _WATCHED_STEPS and not reports:
+            return
+        stats, before = self._allocator.stats(), self._before
+        self._before = stats
         useless = before is None and stats.misses > stats.hits
         # Where the sizes are right, so are the requests, and it is their lives that differ from what was recorded.
         sizes_missed = stats.miss_size + stats.miss_end - (before.miss_size + before.miss_end if before else 0)
@@ -284,7 +291,7 @@ class PlanMemory(Callback):
             self._plans_made += 1
             self._pause(self._collect)
             self._record()
-        elif trainer.loggers and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
+        elif reports:
             for logger in trainer.loggers:
                 logger.log_metrics(memory_metrics(stats, self._engine.device), step=trainer.global_step)
 

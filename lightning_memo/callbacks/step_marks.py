@@ -50,8 +50,11 @@ class StepMarks:
             self._mark(_LAYER_PHASES[name].format(index))
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        # By a hook, because on a GPU the backward runs in a thread of its own, which has to say that it takes part.
-        if self._in_batch and loss.requires_grad:
+        if not (self._in_batch and loss.requires_grad):
+            return
+        if loss.is_cpu:
+            self._mark("backward")
+        else:  # by a hook: the backward runs in a thread of its own, which has to say that it takes part
             loss.register_hook(lambda gradient: self._mark("backward"))
 
     def after_backward(self) -> None:

@@ -174,7 +174,7 @@ def _mask(
     **kwargs: Any,
 ) -> Tensor | MaskPattern | None:
     """A mask function as transformers calls it: a pattern in training, its own masks otherwise."""
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if current_layout() is not None:
         return MaskPattern(None, kwargs.get("local_size"))
@@ -186,6 +186,8 @@ def _mask(
         )  # fmt: skip
     assert mask_function is not None
     lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
+    if mask_function is causal_mask_function and lengths is None:
+        return None  # as most are; to find out by looking at it takes long beside a short step
     pattern = _classify(mask_function, q_length, batch_size, kwargs.get("local_size"))
     if pattern == MaskPattern(True, None) and lengths is None:
         return None

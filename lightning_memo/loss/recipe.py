@@ -45,8 +45,8 @@ class Head:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note that an optimizer has stepped: a hook of `torch.optim`."""
-        changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.steps += any(id(p) in changed for p in self.module.parameters())
+        own = {id(p) for p in self.module.parameters()}
+        self.steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 @dataclass(frozen=True, slots=True)

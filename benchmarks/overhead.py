@@ -1,0 +1,260 @@
+"""What MemoStrategy costs where it has nothing to do: a step of its plan "plain" beside one of plain Lightning.
+
+    python benchmarks/overhead.py
+    python benchmarks/overhead.py --shapes 4x64 --lengths 128 --rounds 200
+    python benchmarks/overhead.py --methods memo unplanned monitor
+
+Each method trains the same model by its own `Trainer`, in a process of its own. Once the plan is in force and memory is
+planned, the processes take turns: one trains for a moment while the others sleep, and a round is one turn of each. A
+step lasts from one `on_train_batch_start` to the next, so all that Lightning and callbacks do is in it; a turn's number
+is the median of its steps. Ratios are taken within a round, so that what slows the machine for a while slows both, and
+their median is reported with the 95 % interval of a bootstrap: of the time by the clock, and of the time that the whole
+process ran on a core, which other programs disturb less. "again" is plain Lightning a second time: its ratio is 1, and
+how far it is off says what the others' are worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from circumstances import circumstances
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_memo import MemoStrategy
+from lightning_memo.callbacks import Monitor
+from lightning_memo.files import replacing
+
+_RESULTS = Path(__file__).parent / "results"
+_PLAIN, _METHODS = "plain", ("again", "memo", "unplanned", "monitor")
+_MOST_WARMUP_STEPS = 2000
+_VOCABULARY = 1024
+Batch = dict[str, torch.Tensor]
+
+
+class Llama(LightningModule):
+    """A Llama with random weights.
+
+    Args:
+        layers: How many.
+        hidden: Their width; heads are 32 wide.
+    """
+
+    def __init__(self, layers: int, hidden: int) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            hidden_size=hidden, intermediate_size=hidden * 43 // 16, num_hidden_layers=layers, vocab_size=_VOCABULARY,
+            num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, use_cache=False,
+        )  # fmt: skip
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Batches(IterableDataset[Batch]):
+    """One batch of random tokens again and again."""
+
+    def __init__(self, tokens: int) -> None:
+        self._ids = torch.randint(0, _VOCABULARY, (1, tokens))
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield {"input_ids": self._ids, "labels": self._ids}
+
+
+class TakeTurns(Callback):
+    """Trains when told to, and tells how long a step took.
+
+    Args:
+        orders: Where "go" comes from, and medians go to: seconds, and seconds on a core. Another word ends it all.
+        turn_seconds: Length of a turn; it has one step at least, beside one that warms up and is not counted.
+    """
+
+    def __init__(self, orders: Connection, turn_seconds: float) -> None:
+        self._orders, self._turn_seconds = orders, turn_seconds
+        self._ready = False
+        self._steps: list[tuple[float, float]] = []  # of this turn, as `_clocks` measures
+        self._started: tuple[float, float] | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        now = _clocks()
+        if not self._ready:
+            self._ready = trainer.global_step >= _MOST_WARMUP_STEPS or _settled(trainer)
+            if self._ready:
+                self._wait(trainer, "ready")
+            return
+        if self._started is not None:  # else the step that warms up is over
+            self._steps.append((now[0] - self._started[0], now[1] - self._started[1]))
+        self._started = _clocks()
+        if sum(seconds for seconds, _ in self._steps) >= self._turn_seconds:
+            self._wait(trainer, tuple(median(column) for column in zip(*self._steps, strict=True)))
+
+    def _wait(self, trainer: Trainer, answer: Any) -> None:
+        self._orders.send(answer)
+        trainer.should_stop = self._orders.recv() != "go"
+        self._steps, self._started = [], None
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds by the clock, and seconds that this process ran on a core."""
+    return time.perf_counter(), time.process_time()
+
+
+def _settled(trainer: Trainer) -> bool:
+    """Whether nothing is going to change any more."""
+    strategy = trainer.strategy
+    if trainer.global_step < 5:
+        return False
+    return not isinstance(strategy, MemoStrategy) or strategy.memory is None or strategy.memory.settled
+
+
+def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection, options: argparse.Namespace) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    strategies = {_PLAIN: "auto", "again": "auto", "unplanned": MemoStrategy(plan_memory=False)}
+    callbacks: list[Callback] = [TakeTurns(orders, options.turn_seconds)]
+    if method == "monitor":
+        callbacks.append(Monitor())
+    trainer = Trainer(
+        strategy=strategies.get(method) or MemoStrategy(), accelerator="cpu", devices=1, max_steps=-1, logger=False,
+        callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Llama(*shape), DataLoader(Batches(tokens), batch_size=None))
+    plan = getattr(trainer.strategy, "plan", None)
+    if plan is not None and plan.swap.mode != "plain":
+        raise ValueError(f"{tokens} tokens of {shape} do not fit as plain training: give smaller ones")
+
+
+class Rounds:
+    """Processes that train one setting by different methods, turn by turn."""
+
+    def __init__(self, shape: tuple[int, int], tokens: int, options: argparse.Namespace) -> None:
+        # Each has threads and an allocator of its own; imports are shared.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lightning.pytorch", "lightning_memo", "transformers"])
+        self.steps: dict[str, list[tuple[float, float]]] = {method: [] for method in (_PLAIN, *options.methods)}
+        self._pipes, self._processes = {}, []
+        for method in self.steps:
+            here, there = context.Pipe()
+            process = context.Process(target=_train, args=(method, shape, tokens, there, options), daemon=True)
+            process.start()
+            there.close()
+            self._pipes[method] = here
+            self._processes.append(process)
+            here.recv()  # one after the other, so that none is planned while another one starts
+
+    def run(self, rounds: int) -> None:
+        for number in range(rounds):
+            # There and back again: nobody is always the first after the slowest.
+            methods = list(self.steps) if number % 2 == 0 else list(self.steps)[::-1]
+            for method in methods:
+                self._pipes[method].send("go")
+                self.steps[method].append(self._pipes[method].recv())
+
+    def end(self) -> None:
+        """Let all of them end.
+
+        Raises:
+            RuntimeError: One did not end well.
+        """
+        for pipe, process in zip(self._pipes.values(), self._processes, strict=True):
+            pipe.send("end")
+            process.join()
+            if process.exitcode:
+                raise RuntimeError(f"a process ended with {process.exitcode}; what it wrote above says why")
+
+
+def ratio(seconds: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+    """Median of the ratios of each round, and the 95 % interval of that median."""
+    ratios = np.array(seconds) / np.array(plain)
+    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+
+
+def _measure(shape: tuple[int, int], tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rounds = Rounds(shape, tokens, options)
+    rounds.run(options.rounds)
+    rounds.end()
+    sizes = {"layers": shape[0], "hidden": shape[1], "tokens": tokens}
+    plain, plain_core = zip(*rounds.steps[_PLAIN], strict=True)
+    rows = []
+    for method, steps in rounds.steps.items():
+        seconds, core = zip(*steps, strict=True)
+        samples = {"seconds": seconds, "core_seconds": core}
+        medians = {f"median_{name}": median(values) for name, values in samples.items()}
+        ratios = {"ratio": ratio(seconds, plain), "core_ratio": ratio(core, plain_core)}
+        rows.append({**sizes, "method": method, **medians, **ratios, **samples})
+    return rows
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    grid = Table(box=SIMPLE_HEAD)
+    for name in ("model", "tokens", "method", "step", "x plain", "95 % interval", "on a core", "x plain", "interval"):
+        grid.add_column(name, justify="left" if name in ("model", "method") else "right")
+    for row in rows:
+        cells = [f"{row['layers']} x {row['hidden']}", f"{row['tokens']:,}", row["method"]]
+        for of, seconds in ((row["ratio"], row["median_seconds"]), (row["core_ratio"], row["median_core_seconds"])):
+            cells += [f"{1000 * seconds:.2f} ms", f"{of['median']:.4f}", f"{of['low']:.4f}-{of['high']:.4f}"]
+        grid.add_row(*cells)
+    Console().print(grid)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    layers, _, hidden = text.partition("x")
+    if not (layers.isdigit() and hidden.isdigit() and int(layers) >= 2 and int(hidden) >= 32 and int(hidden) % 32 == 0):
+        raise argparse.ArgumentTypeError(f"{text}: give layers x hidden, like 4x256: 2 or more, a multiple of 32")
+    return int(layers), int(hidden)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=[(4, 64), (4, 256)], help="layers x hidden")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
+    parser.add_argument("--methods", choices=_METHODS, nargs="+", default=list(_METHODS))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--turn-seconds", type=float, default=0.25)
+    parser.add_argument("--threads", type=int, default=1, help="that compute")
+    parser.add_argument("--output", type=Path, default=_RESULTS / "overhead.json", help="the JSON file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
+    report: dict[str, Any] = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
+    report["settings"] = {name: getattr(options, name) for name in ("rounds", "turn_seconds", "threads")}
+    report["results"] = rows = []
+    for shape in options.shapes:
+        for tokens in options.lengths:
+            rows += _measure(shape, tokens, options)
+            with replacing(options.output) as unfinished:
+                unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _show(rows)
+    Console().print(f"Results: {options.output}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
