@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -459,8 +458,8 @@ class MemoStrategy(CheckpointingStrategy):
         self._stop_engine()
         explain_lost_process(exception, self.global_rank)
         if isinstance(exception, KeyboardInterrupt):
-            # A notebook keeps it for its debugger, and its frames would keep the activations of a step.
-            traceback.clear_frames(exception.__traceback__)
+            # A notebook keeps it, and the frames that it went through would keep the activations of a step.
+            exception.__traceback__ = None
         super().on_exception(exception)
 
     @override

@@ -1,23 +1,18 @@
 """Command line: ``python -m lightning_memo.train [overrides]`` trains, ``-m`` sweeps over comma-separated values."""
 
 import gc
-import logging
 import signal
 import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import hydra
-import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_memo.assemble import (
@@ -27,20 +22,14 @@ from lightning_memo.assemble import (
     count_processes,
     find_checkpoint,
     module_settings,
-    newest_checkpoint,
     trainer_settings,
     warn_of_long_sequences,
 )
-from lightning_memo.cli import config_dir, exit_for_user, run_command, user_message
-from lightning_memo.compare import measure_baselines, quiet
+from lightning_memo.cli import config_dir, run_command
+from lightning_memo.compare import measure_baselines
 from lightning_memo.data import SequenceDataModule
-from lightning_memo.launch import (
-    arguments_of_process,
-    ending_together,
-    is_first_process,
-    let_the_first_speak,
-    started_processes,
-)
+from lightning_memo.job import run_job
+from lightning_memo.launch import arguments_of_process, ending_together, is_first_process
 from lightning_memo.models import CausalLM
 from lightning_memo.plan import Plan, SwapPlan
 from lightning_memo.reports.comparison import Measurement, comparison_table
@@ -48,10 +37,7 @@ from lightning_memo.reports.memory_use import MemoryUse, memory_table
 from lightning_memo.resumed_metrics import EarlierMetrics
 from lightning_memo.step_stats import StepStats
 from lightning_memo.summary import RunSummary
-from lightning_memo.sweep_folder import finished
-from lightning_memo.sweep_processes import is_apart, run_apart
-
-log = logging.getLogger(__name__)
+from lightning_memo.sweep_processes import is_apart
 
 
 @dataclass(frozen=True)
@@ -192,74 +178,9 @@ def print_results(summary: RunSummary, rows: list[Measurement], memory: MemoryUs
     )
 
 
-def run_job(cfg: DictConfig) -> RunSummary:
-    """Trains and writes the summary. Within a sweep a failed job has one too, and the other jobs go on.
-
-    Of several processes, the first one writes.
-    """
-    job = HydraConfig.get()
-    output_dir = Path(job.runtime.output_dir)
-    overrides = [override for override in job.overrides.task if not override.startswith("sweep=")]
-    sweep = job.mode is RunMode.MULTIRUN
-    try:
-        if not sweep and len(overrides) < len(job.overrides.task):
-            raise ValueError("sweep=...: give -m as well; a single run is resumed by ckpt_path=last")
-        summary = replace(run_of_sweep(cfg, output_dir) if sweep else train(cfg), overrides=overrides)
-    except Exception as error:
-        if not (sweep or is_apart()):
-            exit_for_user(error)
-            raise
-        let_the_first_speak()
-        summary = _failure(cfg, overrides, error)
-        log.error("job failed: %s", summary.message, exc_info=error if user_message(error) is None else None)
-    except BaseException:
-        if sweep:
-            log.warning("interrupted; the same command with sweep=%s goes on", output_dir.parent.name)
-        raise
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-    if is_first_process():
-        summary.save(output_dir)
-    return summary
-
-
-def run_of_sweep(cfg: DictConfig, folder: Path) -> RunSummary:
-    """Runs one job of a sweep, or what is left of it.
-
-    A job that came to its end before is not run again. Others go on from their newest checkpoint. One that needs
-    several processes gets them, unless a launcher has started them already.
-
-    Args:
-        cfg: Of the job.
-        folder: That it has to itself.
-
-    Raises:
-        ValueError: A setting is not allowed, or data or a checkpoint is missing.
-        JobFailed: It failed in processes of its own.
-    """
-    done = finished(folder)
-    if done is not None:
-        log.info("finished before: %s", folder)
-        return done
-    own = newest_checkpoint(Path(cfg.paths.checkpoint_dir).glob("*.ckpt"))
-    if own is not None:
-        log.info("goes on from %s", own)
-        cfg = OmegaConf.merge(cfg, {"ckpt_path": own})
-    with quiet():
-        processes = count_processes(build_trainer(cfg))
-    return run_apart(cfg, folder) if processes > 1 and started_processes() is None else train(cfg)
-
-
-def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:
-    message = user_message(error) or " ".join(f"{type(error).__name__}: {error}".split())
-    sizes: dict[str, Any] = {name: OmegaConf.select(cfg, f"data.{name}") for name in ("seq_len", "batch_size")}
-    return RunSummary(overrides=overrides, status="failed", message=message, **sizes)
-
-
 def task(cfg: DictConfig) -> None:
     """What Hydra runs: a single run, or each job of a sweep."""
-    summary = run_job(cfg)
+    summary = run_job(cfg, train)
     if is_apart() and summary.status == "failed":
         raise SystemExit(1)
 
