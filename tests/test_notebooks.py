@@ -16,6 +16,11 @@ from nbclient import NotebookClient
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 MOST_BYTES = 300_000  # GitHub shows them, and everyone clones them
+SHORTER = {
+    "finetune": {"STEPS = 40": "STEPS = 12"},
+    "length_sweep": {"STEPS = 8": "STEPS = 5", "(512, 1024, 2048)": "(256, 512)"},
+    "will_it_fit": {"range(16, 22)": "range(16, 19)", "gpus = (1, 2, 4, 8)": "gpus = (1, 4)"},
+}
 
 
 def test_there_are_notebooks() -> None:
@@ -39,8 +44,13 @@ def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name, value in (environment(cold=True) | {"TMPDIR": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(path, as_version=4)
+    left = dict(SHORTER[path.stem])
     for cell in notebook.cells:
-        cell.pop("outputs", None) if cell.cell_type != "code" else cell.update(outputs=[])
+        if cell.cell_type == "code":
+            cell.outputs = []
+            for text in [text for text in left if text in cell.source]:
+                cell.source = cell.source.replace(text, left.pop(text))
+    assert not left
     NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in outputs)
