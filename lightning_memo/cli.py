@@ -76,6 +76,10 @@ def user_message(error: BaseException) -> str | None:
         # The arguments come from the configuration, so wrong names and values are the user's wherever they are found.
         own = isinstance(cause, (TypeError, ValueError, ImportError, *_misconfiguration()))
         return _with_section(str(error), _one_line(cause)) if own else None
+    if type(error).__module__.partition(".")[0] == "submitit":  # a job of SLURM's was killed: memory, time, a node
+        return (
+            f"{str(error).splitlines()[0]}: it died; when all others are over, the same command with sweep=last goes on"
+        )
     outside = isinstance(error, (HydraException, OmegaConfBaseException, OSError, *_misconfiguration()))
     return _one_line(error) if outside or _is_own_refusal(error) else None
 

@@ -8,11 +8,10 @@ import pytest
 from commands import MODULE, TINY_RUN, run
 from test_sweep import SWEEP
 
+from lightning_memo.cli import user_message
 from lightning_memo.sweep import load_runs
 
-pytest.importorskip(
-    "hydra_plugins.hydra_submitit_launcher", reason="the extra `slurm` (hydra-submitit-launcher) is not installed"
-)
+submitit = pytest.importorskip("submitit", reason="the extra `slurm` (hydra-submitit-launcher) is not installed")
 
 # Runs the script of an array of jobs, one after another, as SLURM would start each on a node of its own.
 SBATCH = """#!/usr/bin/env bash
@@ -78,3 +77,10 @@ def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
     assert [(run.status, run.processes) for run in load_runs(tmp_path / SWEEP)] == [("ok", 2), ("ok", 2)]
     assert out.count(" Sweep ") == 1
     assert (tmp_path / SWEEP / "sweep.png").is_file()
+
+
+def test_a_job_that_was_killed_is_told_in_a_line() -> None:
+    lost = submitit.core.utils.UncompletedJobError("Job 4711 (task: 0) with path x\nhas not produced any output")
+    assert user_message(lost) == (
+        "Job 4711 (task: 0) with path x: it died; when all others are over, the same command with sweep=last goes on"
+    )
