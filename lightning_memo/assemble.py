@@ -101,24 +101,6 @@ def newest_checkpoint(paths: Iterable[Path]) -> str | None:
     return None if newest is None else str(newest.resolve())
 
 
-def check_vocabulary(model: Mapping[str, Any], vocab_size: int) -> None:
-    """Refuses a model without embeddings for all tokens.
-
-    Args:
-        model: Fields of :class:`~lightning_memo.models.ModelConfig`.
-        vocab_size: Of the tokenizer.
-
-    Raises:
-        ValueError: The model's vocabulary is smaller.
-    """
-    embeddings = load_hf_config(ModelConfig(**model)).get_text_config().vocab_size
-    if vocab_size > embeddings:
-        raise ValueError(
-            f"data.tokenizer: it has {vocab_size} ids, but the model has embeddings for {embeddings};"
-            " give the model's own tokenizer, or a larger model.config.vocab_size"
-        )
-
-
 def warn_of_long_sequences(model: Mapping[str, Any], seq_len: int) -> None:
     """Tells when a saved model was trained on fewer positions than sequences have tokens.
 

@@ -42,6 +42,7 @@ from lightning_memo.refusals import (
     refuse_averaging,
     refuse_gradient_checkpointing,
     refuse_liger_shards,
+    refuse_rotary_of_length,
     tell_fused_loss,
     tell_resting,
 )
@@ -343,6 +344,8 @@ class MemoStrategy(CheckpointingStrategy):
         assert isinstance(self.precision_plugin, MeshPrecision)
         if processes.sizes.tensor > 1:
             refuse_liger_shards(model)
+        if self.config.context_parallel_size > 1:
+            refuse_rotary_of_length(model)
         processes.divide_model(
             model,
             layers=lambda: list(find_layers(model, self.config.layers)[1]),
@@ -391,8 +394,7 @@ class MemoStrategy(CheckpointingStrategy):
         self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
         # Several processes would have to agree each time.
         watch = WatchHost(engine, self._planning) if processes is None else None
-        assert self.lightning_module is not None
-        if processes is None and self.lightning_module.automatic_optimization:
+        if processes is None and trainer.lightning_module.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._retry)
         # First of all callbacks, so that what the others do after a step lies outside of it.
         self._callback = Together([each for each in (watch, self._planning, self.memory) if each is not None])

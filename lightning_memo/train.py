@@ -18,7 +18,6 @@ from rich.console import Console
 from lightning_memo.assemble import (
     build_trainer,
     check_data,
-    check_vocabulary,
     count_processes,
     find_checkpoint,
     module_settings,
@@ -30,7 +29,7 @@ from lightning_memo.compare import measure_baselines
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.job import run_job
 from lightning_memo.launch import arguments_of_process, ending_together, is_first_process
-from lightning_memo.models import CausalLM
+from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary
 from lightning_memo.plan import Plan, SwapPlan
 from lightning_memo.reports.comparison import Measurement, comparison_table
 from lightning_memo.reports.memory_use import MemoryUse, memory_table
@@ -108,7 +107,7 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     ckpt_path = find_checkpoint(cfg)
     goes_on = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
     settings = module_settings(cfg)
-    check_vocabulary(settings["model"], data.vocab_size)
+    check_vocabulary(ModelConfig(**settings["model"]), data.vocab_size)
     warn_of_long_sequences(settings["model"], data.seq_len)
     stats, earlier = StepStats(goes_on=goes_on), EarlierMetrics()
     trainer = build_trainer(cfg, stats, earlier)

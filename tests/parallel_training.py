@@ -107,12 +107,19 @@ def _with_reference() -> nn.Module:
     return model
 
 
+def _dynamic_rope() -> nn.Module:
+    """Its frequencies depend on the length of the sequence."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=scaling)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama_tied": _tied,
     "llama_lora": _lora,
     "llama_mixing": _mixing,
     "llama_frozen_below": _frozen_below,
     "llama_with_reference": _with_reference,
+    "llama_dynamic_rope": _dynamic_rope,
 }
 
 

@@ -93,6 +93,13 @@ def test_local_tokenizer_folder(tmp_path):
     assert tokenizer.vocab_size == 4
 
 
+def test_ids_of_a_tokenizer_may_have_gaps(tmp_path):
+    backend = BackendTokenizer(WordLevel({"[UNK]": 0, "[EOS]": 1, "hello": 90}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]").save_pretrained(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    assert pack(["hello"], tokenizer).max() < tokenizer.vocab_size == 91
+
+
 def test_unigram_entropy():
     assert unigram_entropy(np.array([7, 7, 7])) == 0
     assert unigram_entropy(np.arange(8)) == pytest.approx(math.log(8))

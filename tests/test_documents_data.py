@@ -284,6 +284,18 @@ def test_mistakes_are_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_process_shows_progress(
+    rank: str, jsonl: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    try:
+        module(jsonl).setup()
+    finally:
+        datasets.enable_progress_bars()
+    assert ("tokenize" in capfd.readouterr().err) == (rank == "0")
+
+
 def test_without_the_library_a_line_tells_how_to_get_it(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memo.data.document_files._DATASETS", False)
     with pytest.raises(ValueError, match=r"pip install 'lightning-memo\[datasets\]'"):

@@ -1,14 +1,13 @@
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_memo.assemble import check_vocabulary
 from lightning_memo.cli import config_dir
-from lightning_memo.models import CausalLM, ModelConfig, build_model, load_hf_config
+from lightning_memo.models import CausalLM, ModelConfig, build_model, check_vocabulary, load_hf_config
 
 TINY = {
     "model_type": "llama",
@@ -116,9 +115,17 @@ def test_mistakes_are_named(settings, message):
 
 
 def test_small_vocabulary_is_refused():
-    check_vocabulary({"config": TINY}, 64)
-    with pytest.raises(ValueError, match=r"65 ids.*embeddings for 64"):
-        check_vocabulary({"config": TINY}, 65)
+    check_vocabulary(ModelConfig(config=TINY), 64)
+    with pytest.raises(ValueError, match=r"ids go up to 64.*embeddings for 64"):
+        check_vocabulary(ModelConfig(config=TINY), 65)
+
+
+def test_small_vocabulary_is_refused_before_training():
+    data = LightningDataModule.from_datasets([{"input_ids": torch.tensor([64])}])
+    data.vocab_size = 65
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+    with pytest.raises(ValueError, match=r"ids go up to 64.*embeddings for 64"):
+        trainer.fit(CausalLM({"config": TINY}), datamodule=data)
 
 
 def test_norms_and_biases_do_not_decay(tmp_path):

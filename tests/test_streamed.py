@@ -120,6 +120,17 @@ def test_layers_get_real_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(isinstance(t, LazyTensor) for t in seen)
 
 
+def test_a_batch_without_labels_slice_by_slice() -> None:
+    """The loss is NaN and the gradient zero, as plain training's."""
+    model, batch = build("llama"), make_batch(2, 61)
+    batch["labels"].fill_(-100)
+    plain = loss_and_gradients(model, batch)
+    assert plain.loss.isnan() and plain.norm() == 0
+    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+        actual = under_test.profile_step(batch)
+    assert actual.loss.isnan() and actual.norm() == 0
+
+
 def frozen_below(model: nn.Module) -> nn.Module:
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)

@@ -123,7 +123,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["data.seq_len=1"], "data.seq_len=1: give 2 or more"),
         (["data.seq_len=90000"], "the training text has"),
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
-        (["model.config.vocab_size=100"], "257 ids, but the model has embeddings for 100"),
+        (["model.config.vocab_size=100"], "ids go up to 256, but the model has embeddings for 100"),
         (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
         (["strategy.plan=/nowhere.json"], "/nowhere.json"),
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),

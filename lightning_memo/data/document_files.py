@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.imports import RequirementCache
 
+from lightning_memo.launch import is_first_process
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -36,8 +38,11 @@ def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
     """
     if not _DATASETS:
         raise ValueError("data=documents reads files with datasets; pip install 'lightning-memo[datasets]'")
-    from datasets import load_dataset  # takes seconds
+    from datasets import disable_progress_bars, load_dataset  # takes seconds
     from datasets.exceptions import DatasetGenerationError
+
+    if not is_first_process():
+        disable_progress_bars()
 
     kind, files = find_files(path, suffix)
     options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}

@@ -60,4 +60,5 @@ def _hf_tokenizer(folder: str) -> Tokenizer:
     def encode(text: str) -> Tokens:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
-    return Tokenizer(encode=encode, vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id)
+    # Not the count of ids: some tokenizers leave numbers out.
+    return Tokenizer(encode=encode, vocab_size=max(tokenizer.get_vocab().values()) + 1, eos_id=tokenizer.eos_token_id)

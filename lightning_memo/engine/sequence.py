@@ -156,7 +156,7 @@ class _Step:
     def __init__(self, engine: Engine, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         tokens = token_tensor(inputs)
         self._engine, self._forward = engine, forward
-        self._inputs, self._count = without_labels(inputs)
+        self._inputs, self._count, self._factor = without_labels(inputs)
         self._labels, self._shifted = inputs.get("labels"), inputs.get("shift_labels")
         self._layout = TokenLayout(tokens.shape[1], documents=packed_documents(inputs, tokens.shape[0]))
         self._batch = tokens.shape[0]
@@ -183,7 +183,7 @@ class _Step:
                     sums[n] = _add(sums[n], gradients.pop())
                 del output, hidden, token, run, own  # logits of one slice at a time
         assert loss is not None
-        return loss, sums
+        return loss.mul_(self._factor), sums
 
     def backward(self, gradient: Tensor) -> None:
         """Differentiate the layers, last slice first."""

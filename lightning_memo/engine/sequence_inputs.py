@@ -72,20 +72,25 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
         )
 
 
-def without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int]:
-    """The inputs that are not about the loss, and the number of labels. Padding on the right is seen by no other token.
+def without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int, Tensor | float]:
+    """The inputs that are not about the loss, the number of labels, and what the loss is multiplied by at last.
+
+    A batch without any label has a loss of NaN and a gradient of zero, as a mean has: 0 / 0 in every slice would have a
+    gradient of NaN. Padding on the right is seen by no other token.
 
     Raises:
         ValueError: Padding is not on the right.
     """
     rest = dict(inputs)
-    count = rest.pop("num_items_in_batch", None)
+    count, factor = rest.pop("num_items_in_batch", None), 1.0
     if count is None:
         shifted = inputs.get("shift_labels")
         count = ((inputs["labels"][:, 1:] if shifted is None else shifted) != IGNORED).sum()
+        factor = torch.where(count > 0, 1.0, torch.nan)
+        count = count.clamp_min(1)
     mask = rest.pop("attention_mask", None)
     if mask is not None:
         right_padded_lengths(mask)
     for name in ("labels", "shift_labels", "past_key_values"):
         rest.pop(name, None)
-    return rest | {"use_cache": False}, count
+    return rest | {"use_cache": False}, count, factor

@@ -71,6 +71,24 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
+def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
+    """Refuses a model without embeddings for all tokens.
+
+    Args:
+        model: What is trained.
+        vocab_size: Of the tokenizer: its largest id, and one.
+
+    Raises:
+        ValueError: The model's vocabulary is smaller.
+    """
+    embeddings = load_hf_config(model).get_text_config().vocab_size
+    if vocab_size > embeddings:
+        raise ValueError(
+            f"data.tokenizer: its ids go up to {vocab_size - 1}, but the model has embeddings for {embeddings};"
+            " give the model's own tokenizer, or a larger model.config.vocab_size"
+        )
+
+
 def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Module:
     """Returns the model in torch's default dtype, which Lightning sets from the trainer's precision.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from typing_extensions import override
 
-from lightning_memo.models.build import ModelConfig, build_model
+from lightning_memo.models.build import ModelConfig, build_model, check_vocabulary
 
 
 class CausalLM(LightningModule):
@@ -46,6 +46,17 @@ class CausalLM(LightningModule):
         self._config = ModelConfig(**model)
         self.model: nn.Module | None = None
         self._rng_state: Tensor | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Looks at the data module's vocabulary, if it tells one.
+
+        Raises:
+            ValueError: The model has no embeddings for all of it.
+        """
+        vocab_size = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        if isinstance(vocab_size, int):
+            check_vocabulary(self._config, vocab_size)
 
     @override
     def configure_model(self) -> None:
