@@ -12,7 +12,7 @@ from pathlib import Path
 import warm
 
 TINY_RUN = (
-    "data.max_bytes=30000",
+    "data.max_bytes=100000",
     "data.seq_len=32",
     "model.config.hidden_size=16",
     "model.config.intermediate_size=32",
