@@ -17,8 +17,8 @@ from lightning_memo.cli import exit_for_user, user_message
 from lightning_memo.compare import quiet
 from lightning_memo.launch import is_first_process, let_the_first_speak, started_processes
 from lightning_memo.summary import RunSummary
-from lightning_memo.sweep_folder import finished
-from lightning_memo.sweep_processes import is_apart, run_apart
+from lightning_memo.sweeps.folder import finished
+from lightning_memo.sweeps.processes import is_apart, run_apart
 
 log = logging.getLogger(__name__)
 

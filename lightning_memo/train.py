@@ -36,7 +36,7 @@ from lightning_memo.reports.memory_use import MemoryUse, memory_table
 from lightning_memo.resumed_metrics import EarlierMetrics
 from lightning_memo.step_stats import StepStats
 from lightning_memo.summary import RunSummary
-from lightning_memo.sweep_processes import is_apart
+from lightning_memo.sweeps.processes import is_apart
 
 
 @dataclass(frozen=True)

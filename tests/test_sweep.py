@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from lightning_memo.summary import RunSummary
-from lightning_memo.sweep import draw, load_runs, sweep_table, swept_settings
+from lightning_memo.sweeps.report import draw, load_runs, sweep_table, swept_settings
 
 
 def run(seq_len, *more, **changes):

@@ -9,7 +9,7 @@ from commands import MODULE, TINY_RUN, run
 from test_sweep import SWEEP
 
 from lightning_memo.cli import user_message
-from lightning_memo.sweep import load_runs
+from lightning_memo.sweeps.report import load_runs
 
 submitit = pytest.importorskip("submitit", reason="the extra `slurm` (hydra-submitit-launcher) is not installed")
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo import sweep_folder
 from lightning_memo.cli import exit_for_user
 from lightning_memo.config import format_bytes
 from lightning_memo.files import replacing
 from lightning_memo.summary import FILE_NAME, RunSummary
+from lightning_memo.sweeps import folder as sweep_folder
 
 PICTURE_NAME = "sweep.png"
 
