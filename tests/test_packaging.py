@@ -145,7 +145,7 @@ def test_the_installed_package_is_what_runs(command, installed):
 
 def test_installed_package_runs_a_sweep_and_reports(command, tmp_path):
     command("-m", "lightning_memo.train", "-m", *commands.TINY_RUN, "data.seq_len=16,32")
-    (sweep,) = (tmp_path / "empty").glob("outputs/*/sweeps/*")
+    (sweep,) = (tmp_path / "empty").glob("outputs/*/sweeps/last")
     assert (sweep / "sweep.png").stat().st_size > 0
     assert len(list(sweep.glob("*/csv/report.html"))) == 2
 
