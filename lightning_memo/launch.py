@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -70,16 +71,17 @@ def let_the_first_speak() -> None:
 
 
 @contextlib.contextmanager
-def ending_together(launcher: Any) -> Iterator[None]:
+def ending_together(launcher: Any, with_parent: bool = False) -> Iterator[None]:
     """Inside, this process and those that Lightning's launcher starts end together if one of them fails.
 
     Args:
         launcher: Of a strategy; one that starts no processes, or `None`, is left alone.
+        with_parent: Whether they end with the process that started this one, too.
     """
     if not hasattr(launcher, "procs"):
         yield
         return
-    children = _Children(launcher)
+    children = _Children(launcher, os.getppid() if with_parent else None)
     children.start()
     try:
         yield
@@ -91,19 +93,23 @@ def ending_together(launcher: Any) -> Iterator[None]:
 
 
 class _Children(threading.Thread):
-    """Waits for a child to fail, and then ends this process with the child's exit status.
+    """Waits for a child to fail, and then ends this process with the child's exit status; or for the parent to end.
 
-    Lightning's observer would do so by SIGKILL: no exit status, and nothing of what was being said.
+    Lightning's observer would do the former by SIGKILL: no exit status, and nothing of what was being said.
     """
 
-    def __init__(self, launcher: Any) -> None:
+    def __init__(self, launcher: Any, parent: int | None) -> None:
         super().__init__(name="children", daemon=True)
         self.over = threading.Event()
-        self._launcher = launcher
+        self._launcher, self._parent = launcher, parent
         self._children: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
         while not self.over.wait(_POLL_SECONDS):
+            if self._parent not in (None, os.getppid()):
+                self.end()
+                # Lightning's handler of SIGTERM may wait for another process for ever: it broadcasts in it.
+                os._exit(128 + signal.SIGTERM)
             status = next((child.returncode for child in self._launcher.procs if child.poll()), 0)
             if status:
                 self._take()

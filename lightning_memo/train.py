@@ -119,7 +119,7 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     else:
         for logger in trainer.loggers:
             logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
-    with ending_together(trainer.strategy.launcher):
+    with ending_together(trainer.strategy.launcher, with_parent=is_apart()):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
     data.trainer = None  # it holds the model, and what follows needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")

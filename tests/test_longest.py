@@ -240,7 +240,7 @@ def test_the_command(monkeypatch, tmp_path, capfd):
     assert "longest sequence: 96 tokens" in capfd.readouterr().out
     assert json.loads((tmp_path / "outputs/longest/longest.json").read_text())["longest"] == 96
     # Nothing fits: the first attempt is what was searched before.
-    assert command(monkeypatch, tmp_path, *lengths, "strategy.device_memory=1MiB") == 2
+    assert command(monkeypatch, tmp_path, *lengths, "strategy.device_memory=512KiB") == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("error: not even low=32 tokens train (a step takes")
 
