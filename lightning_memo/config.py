@@ -158,6 +158,9 @@ class MemoConfig:
     plan: str | None = None
     """Path of a saved plan to use again; None: the first step is profiled."""
 
+    check_restored: bool = False
+    """Whether what comes back to the device is compared with what left it, for debugging."""
+
     def __post_init__(self) -> None:
         self._check_parallelism()
         _check_choice("attention", self.attention, ATTENTIONS)
@@ -172,7 +175,7 @@ class MemoConfig:
         _check_tokens("slice_tokens", self.slice_tokens)
         if self.loss_chunk_tokens is not None:
             _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
-        for name in ("plan_memory", "sequence_parallel", "loss_parallel", "offload_state"):
+        for name in ("plan_memory", "sequence_parallel", "loss_parallel", "offload_state", "check_restored"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a switch: give True or False")
         _check_size("device_memory", self.device_memory)

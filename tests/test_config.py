@@ -61,6 +61,7 @@ def test_defaults_are_the_documented_ones():
     assert config.loss_chunk_tokens == "auto" and MemoConfig(loss_chunk_tokens=None).loss_chunk_tokens is None
     assert (config.attention, config.schedule, config.context_parallel_method) == ("auto", "auto", "ring")
     assert config.plan_memory is True
+    assert config.check_restored is False
     assert config.device_memory_bytes is None
     assert config.host_memory_bytes is None
 
@@ -104,6 +105,7 @@ REFUSED = [
     ({"offload_state": "yes"}, "offload_state='yes' is not a switch: give True or False"),
     ({"attention": "xformers"}, '"auto", "sdpa", "cudnn", "flash_attn", "transformer_engine"'),
     ({"schedule": ["layer"]}, '"auto", "layer", "nest"'),
+    ({"check_restored": 1}, "check_restored=1 is not a switch: give True or False"),
     ({"plan_memory": "yes"}, "plan_memory='yes' is not a switch: give True or False"),
     ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),
     ({"slice_tokens": 1.0}, "slice_tokens=1.0 is not a number of tokens"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from trainer_harness import (
     LanguageModel,
-    copy_threads,
+    assert_usable_again,
     fit,
     forwards,
     loader,
@@ -56,13 +55,6 @@ class Scarce(LanguageModel):
     @override
     def on_train_batch_end(self, *args: object) -> None:
         self.losses.append(self._last)
-
-
-def assert_usable_again() -> None:
-    """The process trains as it would without the failure."""
-    gc.collect()
-    assert copy_threads() == []
-    assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == plain(max_steps=2).losses
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -239,6 +240,13 @@ def plain(module: LightningModule | None = None, data: Iterable[Any] | None = No
 def copy_threads() -> list[str]:
     """Names of the engine's threads that are alive."""
     return [thread.name for thread in threading.enumerate() if thread.name in ("offload", "prefetch")]
+
+
+def assert_usable_again() -> None:
+    """The process trains as it would without the failure."""
+    gc.collect()
+    assert copy_threads() == []
+    assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == plain(max_steps=2).losses
 
 
 def forwards(model: nn.Module) -> list[str]:

@@ -299,7 +299,8 @@ class PlanMemory(Callback):
         def warn(message: str) -> None:
             rank_zero_warn(f"MemoStrategy: {message}")
 
-        return PlanCache(cache_folder(), warn, torch.get_num_threads(), _described(trainer))
+        decisive = _described(trainer) + ", check_restored" * self._engine.check_restored
+        return PlanCache(cache_folder(), warn, torch.get_num_threads(), decisive)
 
     # ---- the end
 

@@ -128,7 +128,7 @@ class AttentionKernels:
         return try_kernels(makers, inputs, self._seconds_of or _clock_of(q.device))
 
     def streamed(
-        self, slices: Sequence[TokenRange], reader: BlockReader, host: SlotMemory | None
+        self, slices: Sequence[TokenRange], reader: BlockReader, host: SlotMemory | None, layer: int
     ) -> StreamedAttention | UlyssesCore:
         """For slices of this process's tokens, one after the other, with earlier keys and values from the host.
 
@@ -136,11 +136,12 @@ class AttentionKernels:
             slices: The slices.
             reader: Brings blocks.
             host: Where gradients of keys and values meet; `None`: on the device.
+            layer: Position of the layer.
         """
         groups = self._context or ContextGroups()
         slices = [part.gathered(groups.ulysses_size) for part in slices]
         kernel = groups.ring_kernel(self._select, tuple(part.stop for part in slices))
-        core = StreamedAttention(kernel, slices, reader, host, self.block_tokens, groups.ring_size)
+        core = StreamedAttention(kernel, slices, reader, host, self.block_tokens, groups.ring_size, layer)
         return core if groups.ulysses is None else UlyssesCore(HeadExchange(groups.ulysses), core)
 
 

@@ -16,6 +16,7 @@ from lightning_memo.planner.slices import aligned
 
 if TYPE_CHECKING:
     from lightning_memo.engine.arena import HostRoom
+    from lightning_memo.engine.checked import Check
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Region:
     memory: Tensor | None
     written: CopyEvent | None = None
     room: HostRoom | None = None  # whose owner may drop it while it is read
+    check: Check | None = None  # what the bytes were when they left
 
 
 # Regions that lie side by side on the device, part after part; every part begins at an aligned place.
@@ -38,6 +40,7 @@ class DeviceBlock:
 
     parts: list[Tensor]
     arrivals: list[CopyEvent] = field(default_factory=list)
+    checks: list[tuple[Check, Tensor]] = field(default_factory=list)  # each with its bytes
     leaving: CopyEvent | None = None  # the copy of what was changed in it back to the host
 
 
@@ -85,6 +88,8 @@ class BlockReader:
             following = self._start(blocks[number + 1]) if number + 1 < len(blocks) else None
             for event in block.arrivals:
                 event.wait()
+            for check, data in block.checks:
+                check.compare(data)
             yield block
             self._leaving[buffer] = block.leaving
 
@@ -102,6 +107,8 @@ class BlockReader:
                     if region.room is not None:
                         region.room.copies.read = block.arrivals[-1]
                     self.bytes_read += region.size_bytes
+                    if region.check is not None:
+                        block.checks.append((region.check, piece))
         self.blocks_read += 1
         return number, block
 

@@ -76,6 +76,7 @@ class Engine:
         by_kind: Whether plans say kind by kind what is stored; matrix products are profiled then.
         spill_path: Folder on a disk for the layer calls that a plan spills.
         ranks: Processes that have to agree on an attention kernel; `None`: this one alone.
+        check_restored: Whether what comes back to the device is compared with what left it.
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class Engine:
         by_kind: bool = False,
         spill_path: Path | None = None,
         ranks: Ranks | None = None,
+        check_restored: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.device = device
-        self.test_mode = test_mode
+        self.test_mode, self.check_restored = test_mode, check_restored
         self.profile: StepProfile | None = None
         self.swap: SwapPlan | None = None
         self.memory: SlotMemory | None = None
@@ -194,6 +196,7 @@ class Engine:
             swap.slot_bytes, swap.host_bytes, self.device, self.test_mode,
             whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
             state_bytes=swap.state_host_bytes, spill=self._open_spill(swap), recorder=self.recorder,
+            check_restored=self.check_restored,
         )  # fmt: skip
         # One block is computed with while another arrives; gradients are also on their way back.
         self._reader = self.memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
@@ -396,10 +399,11 @@ class Engine:
         """Inside, layers get one slice of the sequence after the other: see `sequence_layers.py`."""
         return slice_by_slice(self, layout, batch)
 
-    def streamed_attention(self, slices: Sequence[TokenRange]) -> StreamedAttention | UlyssesCore:
-        """Attention whose earlier keys and values come from the host, for slices of this process's tokens."""
+    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | UlyssesCore:
+        """A layer's attention, for slices of this process's tokens: earlier keys and values come from the host."""
         assert self._reader is not None and self.swap is not None
-        return self.attention.streamed(slices, self._reader, self.memory if self.swap.host_backed == "all" else None)
+        host = self.memory if self.swap.host_backed == "all" else None
+        return self.attention.streamed(slices, self._reader, host, layer)
 
     def count_overflow(self, size_bytes: int) -> None:
         if self.memory is not None:

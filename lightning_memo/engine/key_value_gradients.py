@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_memo.engine.arena import HostRoom
 from lightning_memo.engine.block_reader import DeviceBlock, Region, heads_first
+from lightning_memo.engine.checked import Check, What
 from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.kernels.attention import sums_dtype
@@ -43,15 +44,17 @@ class HostGradients:
         tokens: Tokens of each slice.
         k: Keys of a slice, `[batch, heads, tokens, head_dim]`.
         v: Its values.
+        layer: Whose they are.
     """
 
-    def __init__(self, memory: SlotMemory, tokens: Sequence[int], k: Tensor, v: Tensor) -> None:
-        self._memory = memory
+    def __init__(self, memory: SlotMemory, tokens: Sequence[int], k: Tensor, v: Tensor, layer: int) -> None:
+        self._memory, self._layer = memory, layer
         self._tokens = list(tokens)
         self._dtype = sums_dtype(k)
         self._row_bytes = [t[:, :, 0].numel() * self._dtype.itemsize for t in (k, v)]
         self._room: HostRoom | None = None
         self._written: dict[int, CopyEvent] = {}
+        self._checks: dict[tuple[int, int], Check] = {}  # by slice, keys and values apart
 
     def parts(self, slices: Sequence[int]) -> list[list[Region]]:
         """What is to be read of some slices that follow each other: the gradients of keys, and those of values."""
@@ -70,6 +73,8 @@ class HostGradients:
             self._room = self._memory.take_room(sum(self._tokens) * sum(self._row_bytes), self._memory.gradient_arena)
         for which, (part, gradient) in enumerate(zip(block.parts[-2:], (dk, dv), strict=True)):
             heads_first(part, gradient, self._dtype).add_(gradient)
+            if self._memory.check_restored:
+                self._note(slices, which, part)
             block.leaving = self._memory.write_host(self._room, self._start(slices[0], which), part)
         assert block.leaving is not None
         self._written |= dict.fromkeys(slices, block.leaving)
@@ -96,7 +101,15 @@ class HostGradients:
         if self._room is None or written is None:
             return Region(size, None)
         start = self._start(index, which)
-        return Region(size, self._room.memory[start : start + size], written, self._room)
+        check = self._checks.get((index, which))
+        return Region(size, self._room.memory[start : start + size], written, self._room, check)
+
+    def _note(self, slices: Sequence[int], which: int, part: Tensor) -> None:
+        kind = ("key gradient", "value gradient")[which]
+        for n, data in zip(slices, part.split([self._tokens[n] * self._row_bytes[which] for n in slices]), strict=True):
+            start = sum(self._tokens[:n])
+            what = What(kind, self._layer, start, start + self._tokens[n])
+            self._checks[n, which] = Check(what, data, self._dtype)
 
     def _start(self, index: int, which: int) -> int:
         """Where the gradients of a slice begin: those of all keys come first, then those of all values."""

@@ -136,6 +136,7 @@ class Assembly:
         device: Where parts come from.
         at_once: As of :class:`LazyTensor`.
         memory: Gives room on the host.
+        name: What it is.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Assembly:
         device: torch.device,
         at_once: int = 0,
         memory: SlotMemory | None = None,
+        name: str = "hidden states",
     ) -> None:
         self._shape, self._dim = tuple(shape), 0
         self._missing = math.prod(self._shape[:-1])
@@ -153,7 +155,7 @@ class Assembly:
         if memory is None:
             self._tensor = torch.empty(self._shape, dtype=dtype, device=device)
         else:
-            self._host = HostRows(memory, self._missing, self._shape[-1], dtype)
+            self._host = HostRows(memory, self._missing, self._shape[-1], dtype, name)
             self._tensor = LazyTensor(self._host, self._shape, dtype, device, at_once, memory)
 
     @classmethod

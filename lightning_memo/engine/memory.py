@@ -52,6 +52,7 @@ class SlotMemory:
         state_bytes: Host memory for hidden states between layers, and their gradients.
         spill: The file for what does not go to the host; its bounce buffers are part of `host_bytes`.
         recorder: Told of copies, and of waits for them.
+        check_restored: Whether what comes back is compared with what left: see `checked.py`.
     """
 
     slot_bytes: int
@@ -63,6 +64,7 @@ class SlotMemory:
     spill: Spill | None = None
     state_bytes: int = 0
     recorder: StepRecorder | None = None
+    check_restored: bool = False
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memo.engine.checked import RowChecks
 from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
 
@@ -79,19 +80,25 @@ class HostRows(Rows):
         rows: How many.
         features: Entries of each.
         dtype: Of an entry.
+        name: What they are.
     """
 
-    def __init__(self, memory: SlotMemory, rows: int, features: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memory: SlotMemory, rows: int, features: int, dtype: torch.dtype, name: str = "hidden states"
+    ) -> None:
         self._memory, self._features, self._dtype = memory, features, dtype
         self._row_bytes = features * dtype.itemsize
         self._room = memory.take_room(rows * self._row_bytes, memory.state_arena)
         self._leaving: deque[tuple[Tensor, CopyEvent]] = deque()
+        self._checks = RowChecks(name, rows, features, dtype, memory.device) if memory.check_restored else None
 
     def write(self, first: int, rows: Tensor) -> None:
         """Start copying `rows` `[..., features]` to the host, as the rows from `first` on."""
         while len(self._leaving) > 1:  # its device memory may go once the copy has ended
             self._leaving.popleft()[1].wait()
         source = rows.detach().contiguous().view(-1).view(torch.uint8)
+        if self._checks is not None:
+            self._checks.note(first, source)
         self._leaving.append((source, self._memory.write_host(self._room, first * self._row_bytes, source)))
 
     @override
@@ -112,8 +119,11 @@ class HostRows(Rows):
         ]
 
         def arrive() -> Tensor:
+            arrived = not events
             while events:
                 events.pop().wait()
+            if self._checks is not None and not arrived:
+                self._checks.compare(ranges, place)
             return place.view(self._dtype).view(count, self._features)
 
         return arrive

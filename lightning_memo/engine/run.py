@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.attention import AttentionCore
+from lightning_memo.engine.checked import What
 from lightning_memo.engine.intercept import LayerMode
 from lightning_memo.engine.kept import KeptTensors
 from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor, read_parts
@@ -109,6 +110,7 @@ class LayerRun:
         self.index = index
         self.key = index if key is None else key
         self.first_slice = 0 if sequence is None else sequence.index
+        self._first_token = 0 if sequence is None else sequence.slice.start
         self.subject = Subject(index, None if sequence is None else sequence.index)
         self.memory, self.swap, self.streamed = memory, swap, streamed
         self.recorded = self.first_slice > 0  # whether the first slice, whose tensors are recorded, is over
@@ -237,15 +239,29 @@ class LayerRun:
 
     # ---- storing and loading
 
-    def store(self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap") -> Handle:
-        """Put a tensor into a unit, or keep it on the device."""
+    def store(
+        self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
+    ) -> Handle:
+        """Put a tensor into a unit, or keep it on the device; `part` is its slice, if it is not of all tokens."""
         if self.profile is not None:
             self.profile.saved(self.index, kind, t.nbytes)
-        return self.kept.put(t) if place == "keep" else unit.put(t, self._spills_all or place == "spill")
+        if place == "keep":
+            return self.kept.put(t)
+        handle = unit.put(t, self._spills_all or place == "spill")
+        if unit.checks is not None:
+            unit.checks.note(handle, self.what(kind, part))
+        return handle
 
-    def store_copy(self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap") -> Handle:
+    def what(self, kind: str, part: TokenRange | None = None) -> What:
+        """A tensor of the call, or of one of its slices."""
+        start, stop = (0, self.call.tokens) if part is None else (part.start, part.stop)
+        return What(kind, self.index, self._first_token + start, self._first_token + stop)
+
+    def store_copy(
+        self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
+    ) -> Handle:
         """As `store`, for what the layer may overwrite later: a tensor that finds no room is copied, too."""
-        handle = self.store(unit, kind, t, place)
+        handle = self.store(unit, kind, t, place, part)
         return t.clone() if handle is t else handle
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[Unit, Handle]:
@@ -253,7 +269,7 @@ class LayerRun:
         if self.unit is not None and self.x is not None:
             return self.unit, self.x
         unit = self.unit or self.engine.open_unit(self.memory, self.swap)
-        return unit, self.store_copy(unit, "input", local_part(x.detach()), part.place("input"))
+        return unit, self.store_copy(unit, "input", local_part(x.detach()), part.place("input"), part)
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
         """The tokens of a slice, of a tensor that holds them or all."""
@@ -266,7 +282,7 @@ class LayerRun:
         """The core of the layer's attention call `number`; slices make their calls in the same order."""
         if number == len(self.cores):
             if self.streamed:
-                self.cores.append(self.engine.streamed_attention(self.attention_slices))
+                self.cores.append(self.engine.streamed_attention(self.attention_slices, self.index))
             else:
                 self.cores.append(AttentionCore(self.engine.attention.backend(q, k, v, spec), self.attention_slices))
         return self.cores[number]
@@ -313,18 +329,19 @@ class LayerRun:
 
     def write_output(self, part: TokenRange, y: Tensor) -> None:
         """A slice's share of the layer's output."""
-        self.y = y.detach() if self.whole else self._written(self.y, part, y)
+        self.y = y.detach() if self.whole else self._written(self.y, part, y, "output")
 
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
         """A slice's share of the gradient of the layer's input."""
-        self.dx = dx if self.whole else self._written(self.dx, part, dx)
+        self.dx = dx if self.whole else self._written(self.dx, part, dx, "input gradient")
 
-    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor) -> Assembly:
+    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor, kind: str) -> Assembly:
         dim, shape = self.call.token_dim, list(t.shape)
         if not isinstance(into, Assembly):
             shape[dim] = self.call.tokens
             at_once = self.slices[0].tokens * self.call.batch
-            into = Assembly(shape, t.dtype, t.device, at_once, self.states_memory)
+            name = f'"{kind}" of layer {self.index}'
+            into = Assembly(shape, t.dtype, t.device, at_once, self.states_memory, name)
         into.write(dim, part.start, local_part(t))
         return into
 

@@ -136,7 +136,7 @@ class _NestedAttention(torch.autograd.Function):
         with run.engine.recorder.computing("attention"):
             result = backend.forward(q, k, v, spec)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
-        ctx.lse = slices[0].store("lse", result.lse)
+        ctx.lse = run.store(slices[0].unit, "lse", result.lse.detach(), slices[0].range.place("lse"))
         # Each slice's output on its own, so that its output projection reads it without another copy.
         outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention_slices], 2))
         for n, (part, out) in enumerate(zip(slices, outs, strict=True)):

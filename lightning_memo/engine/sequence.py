@@ -93,7 +93,7 @@ class SequenceRun:
             ValueError: It was called before.
         """
         if len(self.all_arguments) == self.index:
-            self.all_arguments.append(SliceArguments(memory))
+            self.all_arguments.append(SliceArguments(memory, self.slice))
             self._called.clear()
         if call.layer in self._called or self.output is not None:
             raise ValueError(
@@ -218,7 +218,10 @@ class _Step:
         """What the backward of a slice's layers needs leaves for the host."""
         assert run.memory is not None
         unit = self._engine.open_unit(run.memory, swap=True)
-        self._ends.append((run, token, unit, unit.put(gradient)))
+        handle = unit.put(gradient)
+        if unit.checks is not None:
+            unit.checks.note(handle, run.what("output gradient"))
+        self._ends.append((run, token, unit, handle))
         unit.end_forward()
         arguments.leave()
         if self._arguments:

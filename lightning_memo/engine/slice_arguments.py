@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memo.engine.arena import HostRoom
+from lightning_memo.engine.checked import Check, What
 from lightning_memo.engine.copy_events import CopyEvent
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import flat, is_dense, span
-from lightning_memo.planner.slices import SavedBytes, aligned
+from lightning_memo.planner.slices import SavedBytes, TokenRange, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,16 @@ class SliceArguments:
 
     Args:
         memory: Gives room on the host, and copies.
+        part: The slice.
     """
 
-    def __init__(self, memory: SlotMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: SlotMemory, part: TokenRange) -> None:
+        self._memory, self._part = memory, part
         self._tensors: list[Tensor] = []
         self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
         self._rooms: list[HostRoom] = []
         self._events: list[CopyEvent] = []
+        self._checks: list[Check] = []
 
     def add(self, arguments: Any) -> None:
         """Take note of the arguments of one more layer."""
@@ -86,6 +89,9 @@ class SliceArguments:
         for t in self._tensors:
             self._rooms.append(self._memory.take_room(aligned(t.nbytes)))
             self._events.append(self._memory.write_host(self._rooms[-1], 0, flat(t).view(torch.uint8)))
+            if self._memory.check_restored:
+                what = What("shared", None, self._part.start, self._part.stop)
+                self._checks.append(Check(what, flat(t).view(torch.uint8), t.dtype))
 
     def settle(self) -> None:
         """Wait for copies, and give up the device's tensors."""
@@ -106,6 +112,9 @@ class SliceArguments:
         """The arguments with the tensors for which there is a `Parked`, or the tensor for a `ParkedView`."""
         while self._events:
             self._events.pop().wait()
+        while self._checks:
+            check = self._checks.pop()
+            check.compare(flat(self._tensors[len(self._checks)]).view(torch.uint8))
 
         def tensor(leaf: Any) -> Any:
             if isinstance(leaf, Parked):

@@ -102,7 +102,7 @@ class SliceRun:
 
     def store(self, kind: str, t: Tensor) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""
-        return self.run.store(self.unit, kind, t.detach(), self.range.place(kind))
+        return self.run.store(self.unit, kind, t.detach(), self.range.place(kind), self.range)
 
     def _find(self, t: Tensor) -> Handle | None:
         """The handle of a tensor whose bytes are stored already."""
@@ -112,7 +112,8 @@ class SliceRun:
     def _store_product(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         out = compute()
         if self.range.place(name) is not None and out.is_contiguous():
-            self.products[name] = self.run.store_copy(self.unit, name, out.detach(), self.range.place(name))
+            place = self.range.place(name)
+            self.products[name] = self.run.store_copy(self.unit, name, out.detach(), place, self.range)
         return out
 
     def load(self, handle: Handle) -> Tensor:

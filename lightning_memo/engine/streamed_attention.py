@@ -51,6 +51,7 @@ class StreamedAttention:
         host: Where the gradients of keys and values meet; `None`: on the device.
         block_tokens: Tokens of a block; at least one slice goes into each.
         ring: Processes over which each slice is divided: positions are so many times those of `slices`.
+        layer: Position of the layer.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class StreamedAttention:
         host: SlotMemory | None,
         block_tokens: int,
         ring: int = 1,
+        layer: int = 0,
     ) -> None:
         self._backend = backend
         self._slices = slices
         self._reader = reader
         self._host = host
         self._gradients: DeviceGradients | HostGradients = DeviceGradients()
-        self._ring = ring
+        self._ring, self._layer = ring, layer
         self._blocks = blocks_of(slices, block_tokens)
         self._keys_values: dict[int, KeysValues] = {}
         self.slices_fetched = 0
@@ -113,7 +115,7 @@ class StreamedAttention:
         Keys and values are as `forward` gave them back.
         """
         if self._host is not None and not isinstance(self._gradients, HostGradients):
-            self._gradients = HostGradients(self._host, [part.tokens for part in self._slices], k, v)
+            self._gradients = HostGradients(self._host, [part.tokens for part in self._slices], k, v, self._layer)
         start, states = self._slices[index].start, iter(result.state)
         later, blocks = self._read_with_gradients(index, self._past(index, spec))
         dq, dk, dv = self._backend.backward(dout, q, k, v, replace(result, state=next(states)), spec, start, start)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.block_reader import Region
+from lightning_memo.engine.checked import SlotChecks
 from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.regions import Registry, flat
 from lightning_memo.engine.sharded import ShardedHandle
@@ -34,6 +35,9 @@ class Unit:
         memory: Where the slot is leased; `None` when all stays on the device.
         swap: Whether the slot leaves the device.
         spill_bytes: How much of it goes to the disk; the rest goes to the host.
+
+    Attributes:
+        checks: What tensors were that were put, where that is compared later.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Unit:
     ) -> None:
         self.number = number
         self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
+        checked = memory is not None and memory.check_restored and swap
+        self.checks = SlotChecks(self.slot) if checked and self.slot is not None else None
         self._engine = engine
         self._memory = memory
         self._registry: Registry[Stored] = Registry()
@@ -82,7 +88,11 @@ class Unit:
         if isinstance(handle, ShardedHandle):
             return handle.wrap(self.load(handle.local))
         self.begin_backward()
-        return self.peek(handle)
+        t = self.peek(handle)
+        if self.checks is not None:
+            assert isinstance(handle, Stored)
+            self.checks.compare(handle)
+        return t
 
     def peek(self, handle: Handle) -> Tensor:
         """A tensor that was put, while the forward still runs."""
@@ -99,7 +109,10 @@ class Unit:
         memory = self.slot.buffer if self.slot.host is None else self.slot.host
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
-        return Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
+        region = Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
+        if self.checks is not None:
+            region.check = self.checks.of(handle)
+        return region
 
     def offload(self, last: bool = False) -> None:
         """Start moving what was put so far off the device; `last`: nothing more is put."""
