@@ -71,6 +71,14 @@ def assert_all_hit(stats):
     assert last.arena_bytes <= 1.02 * last.peak_live_bytes
 
 
+def test_what_compares_restored_tensors_is_planned_too():
+    settings = {"host_backed": "all", "slice_tokens": 16}
+    unplanned, _ = run(False, strategy=settings)
+    checked, stats = run(strategy=settings | {"check_restored": True})
+    assert_same(checked, unplanned)
+    assert_all_hit(stats)
+
+
 @pytest.mark.parametrize(
     ("alpha", "precision"),
     [(0.0, "32-true"), (0.5, "32-true"), (1.0, "32-true"), (0.5, "bf16-true"), (0.5, "bf16-mixed")],
