@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+def load(name: str) -> Any:
+    """One of them, or any other module, where they can be imported."""
+    return importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import torch
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which Lightning does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from benchmark_modules import benchmark_modules
 from commands import TINY_RUN
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
@@ -70,3 +71,10 @@ def train(in_process):
         return in_process(main, *flags, *TINY_RUN, *(each for each in overrides if each not in flags))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def own_modules():
+    """Where the benchmarks' own modules can be imported, for all tests of a file."""
+    with benchmark_modules():
+        yield

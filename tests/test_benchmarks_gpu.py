@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -15,22 +14,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmark_modules import ROOT, benchmark_modules
+from benchmark_modules import ROOT, load
 from torch.utils.flop_counter import FlopCounterMode
+
+pytestmark = pytest.mark.usefixtures("own_modules")
 
 TINY = ("--models", "llama_tiny", "--layers", "3", "--device", "cpu", "--lengths", "128", "--warmup", "1",
         "--repeats", "2", "--slice-tokens", "64")  # fmt: skip
 METHODS = ("plain", "checkpointing_save_on_cpu", "async_offload", "memo_alpha_0.5")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_modules():
-    with benchmark_modules():
-        yield
-
-
-def load(name):
-    return importlib.import_module(name)
 
 
 def command(*arguments):

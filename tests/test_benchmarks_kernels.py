@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import shutil
 import sys
 
 import pytest
 import torch
-from benchmark_modules import ROOT, benchmark_modules
+from benchmark_modules import ROOT, load
 
 from lightning_memo.models import liger
 
-
-@pytest.fixture(scope="module", autouse=True)
-def own_modules():
-    with benchmark_modules():
-        yield
-
-
-def load(name):
-    return importlib.import_module(name)
+pytestmark = pytest.mark.usefixtures("own_modules")
 
 
 def run(monkeypatch, *arguments):

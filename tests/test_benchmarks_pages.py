@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
 
 import pytest
-from benchmark_modules import ROOT, benchmark_modules
+from benchmark_modules import ROOT, load
+
+pytestmark = pytest.mark.usefixtures("own_modules")
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_modules():
-    with benchmark_modules():
-        yield
-
-
-def load(name):
-    return importlib.import_module(name)
 
 
 def make(monkeypatch, *arguments):

@@ -207,13 +207,11 @@ class LayerRun:
 
     def shared_handle(self, t: Tensor) -> Handle:
         """The handle of a saved tensor that `stays`."""
-        copy: Handle | None = self._weight_copies.find_frozen(t)
-        if copy is None and self._arguments is None:
-            copy = WeightCopies.find_trained(t)
-        elif copy is None and self._arguments is not None:
-            # All slices of a sequence share autocast's copies of what is trained: they are short, and copies made again
-            # for each would take as long as their products.
-            copy = self._arguments.view_of(t)
+        if (frozen := self._weight_copies.find_frozen(t)) is not None:
+            return frozen
+        # All slices of a sequence share autocast's copies of what is trained: they are short, and copies made again for
+        # each would take as long as their products.
+        copy = WeightCopies.find_trained(t) if self._arguments is None else self._arguments.view_of(t)
         return t if copy is None else copy
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:

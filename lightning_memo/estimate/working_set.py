@@ -294,13 +294,22 @@ class HuggingFaceStep:
 
     def _backward(self) -> Buffers:
         """A layer recomputed and differentiated, gradients of its weights included."""
-        b, hidden = self._shared(self.shape.layers), self._product(self.shape.hidden)
-        query, key, _, output, gate_weight, up_weight, down_weight, *_ = self._layer_weights
+        b = self._shared(self.shape.layers)
         dy = b.make(self._stream)
         recomputed = saved_tensors(self.shape, kernels="llama", sizes=self.sizes)
         saved = {t.name: b.make(self.tokens * t.bytes_per_token) for t in recomputed if t.kind == "other"}
         of_attention = b.make(self._gathered)
         of_feed_forward = b.make(self._gathered)
+        d_residual, copies = self._backward_of_feed_forward(b, dy, saved, of_feed_forward)
+        self._backward_of_attention(b, d_residual, copies, of_attention)
+        return b
+
+    def _backward_of_feed_forward(
+        self, b: Buffers, dy: int, saved: dict[str, int], gathered: int
+    ) -> tuple[int, list[int]]:
+        """The gradient that the residual hands on, and autocast's copies of weights, which stay."""
+        hidden = self._product(self.shape.hidden)
+        *_, gate_weight, up_weight, down_weight, _, _ = self._layer_weights
 
         def drop(*names: str) -> None:
             b.free(*(saved.pop(name) for name in names if name in saved))
@@ -330,7 +339,7 @@ class HuggingFaceStep:
         self._gradients(b, "gate", gate_weight)
         of_gate = b.make(self._stream * self.tensor_parallel)
         drop("feed-forward norm", "feed-forward norm for gate", "feed-forward norm for up")
-        b.free(d_gate, of_feed_forward)
+        b.free(d_gate, gathered)
         d_normed = b.make(self._stream)
         b.free(of_up, of_gate)
         d_residual = b.make(self._stream)
@@ -339,7 +348,11 @@ class HuggingFaceStep:
         of_norm = [b.make(self.tokens * self.shape.hidden * _FP32) for _ in range(4)]
         b.free(*of_norm)
         drop("feed-forward norm input in fp32", "feed-forward norm deviation")
-        copies.append(self._copy(b, output))
+        return d_residual, copies
+
+    def _backward_of_attention(self, b: Buffers, d_residual: int, copies: list[int], gathered: int) -> None:
+        query, key, _, output, *_ = self._layer_weights
+        copies = [*copies, self._copy(b, output)]
         self._gradients(b, "output", output)
         d_attended = b.make(self._query)
         if self.ring:
@@ -355,8 +368,7 @@ class HuggingFaceStep:
             self._gradients(b, name, weight)
         if self.tensor_parallel > 1:
             b.free(b.make(2 * self._gathered))
-        b.free(d_residual, d_value, of_attention, *rotated, *copies)
-        return b
+        b.free(d_residual, d_value, gathered, *rotated, *copies)
 
 
 def knows(shape: ModelShape) -> bool:
