@@ -97,10 +97,12 @@ def _blocks(dropout: float = 0.0) -> Callable[..., nn.Module]:
     return build
 
 
-def _encoder(causal: bool, dropout: float = 0.0) -> Callable[..., nn.Module]:
+def _encoder(causal: bool, dropout: float = 0.0, activation: str = "gelu") -> Callable[..., nn.Module]:
     def build(num_hidden_layers: int = 4, num_attention_heads: int = 4) -> nn.Module:
         layers = [
-            nn.TransformerEncoderLayer(32, num_attention_heads, 64, dropout, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                32, num_attention_heads, 64, dropout, activation, batch_first=True, norm_first=True
+            )
             for _ in range(num_hidden_layers)
         ]
         return PlainModel(layers, causal_argument=causal)
@@ -135,7 +137,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "block": Family(_blocks()),
     "block_dropout": Family(_blocks(dropout=0.2), dropout=True),
-    "encoder_layer": Family(_encoder(causal=False), causal=False),
+    "encoder_layer": Family(_encoder(causal=False, activation="relu"), causal=False),
     "encoder_layer_dropout": Family(_encoder(causal=False, dropout=0.1), causal=False, dropout=True),
     "encoder_layer_causal": Family(_encoder(causal=True)),
 }

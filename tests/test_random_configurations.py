@@ -79,11 +79,12 @@ def configurations(draw: st.DrawFn) -> Configuration:
     if family.startswith("gpt"):
         for name in ("num_key_value_heads", "attention_dropout"):
             shape.pop(name)
-    moe = family in ("mixtral", "qwen3_moe")
+    # Half precision may send a token to another expert, or cross the kink of a ReLU: no small difference any more.
+    jumps = family in ("mixtral", "qwen3_moe", "encoder_layer")
     tokens = st.integers(2, 70)
     manual = draw(st.booleans())
     trainer: dict[str, Any] = {
-        "precision": draw(one_of("32-true", "bf16-true", "bf16-mixed")) if not moe else "32-true"
+        "precision": draw(one_of("32-true", "bf16-true", "bf16-mixed")) if not jumps else "32-true"
     }
     if not manual:
         trainer["accumulate_grad_batches"] = draw(one_of(1, 1, 2, 3))
