@@ -4,16 +4,20 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import MODULE, TINY_RUN, environment
 from commands import run as run_command
+from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
 from lightning_memo.summary import RunSummary
-from lightning_memo.sweeps.report import draw, load_runs, sweep_table, swept_settings
+from lightning_memo.sweeps.picture import draw
+from lightning_memo.sweeps.report import load_runs, sweep_table
+from lightning_memo.sweeps.results import swept_settings
 
 
 def run(seq_len, *more, **changes):
@@ -61,13 +65,39 @@ def test_summary_comes_back_as_it_was_written(tmp_path):
     assert load_runs(tmp_path) == [run(2), run(1)]
 
 
-@pytest.mark.parametrize("runs", [[run(512), FAILED, run(1024, alpha=None)], [run(512)]], ids=["failed", "single"])
+def named(strategy):
+    return run(16, f"strategy={strategy}")
+
+
+SWEPT = {
+    "failed": [run(512), FAILED, run(1024, alpha=None)],
+    "single": [run(512)],
+    "two settings": [run(n, f"strategy={name}") for n in (64, 256, 128) for name in ("memo", "full_recompute")],
+    "names": [named("memo"), named("full_recompute"), replace(named("plain"), status="failed")],
+}
+
+
+@pytest.mark.parametrize("runs", SWEPT.values(), ids=SWEPT)
 def test_picture(tmp_path, runs):
     draw(runs, tmp_path / "sweep.png")
     with Image.open(tmp_path / "sweep.png") as picture:
         assert picture.format == "PNG"
         assert len(picture.convert("L").getcolors()) > 10
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_picture_has_a_line_for_each_strategy_over_the_lengths(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
+    draw(SWEPT["two settings"], tmp_path / "sweep.png")
+    draw(SWEPT["names"], tmp_path / "sweep.png")
+    lines, bars = (figure.axes[0] for figure in figures)
+    assert {line.get_label(): list(line.get_ydata()) for line in lines.lines} == {
+        "memo": [0.064, 0.128, 0.256],
+        "full_recompute": [0.064, 0.128, 0.256],
+    }
+    assert [label.get_text() for label in lines.get_xticklabels()] == ["64", "128", "256"]
+    assert not bars.lines and len(bars.patches) == 3
 
 
 def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
