@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_memo.launch import let_the_first_speak
+from lightning_memo.setting_names import check_appended, explain
 
 USER_ERROR_EXIT = 2
 _HYDRAS_OWN = ("_target_", "defaults")
@@ -44,6 +45,7 @@ def run_command(command: Callable[[], None]) -> None:
     # Hydra else prints several lines of its own, for bugs and mistakes alike, and ends with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        check_appended(sys.argv[1:], Path(config_dir()))
         command()
     except Exception as error:
         exit_for_user(error)
@@ -105,4 +107,6 @@ def _with_section(instantiation: str, message: str) -> str:
 
 def _one_line(error: BaseException) -> str:
     text = str(error).partition("Config search path")[0]  # where Hydra looked helps nobody choose an option
+    if isinstance(error, HydraException):
+        text = explain(text, Path(config_dir()))
     return textwrap.shorten(text, _LONGEST_MESSAGE, placeholder=" ...")
