@@ -59,6 +59,13 @@ def test_table_has_all_results_in_a_row():
     assert any("data.seq_len=9 failed: data.seq_len=9: too long" in line for line in lines)
 
 
+def test_table_says_why_results_are_missing():
+    shown = text(sweep_table([run(512, step_seconds=None, val_loss=None), run(256)]), width=120)
+    assert "step (s) -: the first 3 steps" in shown
+    assert "val loss -: no validation until trainer.max_steps" in shown
+    assert " -: " not in text(sweep_table([run(512)]))
+
+
 def test_summary_comes_back_as_it_was_written(tmp_path):
     for number, seq_len in ((10, 1), (9, 2)):
         run(seq_len).save(tmp_path / str(number))

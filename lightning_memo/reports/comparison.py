@@ -11,6 +11,11 @@ from rich.text import Text
 
 from lightning_memo.config import format_bytes, format_seconds
 
+_CAPTION = (
+    "Peaks lie above parameters and optimizer state; budgets hold these, too.\n"
+    "Timed one after another: what else the machine did is in the times."
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
@@ -29,7 +34,8 @@ def comparison_table(rows: Sequence[Measurement]) -> Table:
     Args:
         rows: the measurements, the baseline first.
     """
-    table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
+    table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")  # fits 80 columns
+    table.caption = Text(_CAPTION)
     table.add_column("", no_wrap=True)
     for name in ("step", "device peak", "host", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)

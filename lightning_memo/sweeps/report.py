@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.cli import exit_for_user
+from lightning_memo.step_stats import METERED_STEP
 from lightning_memo.summary import FILE_NAME, RunSummary
 from lightning_memo.sweeps import folder as sweep_folder
 from lightning_memo.sweeps.picture import draw
@@ -62,7 +63,7 @@ def load_runs(folder: Path) -> list[RunSummary]:
 
 
 def sweep_table(runs: Sequence[RunSummary]) -> Table:
-    """Returns one row per job, what was swept and the results, and below why jobs failed."""
+    """Returns one row per job, what was swept and the results, and below why jobs failed or lack results."""
     names = swept_settings(runs)
     table = Table(title="Sweep", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in names:
@@ -73,8 +74,13 @@ def sweep_table(runs: Sequence[RunSummary]) -> Table:
         values = [(column, column.value(run)) for column in COLUMNS]
         cells = ["-" if value is None else column.text(value) for column, value in values]
         table.add_row(*setting_values(run, names), *cells)
-    failures = [f"{_label(run, names)} failed: {run.message}" for run in runs if run.status == "failed"]
-    table.caption = Text("\n".join(failures)) if failures else None
+    notes = [f"{_label(run, names)} failed: {run.message}" for run in runs if run.status == "failed"]
+    done = [run for run in runs if run.status == "ok"]
+    if any(run.step_seconds is None for run in done):
+        notes.append(f"step (s) -: the first {METERED_STEP + 1} steps of a run are not timed")
+    if any(run.val_loss is None for run in done):
+        notes.append("val loss -: no validation until trainer.max_steps (trainer.val_check_interval)")
+    table.caption = Text("\n".join(notes)) if notes else None
     return table
 
 
