@@ -9,7 +9,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_memo.engine.find import find_hugging_face
-from lightning_memo.engine.lazy_inputs import depends_on_length
 
 
 def refuse_averaging(callbacks: Iterable[Callback]) -> None:
@@ -37,21 +36,6 @@ def refuse_gradient_checkpointing(model: nn.Module) -> None:
             "gradient checkpointing is on in the model, and MemoStrategy recomputes by itself: call "
             "model.gradient_checkpointing_disable(), or use MemoStrategy(alpha=0) for full recomputation"
         )
-
-
-def refuse_rotary_of_length(model: nn.Module) -> None:
-    """Where tokens are divided, no process sees the largest position, by which some models choose their frequencies.
-
-    Raises:
-        ValueError: The model's rotary tables depend on the length of the sequence.
-    """
-    for name, module in model.named_modules():
-        if depends_on_length(module):
-            raise ValueError(
-                f"context_parallel_size: {name} ({type(module).__name__}) makes rotary tables by the length of the "
-                "sequence (dynamic or longrope), of which each process sees a part: use tensor_parallel_size instead, "
-                "or another rope_scaling, like yarn"
-            )
 
 
 def tell_resting(compiled: Sequence[str]) -> None:

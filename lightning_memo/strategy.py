@@ -42,7 +42,6 @@ from lightning_memo.refusals import (
     refuse_averaging,
     refuse_gradient_checkpointing,
     refuse_liger_shards,
-    refuse_rotary_of_length,
     tell_fused_loss,
     tell_resting,
 )
@@ -350,8 +349,6 @@ class MemoStrategy(CheckpointingStrategy):
         assert isinstance(self.precision_plugin, MeshPrecision)
         if processes.sizes.tensor > 1:
             refuse_liger_shards(model)
-        if self.config.context_parallel_size > 1:
-            refuse_rotary_of_length(model)
         processes.divide_model(
             model,
             layers=lambda: list(find_layers(model, self.config.layers)[1]),

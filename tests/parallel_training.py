@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
+import transformers
 from families import FAMILIES, VOCABULARY
 from lightning.pytorch import Callback, LightningModule, Trainer
 from processes import run_in_processes
@@ -33,6 +34,7 @@ class Run:
     Attributes:
         family: Name in `FAMILIES`, or in `MODELS`.
         tokens: Length of the sequences.
+        lengths: Lengths of one batch after the other, and again; empty: all are of `tokens`.
         batch: Sequences of a batch, all data-parallel processes together.
         accumulate: Batches of an optimizer step.
         clip: Largest gradient norm; 0 for none.
@@ -44,6 +46,7 @@ class Run:
 
     family: str = "llama"
     tokens: int = 48
+    lengths: tuple[int, ...] = ()
     batch: int = 2
     accumulate: int = 1
     clip: float = 0.0
@@ -107,10 +110,32 @@ def _with_reference() -> nn.Module:
     return model
 
 
+# Rotary frequencies of these depend on the length of the sequence; they were trained on up to 24 tokens.
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
+_LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 2.5, 4.0, 6.0]}
+
+
 def _dynamic_rope() -> nn.Module:
-    """Its frequencies depend on the length of the sequence."""
-    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=scaling)
+    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=_DYNAMIC)
+
+
+def _dynamic_rope_of_some_layers() -> nn.Module:
+    by_layer = {"full_attention": _DYNAMIC, "sliding_attention": _LONG}
+    return FAMILIES["gemma3_mixed_windows"].build(max_position_embeddings=24, rope_parameters=by_layer)
+
+
+def _longrope() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.Phi3Config(
+        **sizes,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=96,
+        pad_token_id=0,
+        rope_parameters=_LONG,
+        use_cache=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -120,6 +145,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama_frozen_below": _frozen_below,
     "llama_with_reference": _with_reference,
     "llama_dynamic_rope": _dynamic_rope,
+    "gemma3_dynamic_rope": _dynamic_rope_of_some_layers,
+    "phi3_longrope": _longrope,
 }
 
 
@@ -168,12 +195,13 @@ class Texts(Dataset[dict[str, Tensor]]):
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         run, generator = self._run, torch.Generator().manual_seed(index)
-        ids = torch.randint(0, VOCABULARY, (run.tokens,), generator=generator)
-        ignored = torch.rand(run.tokens, generator=generator) < run.ignore * (1 + index % 3)
+        tokens = run.lengths[index // run.batch % len(run.lengths)] if run.lengths else run.tokens
+        ids = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+        ignored = torch.rand(tokens, generator=generator) < run.ignore * (1 + index % 3)
         item = {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
         if run.packed:
-            first = run.tokens // 3 + index % 5
-            item["position_ids"] = torch.cat([torch.arange(first), torch.arange(run.tokens - first)])
+            first = tokens // 3 + index % 5
+            item["position_ids"] = torch.cat([torch.arange(first), torch.arange(tokens - first)])
         return item
 
 

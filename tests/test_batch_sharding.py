@@ -80,7 +80,8 @@ def test_parts_make_up_the_whole(ring, ulysses, shards, tokens):
         whole = together(parts, name)
         assert torch.equal(whole[:, :tokens], batch[name])
         assert not whole[:, tokens:].any()
-    assert torch.equal(together(parts, "position_ids"), torch.arange(padded)[None])
+    assert torch.equal(together(parts, "position_ids"), torch.arange(padded).clamp_max(tokens - 1)[None])
+    assert {layout.largest_position for _, layout in parts} == {tokens - 1}
     shifted = together(parts, "shift_labels")
     assert torch.equal(shifted[:, : tokens - 1], batch["labels"][:, 1:])
     assert (shifted[:, tokens - 1 :] == -100).all()
@@ -251,9 +252,10 @@ def test_packed_documents():
     parts = shard_all(batch, sharders(ring=2))
     assert {layout.documents for _, layout in parts} == {((0, 3, 8), (0,))}
     assert together(parts, "position_ids").tolist() == [
-        [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3],  # padding goes on with the last document
-        [*range(12)],
+        [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 2],  # padding belongs to the last document
+        [*range(11), 10],
     ]
+    assert {layout.largest_position for _, layout in parts} == {10}
 
 
 def test_positions_of_one_row_hold_for_all():

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import peft
 import pytest
 import torch
-import transformers
 from families import FAMILIES, make_batch
 from harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -194,20 +193,6 @@ def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, 
         with pytest.raises(ValueError, match=message):
             under_test.model(**make_batch(2, 61) | arguments)
         under_test.assert_empty()
-
-
-def test_rotary_tables_that_depend_on_the_length_are_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**settings, vocab_size=96, rope_parameters=rope, max_position_embeddings=32)
-    model, batch = transformers.AutoModelForCausalLM.from_config(config).train(), make_batch(2, 61)
-    with EngineUnderTest(model, "slice", slice_tokens=8, host_backed="all") as under_test:
-        with pytest.raises(ValueError, match="rotary tables that depend on the length"):
-            model(**batch)
-        under_test.assert_empty()
-    plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, slice_tokens=8, host_backed="all") as under_test:
-        assert_as_good(model, batch, under_test.profile_step(batch), plain)
 
 
 def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

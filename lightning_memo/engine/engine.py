@@ -30,6 +30,7 @@ from lightning_memo.engine.memory import SlotMemory
 from lightning_memo.engine.probe import LayerTraits
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.recorder import StepRecorder, Subject
+from lightning_memo.engine.rotary import attach_rotary
 from lightning_memo.engine.run import LayerCall, LayerRun
 from lightning_memo.engine.schedule import run_layer_schedule, run_nested, run_without_backward
 from lightning_memo.engine.sequence import SequenceRun, SlicedModel
@@ -129,6 +130,7 @@ class Engine:
         for layer in self.layers:
             self._undo.append(replace_forward(layer, self._run))
         self._undo += attach_attention(self._model)
+        self._undo += attach_rotary(self._model, self.layers)
         if self.wishes.states_on_host:
             self._undo += attach_lazy_inputs(self._model, self.wishes.slice_tokens or 1)
         if self.wishes.schedule == "slice":

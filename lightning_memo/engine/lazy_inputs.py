@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor
 from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.layer_forward import replace_forward
 from lightning_memo.engine.lazy_tensor import LazyTensor
+from lightning_memo.engine.rotary import depends_on_length, is_rotary
 from lightning_memo.engine.rows import ComputedRows
 from lightning_memo.engine.token_local import Forward, GradientSums, TokenLocal, chunks
-
-# Kinds of rotary tables whose frequencies depend on how long a sequence is: those of a part would be others.
-_DEPENDING = ("dynamic", "longrope")
 
 
 def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None]]:
@@ -31,7 +29,7 @@ def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None
         embedding = host.get_input_embeddings()
         if isinstance(embedding, nn.Embedding) and not embedding.sparse:
             undo.append(replace_forward(embedding, _Embed(longest)))
-            undo += [replace_forward(m, _rotate) for m in host.modules() if _is_rotary(m)]
+            undo += [replace_forward(m, _rotate) for m in host.modules() if is_rotary(m)]
     return undo
 
 
@@ -86,16 +84,6 @@ def _rotate(
         return LazyTensor(ComputedRows(compute), shape, t.dtype, t.device, x.at_once)
 
     return tuple(table(n, t) for n, t in enumerate(forward(like, position_ids[:1, :1], *args, **kwargs)))
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    return any(kind.__name__.endswith("RotaryEmbedding") for kind in type(module).__mro__)
-
-
-def depends_on_length(module: nn.Module) -> bool:
-    """Whether a module makes rotary tables that are others in a longer sequence."""
-    kinds = getattr(module, "rope_type", "default")
-    return any(kind in _DEPENDING for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
 def _joined(t: Tensor, ranges: Sequence[range]) -> Tensor:

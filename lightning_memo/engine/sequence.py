@@ -31,8 +31,8 @@ from lightning_memo.engine.unit import Handle, Unit
 from lightning_memo.kernels import RngState
 from lightning_memo.kernels.attention import sums_dtype
 from lightning_memo.parallel.data import as_one_forward
-from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout
+from lightning_memo.parallel.positions import largest_position, packed_documents
 from lightning_memo.planner.slices import TokenRange
 
 if TYPE_CHECKING:
@@ -158,8 +158,10 @@ class _Step:
         self._engine, self._forward = engine, forward
         self._inputs, self._count, self._factor = without_labels(inputs)
         self._labels, self._shifted = inputs.get("labels"), inputs.get("shift_labels")
-        self._layout = TokenLayout(tokens.shape[1], documents=packed_documents(inputs, tokens.shape[0]))
-        self._batch = tokens.shape[0]
+        self._batch, length = tokens.shape[:2]
+        self._layout = TokenLayout(
+            length, documents=packed_documents(inputs, self._batch), largest_position=largest_position(inputs, length)
+        )
         self._ends: list[tuple[LayerRun, Tensor, Unit, Handle]] = []
         self._arguments: list[SliceArguments] = []
         self.output_type: type[Any] = type(None)

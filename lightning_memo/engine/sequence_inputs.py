@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.attach import right_padded_lengths
-from lightning_memo.engine.lazy_inputs import depends_on_length
 from lightning_memo.kernels.transfer import sent
 
 IGNORED = -100
@@ -50,11 +49,6 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
     cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f'{name} got keys and values of a prefix: schedule="slice" has no place for them; use "layer"')
-    if any(depends_on_length(m) for m in model.modules()):
-        raise ValueError(
-            f"{name} has rotary tables that depend on the length of the sequence, which no slice knows: use "
-            'schedule="layer"'
-        )
     if embeds is not None and embeds.requires_grad:
         raise ValueError(
             f'{name} got inputs_embeds that are trained: schedule="slice" takes input_ids or embeddings without '

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attach import right_padded_lengths
 from lightning_memo.engine.find import find_hugging_face
-from lightning_memo.parallel.documents import packed_documents
 from lightning_memo.parallel.layout import TokenLayout, multiple
+from lightning_memo.parallel.positions import largest_position, packed_documents
 
 IGNORED = -100
 """The label of a token that has no part in the loss."""
@@ -99,7 +99,7 @@ class BatchSharder:
         positions = batch.get("position_ids")
         if positions is None:
             positions = torch.arange(tokens, device=device)[None]
-        part["position_ids"] = _continued(positions, layout.tokens).index_select(1, order)
+        part["position_ids"] = _held(positions, layout.tokens).index_select(1, order)
         if targets is not None:
             part["shift_labels"] = cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:
@@ -125,6 +125,7 @@ class BatchSharder:
             outside=self.slices_outside,
             documents=packed_documents(batch, rows),
             lengths=lengths,
+            largest_position=largest_position(batch, tokens),
         )
 
     def _targets(self, batch: Batch, rows: int, tokens: int) -> Tensor | None:
@@ -282,7 +283,6 @@ def _check_tensors(batch: Batch, rows: int, tokens: int) -> None:
             )
 
 
-def _continued(positions: Tensor, tokens: int) -> Tensor:
-    """Positions `[batch or 1, tokens]` padded on the right, counting on: a jump would begin a document."""
-    missing = torch.arange(1, tokens - positions.shape[1] + 1, device=positions.device, dtype=positions.dtype)
-    return torch.cat([positions, positions[:, -1:] + missing], 1)
+def _held(positions: Tensor, tokens: int) -> Tensor:
+    """Positions `[batch or 1, tokens]` padded on the right by the last one: tables of positions may end there."""
+    return torch.cat([positions, positions[:, -1:].expand(-1, tokens - positions.shape[1])], 1)

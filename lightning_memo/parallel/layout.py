@@ -51,6 +51,7 @@ class TokenLayout:
             each of them cuts its own tokens.
         documents: Of each batch row the positions at which documents start, the first at 0; `None`: one document a row.
         lengths: Valid tokens of each batch row (right padding); `None` when all are.
+        largest_position: Of the batch, padding aside, by which some rotary frequencies go; `None`: `tokens - 1`.
 
     Raises:
         ValueError: Numbers that do not go together; the text names them.
@@ -66,6 +67,7 @@ class TokenLayout:
     outside: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
     lengths: tuple[int, ...] | None = None
+    largest_position: int | None = None
 
     def __post_init__(self) -> None:
         self._check_ranks()

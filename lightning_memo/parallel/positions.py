@@ -1,4 +1,4 @@
-"""Documents that were packed into one row of a batch."""
+"""What the positions of a batch tell: which documents were packed into a row, and how far positions go."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ..
         return None
     starts = tuple((0, *(row.nonzero()[:, 0] + 1).tolist()) for row in jumps)
     return starts * (rows // len(starts))
+
+
+def largest_position(batch: Mapping[str, Any], tokens: int) -> int:
+    """The largest position of a batch; without `position_ids`, tokens are counted from 0."""
+    positions = batch.get("position_ids")
+    return tokens - 1 if positions is None else int(positions.max())
