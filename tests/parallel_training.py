@@ -110,18 +110,18 @@ def _with_reference() -> nn.Module:
     return model
 
 
-# Rotary frequencies of these depend on the length of the sequence; they were trained on up to 24 tokens.
+# Frequencies that depend on the length of the sequence, of models that know 24 tokens; configurations change the dicts.
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 _LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 2.5, 4.0, 6.0]}
 
 
 def _dynamic_rope() -> nn.Module:
-    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=_DYNAMIC)
+    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=dict(_DYNAMIC))
 
 
 def _dynamic_rope_of_some_layers() -> nn.Module:
-    by_layer = {"full_attention": _DYNAMIC, "sliding_attention": _LONG}
+    by_layer = {"full_attention": dict(_DYNAMIC), "sliding_attention": dict(_LONG)}
     return FAMILIES["gemma3_mixed_windows"].build(max_position_embeddings=24, rope_parameters=by_layer)
 
 
@@ -132,7 +132,8 @@ def _longrope() -> nn.Module:
         vocab_size=VOCABULARY,
         max_position_embeddings=96,
         pad_token_id=0,
-        rope_parameters=_LONG,
+        original_max_position_embeddings=24,
+        rope_parameters=dict(_LONG),
         use_cache=False,
     )
     return transformers.AutoModelForCausalLM.from_config(config)
