@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from families import VOCABULARY
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from parallel_training import LR, Keep, Run, Texts
@@ -200,11 +202,17 @@ def _errors_of_misuse() -> list[str]:
             _fit(module, settings, max_steps=1, callbacks=callbacks)
         except ValueError as error:
             errors.append(str(error))
-    try:
-        _fit(OwnForward(RUN.family, lr=LR), {"context_parallel_size": 2}, max_steps=1)
-    except ValueError as error:
-        errors.append(str(error))
+    for other in (OwnForward(RUN.family, lr=LR), OwnPositions(RUN.family, lr=LR), LanguageModel(_with_alibi, lr=LR)):
+        try:
+            _fit(other, {"context_parallel_size": 2}, max_steps=1)
+        except ValueError as error:
+            errors.append(str(error))
     return errors
+
+
+def _with_alibi() -> nn.Module:
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 class OwnForward(LanguageModel):
@@ -215,10 +223,21 @@ class OwnForward(LanguageModel):
         return self.model(input_ids=torch.arange(32)[None]).logits.mean()
 
 
+class OwnPositions(LanguageModel):
+    """Counts the tokens that it gets, which are some of a sequence."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        positions = torch.arange(batch["input_ids"].shape[1])[None]
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"], position_ids=positions).loss
+
+
 def test_misuse_is_told_in_one_line() -> None:
     for errors in run_in_processes(2, _errors_of_misuse):
-        divided, averaging, own = errors
+        divided, averaging, own, positions, alibi = errors
         assert "divided this module as dp2-cp1-tp1-zero1" in divided and "dp2-cp1-tp1-zero3" in divided
         assert "WeightAveraging" in averaging and "one process" in averaging
         assert "a forward of 32 tokens" in own and "the batches that the steps get" in own
+        assert "position_ids that are not the batch's" in positions and "leave them out" in positions
+        assert "computes attention itself" in alibi and "train it with context_parallel_size=1" in alibi
         assert not any("\n" in error for error in errors)

@@ -185,6 +185,7 @@ def test_longer_batches_after_one_without_slices_are_profiled() -> None:
     [
         ("mixtral", {"output_router_logits": True}, "auxiliary loss"),
         ("llama", {"labels": None}, "got no labels"),
+        ("llama", {"position_ids": torch.zeros(3, 2, 61)}, r"got position_ids \[3, 2, 61\]"),
         ("llama", {"input_ids": None, "inputs_embeds": torch.zeros(2, 61, 32, requires_grad=True)}, "inputs_embeds"),
     ],
 )

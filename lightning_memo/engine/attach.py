@@ -41,6 +41,26 @@ class MaskPattern:
     lengths: tuple[int, ...] | None = None
     documents: Documents | None = None
 
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        """Raises for arithmetic of a model that adds its masks itself."""
+        raise _used_as_mask()
+
+    def __getitem__(self, _: Any) -> Any:
+        raise _used_as_mask()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise _used_as_mask()
+
+
+def _used_as_mask() -> ValueError:
+    return ValueError(
+        "the model computes attention itself (as those with ALiBi and older ones do), from a mask of tokens by tokens "
+        "that is not built: train it with context_parallel_size=1 and sequence_parallel=False"
+    )
+
 
 def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
     """Make every Hugging Face model inside `model` call the engine's attention; returns what undoes it.

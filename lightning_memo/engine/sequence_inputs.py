@@ -49,6 +49,12 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
     cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f'{name} got keys and values of a prefix: schedule="slice" has no place for them; use "layer"')
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise ValueError(
+            f'{name} got position_ids {list(positions.shape)}: schedule="slice" takes those of text, [batch, tokens]; '
+            'use schedule="layer"'
+        )
     if embeds is not None and embeds.requires_grad:
         raise ValueError(
             f'{name} got inputs_embeds that are trained: schedule="slice" takes input_ids or embeddings without '

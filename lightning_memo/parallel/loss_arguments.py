@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memo.engine.intercept import current_layout
 
@@ -45,4 +45,17 @@ class LossArguments:
                 f"{type(model).__name__} is given labels that are not the batch's, which were shifted before the batch "
                 'was divided: pass batch["labels"] as it is, or compute the loss from logits and batch["shift_labels"]'
             )
+        positions = kwargs.get("position_ids")
+        if cut and positions is not None and not _same(positions, batch.get("position_ids")):
+            raise ValueError(
+                f"{type(model).__name__} is given position_ids that are not the batch's, which are of this process's "
+                "tokens: leave them out, or have the loader put position_ids [batch, tokens] into the batch"
+            )
         return args, kwargs | {name: batch[name] for name in names}
+
+
+def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
+    """Whether positions are those of a batch, maybe repeated for all its rows."""
+    if of_batch is None or positions is of_batch:
+        return True
+    return positions.shape[-1] == of_batch.shape[-1] and bool((positions == of_batch).all())
