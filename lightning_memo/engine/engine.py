@@ -111,7 +111,7 @@ class Engine:
         self._divided = context is not None or shards > 1
         self.wishes = Wishes(schedule, slice_tokens, host_backed, self._divided, by_kind)
         self.attention = AttentionKernels(attention, context, self.slices_outside, ranks)
-        self.kinds = LayerKinds(self.attention.backend, self.wishes)
+        self.kinds = LayerKinds(self.layers, self.attention.backend, self.wishes)
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
         self._reader: BlockReader | None = None
         self.sequence: SequenceRun | None = None
@@ -311,7 +311,7 @@ class Engine:
         swap = self.swap.streamed or index < self.swap.calls - RESIDENT_CALLS
         run = LayerRun(
             self, call, x, index, slices, self.memory, swap, self.swap.streamed,
-            spill_bytes=self.swap.bytes_to_spill(index),
+            spill_bytes=self.swap.bytes_to_spill(index), changing=traits.changing,
         )  # fmt: skip
         self.begin(run)
         nested = not run.whole and "nest" in (self.wishes.schedule, traits.schedule)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memo.engine.attach import collecting_nothing
 from lightning_memo.engine.intercept import current_layout
 from lightning_memo.engine.probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.run import LayerCall
+from lightning_memo.engine.scales import refuse_changing_scales, why_scaled_together
 from lightning_memo.engine.wishes import Wishes
 from lightning_memo.plan import Schedule
 
 
 class LayerKinds:
-    """Looks at layers before they run: layers with parameters of the same names and shapes are of one kind.
+    """Looks at layers before they run: of one kind are layers of the same modules, with parameters of the same shapes.
 
     Args:
+        layers: The layers. If one of them cannot be cut because of its scales, all run as one slice.
         backend_of: Gives the attention kernel.
         wishes: Which schedule was asked for, and how many tokens may be on the device.
 
@@ -25,7 +27,9 @@ class LayerKinds:
         agreed: What some process found out about its layers.
     """
 
-    def __init__(self, backend_of: BackendOf, wishes: Wishes) -> None:
+    def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, wishes: Wishes) -> None:
+        self._layers = layers
+        self._why_scaled: str | None = None
         self._backend_of = backend_of
         self._wishes = wishes
         self.agreed = LayerTraits("", "layer")
@@ -38,6 +42,7 @@ class LayerKinds:
     def forget(self) -> None:
         """Sizes of attention, and whether there are tokens to cut, differ in another batch."""
         self._traits.clear()
+        self._why_scaled = None
 
     def agree(self, why_whole: str, schedule: str) -> None:
         """Take over what some process found out about its layers, so that all run alike."""
@@ -59,14 +64,17 @@ class LayerKinds:
         """What a layer allows.
 
         Raises:
-            ValueError: Its tokens may meet outside of attention, and are divided over processes.
+            ValueError: Its tokens may meet outside of attention, and are divided over processes; or it cannot run more
+                than once.
         """
+        refuse_changing_scales(call.layer)
         shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
         # A single token says nothing about longer sequences.
-        kind = (type(call.layer), call.layer.training, call.tokens < 2, shapes)
+        modules = tuple((name, type(m), *m._buffers) for name, m in call.layer.named_modules())
+        kind = (modules, call.layer.training, call.tokens < 2, shapes)
         if kind not in self._traits:
             with collecting_nothing():
-                traits = probe_layer(call, x, self._backend_of, self._wishes.probed_tokens)
+                traits = probe_layer(call, x, self._backend_of, self._wishes.probed_tokens, self._scaled_together())
             if traits.may_mix and current_layout() is not None and self._wishes.divided:
                 raise ValueError(
                     f"{traits.why_whole}, and the tokens of a sequence are divided over processes: train this model "
@@ -74,3 +82,8 @@ class LayerKinds:
                 )
             self._traits[kind] = traits
         return self._traits[kind]
+
+    def _scaled_together(self) -> str:
+        if self._why_scaled is None:
+            self._why_scaled = next(filter(None, map(why_scaled_together, self._layers)), "")
+        return self._why_scaled

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.forward_state import ForwardState
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.run import LayerCall
 from lightning_memo.engine.slices import take_tokens
@@ -35,6 +36,7 @@ class LayerTraits:
         tokens: Tokens that were looked at.
         key_value_gradient_bytes: Of their gradients, in the dtype in which those are added up.
         may_mix: Whether tokens may meet outside of attention.
+        changing: Names of the buffers that a forward changes.
     """
 
     why_whole: str
@@ -43,6 +45,7 @@ class LayerTraits:
     tokens: int = 1
     key_value_gradient_bytes: int = 0
     may_mix: bool = False
+    changing: tuple[str, ...] = ()
 
 
 class _Recorder:
@@ -88,14 +91,26 @@ class _Recorder:
 
 
 @torch.no_grad()
-def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
-    """Run a layer whole and in two slices, without gradients, and compare; `longest`: on so many tokens at most.
+def probe_layer(
+    call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None, why_scaled: str = ""
+) -> LayerTraits:
+    """Run a layer whole, again, and in two slices, without gradients, and compare; the layer is left as it was.
 
     Attention is answered from the whole run, so that what is compared is everything else: a layer that mixes tokens
     outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices.
+
+    Args:
+        call: The layer and its arguments.
+        x: Its input.
+        backend_of: Gives the attention kernel.
+        longest: Most tokens to look at; `None`: no limit.
+        why_scaled: Why its tokens are known to meet in scales; empty if they are not.
+
+    Raises:
+        ValueError: It gives another output for the same input.
     """
     recorder = _Recorder(backend_of)
-    present = RngState.capture(x.device)
+    present, state = RngState.capture(x.device), ForwardState(call.layer)
     try:
         tokens = min(call.tokens, longest or call.tokens)
         x = x.narrow(call.token_dim, 0, tokens)
@@ -103,17 +118,46 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
         with handling(recorder.whole), call.mode(whole_range):
             whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
         after = RngState.capture(x.device)
+        changing = state.changed()
+
+        def rewind() -> None:
+            present.restore()
+            state.restore(changing)
+
+        _check_repeats(call, x, recorder, whole, rewind)
         sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
-        mixes = _why_it_may_mix(call, x, recorder, whole, present, after)
-        why = mixes or _why_whole(call, recorder, after, sliceable)
+        mixes = why_scaled or _why_it_may_mix(call, x, recorder, whole, rewind, after)
+        why = mixes or _why_whole(call, recorder, after, sliceable, changing)
         schedule = "layer" if sliceable else "nest"
-        return LayerTraits(why, schedule, tuple(recorder.saved), tokens, recorder.gradient_bytes, bool(mixes))
+        saved = tuple(recorder.saved)
+        return LayerTraits(why, schedule, saved, tokens, recorder.gradient_bytes, bool(mixes), changing)
     finally:
+        state.restore(state.changed())
         present.restore()
 
 
+def _check_repeats(call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None]) -> None:
+    """Run a layer once more, from the same state, with known attention.
+
+    Raises:
+        ValueError: It gives another output. So would a recomputation, and gradients would be wrong.
+    """
+    tokens = x.shape[call.token_dim]
+    everything = TokenRange(0, tokens, Action.KEEP)
+    same = False
+    rewind()
+    with handling(recorder.part(everything, tokens)), call.mode(everything), contextlib.suppress(StopIteration):
+        same = _same(_hidden(call.run(x.clone(), everything)), whole, x)
+    if not same:
+        raise ValueError(
+            f"{type(call.layer).__name__} gives another output for the same input: its forward depends on something "
+            "besides inputs, weights, buffers and torch's random state (a counter, a generator of its own): make it a "
+            "function of these, or train this model without MemoStrategy"
+        )
+
+
 def _why_it_may_mix(
-    call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, start: RngState, after: RngState
+    call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None], after: RngState
 ) -> str:
     """Why tokens may meet outside of attention; empty if two halves of them gave what the whole did.
 
@@ -127,7 +171,7 @@ def _why_it_may_mix(
     middle = tokens // 2
     outputs = []
     for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, tokens, Action.KEEP)):
-        start.restore()
+        rewind()
         try:
             with handling(recorder.part(part, tokens)), call.mode(part), contextlib.suppress(StopIteration):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
@@ -138,11 +182,15 @@ def _why_it_may_mix(
     return "" if same else f"{name} mixes tokens outside attention"
 
 
-def _why_whole(call: LayerCall, recorder: _Recorder, after: RngState, sliceable: bool) -> str:
+def _why_whole(
+    call: LayerCall, recorder: _Recorder, after: RngState, sliceable: bool, changing: tuple[str, ...]
+) -> str:
     """Why a layer whose tokens meet in attention only has to run as one slice; empty if it may be cut."""
     name = type(call.layer).__name__
     if call.tokens < 2:
         return f"{name} got a single token"
+    if changing:
+        return f"{name} changes its buffer {changing[0]} in each forward"
     if not sliceable and len(recorder.specs) > 1:
         return f"{name} calls attention {len(recorder.specs)} times, not all causal"
     if not recorder.draws_alike(after):
@@ -164,6 +212,7 @@ def _same(joined: Tensor, whole: Tensor, x: Tensor) -> bool:
     if joined.shape != whole.shape:
         return False
     exact = whole.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+    joined, whole, x = joined.nan_to_num(), whole.nan_to_num(), x.nan_to_num()
     added = whole - x if whole.shape == x.shape else whole
     largest = added.abs().max().clamp_min(torch.finfo(added.dtype).tiny)
     return float((joined - whole).abs().max() / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)

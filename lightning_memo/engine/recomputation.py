@@ -77,6 +77,7 @@ class _Recomputation:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
             stack.enter_context(run.rng_start.replayed())
+            stack.enter_context(run.state.replayed())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(run.autocast())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.attention import AttentionCore
 from lightning_memo.engine.checked import What
+from lightning_memo.engine.forward_state import ForwardState
 from lightning_memo.engine.intercept import LayerMode
 from lightning_memo.engine.kept import KeptTensors
 from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor, read_parts
@@ -87,6 +88,7 @@ class LayerRun:
         key: Position among the layer calls that are alive, of all slices of a sequence; `None`: `index`.
         spill_bytes: How much of the slot is for the disk: all of it, unless slices name the places of kinds.
         measured: Whether whoever measures is told of the call.
+        changing: Buffers that the layer's forward changes.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class LayerRun:
         key: int | None = None,
         spill_bytes: int = 0,
         measured: bool = True,
+        changing: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self._measured = measured
@@ -128,6 +131,7 @@ class LayerRun:
             self.x = self.store_copy(self.unit, "input", local_part(x.detach()))
         self.x_requires_grad = x.requires_grad
         self.rng_start = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
+        self.state = ForwardState(call.layer, changing)
         self.slices = tuple(slices)
         self._all_slices = self.slices if sequence is None else sequence.slices
         self.cores: list[Core] = [] if sequence is None else sequence.cores(call.layer)

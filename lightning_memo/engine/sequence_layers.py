@@ -12,6 +12,7 @@ from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.engine.intercept import set_layout
 from lightning_memo.engine.recorder import Subject
 from lightning_memo.engine.run import LayerCall, LayerRun
+from lightning_memo.engine.scales import why_scaled_together
 from lightning_memo.engine.schedule import run_last_layer, run_layer_schedule
 from lightning_memo.engine.sequence import SequenceRun
 from lightning_memo.parallel.batch import takes_loss_arguments
@@ -39,6 +40,8 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
             f'schedule="slice" shifts labels and counts tokens once for all slices, and the forward of '
             f'{type(found).__name__} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
         )
+    if why := why_scaled_together(found):
+        raise ValueError(f'schedule="slice" runs the model slice after slice, but {why}: use schedule="layer"')
     return found
 
 
@@ -76,7 +79,11 @@ def run_slice(engine: Engine, sequence: SequenceRun, call: LayerCall, x: Tensor,
     index = alive % len(engine.layers)
     engine.mark(alive, "forward_begin", Subject(index, sequence.index))
     if sequence.index == 0:  # the last slice may have a single token, which says nothing
-        engine.kinds.of(call, x)
+        traits = engine.kinds.of(call, x)
+        if traits.why_whole and call.tokens > 1:
+            raise ValueError(
+                f'schedule="slice" runs layers slice after slice, but {traits.why_whole}: use schedule="layer"'
+            )
     assert engine.memory is not None
     sequence.enter(call, engine.memory)
     if engine.profile is not None and sequence.index == 0:

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.sharded import local_part
+from lightning_memo.engine.wrapped import plain_parts
 
 _LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view of it, and some room
 
 
-def _storage(t: Tensor) -> int:
-    return local_part(t).untyped_storage()._cdata
+def _storages(t: Tensor) -> set[int]:
+    return {part.untyped_storage()._cdata for part in plain_parts(t)}
 
 
 class SharedTensors:
@@ -32,15 +32,15 @@ class SharedTensors:
     def __init__(self, layer: nn.Module, arguments: Any, x: Tensor | None) -> None:
         tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
         weights = list(layer.parameters())
-        self._storages = {_storage(t) for t in [*tensors, *weights, *layer.buffers()]}
+        self._storages = set().union(*(_storages(t) for t in [*tensors, *weights, *layer.buffers()]))
         if x is not None:
-            self._storages.discard(_storage(x))
+            self._storages -= _storages(x)
         self.frozen = any(not w.requires_grad for w in weights)
 
     def __contains__(self, t: Tensor) -> bool:
         if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
             return True
-        if _storage(t) in self._storages:
+        if _storages(t) <= self._storages:
             return True
         return self._is_made_of_a_weight(t)
 

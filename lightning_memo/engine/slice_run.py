@@ -21,6 +21,7 @@ from lightning_memo.engine.sharded import ShardedHandle, local_part
 from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.unit import Handle, KeysValues
 from lightning_memo.engine.weight_copies import WeightCopy
+from lightning_memo.engine.wrapped import WrappedHandle, is_opaque, is_wrapped, plain_parts
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.slices import Action, TokenRange
 
@@ -83,16 +84,29 @@ class SliceRun:
 
     def pack(self, t: Tensor) -> Handle:
         run, local = self.run, local_part(t)
-        known = self._find(local) if local.numel() else None
+        wrapped = is_wrapped(local)
+        known = self._find(local) if local.numel() and not wrapped else None
         if known is None and run.stays(t):
-            return run.shared_handle(t)
+            return t if wrapped else run.shared_handle(t)
         if self.action is Action.RECOMPUTE:
             if known is None and run.profile is not None:
-                run.profile.recomputed(run.index, local, run.call.layer)
+                for part in plain_parts(local):
+                    run.profile.recomputed(run.index, part, run.call.layer)
             self.saved += 1
             return self.saved - 1
-        handle = known if known is not None else self.store("other", local)
+        handle = known if known is not None else self._store_parts(local) if wrapped else self._store_other(local)
         return ShardedHandle.of(t, handle) if isinstance(t, DTensor) else handle
+
+    def _store_parts(self, t: Tensor) -> WrappedHandle:
+        return WrappedHandle.of(t, lambda part: self._store_parts(part) if is_wrapped(part) else self._store_part(part))
+
+    def _store_part(self, part: Tensor) -> Handle:
+        """Store a part of a tensor: parts may be other tensors' bytes, or weights' (views of quantised ones)."""
+        known = self._find(part) if part.numel() else None
+        return known if known is not None else part if self.run.stays(part) else self._store_other(part)
+
+    def _store_other(self, t: Tensor) -> Handle:
+        return t.detach() if is_opaque(t) else self.store("other", t)
 
     def unpack(self, handle: Handle) -> Tensor:
         if isinstance(handle, int):

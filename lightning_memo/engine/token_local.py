@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from lightning_memo.engine.lazy_tensor import LazyTensor, read_rows
 from lightning_memo.engine.sharded import ShardedHandle, local_part
+from lightning_memo.engine.wrapped import plain_parts
 
 Forward = Callable[[Tensor], Any]
 
@@ -121,7 +122,7 @@ def noting_saved(addresses: set[int]) -> Iterator[None]:
     """Inside, the storages of all tensors that a graph keeps for its backward are added to `addresses`."""
 
     def note(t: Tensor) -> Tensor:
-        addresses.add(local_part(t).untyped_storage().data_ptr())
+        addresses.update(part.untyped_storage().data_ptr() for part in plain_parts(t))
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):

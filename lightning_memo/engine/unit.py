@@ -17,13 +17,14 @@ from lightning_memo.engine.sharded import ShardedHandle
 from lightning_memo.engine.slice_arguments import ParkedView
 from lightning_memo.engine.slot import Slot, Stored
 from lightning_memo.engine.weight_copies import WeightCopy
+from lightning_memo.engine.wrapped import WrappedHandle
 
 if TYPE_CHECKING:
     from lightning_memo.engine.engine import Engine
 
 # A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share,
-# the weight that it is a copy of, or its number in a replay.
-Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | int
+# the weight that it is a copy of, those of its parts, or its number in a replay.
+Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
 
 
 class Unit:
@@ -87,6 +88,8 @@ class Unit:
             return handle
         if isinstance(handle, ShardedHandle):
             return handle.wrap(self.load(handle.local))
+        if isinstance(handle, WrappedHandle):
+            return handle.wrap(self.load)
         self.begin_backward()
         t = self.peek(handle)
         if self.checks is not None:

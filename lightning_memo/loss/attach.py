@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memo.engine.find import find_hugging_face, find_layers
 from lightning_memo.engine.layer_forward import replace_forward
+from lightning_memo.engine.scales import why_scaled_together
 from lightning_memo.engine.token_local import Forward, chunk_tokens_of
 from lightning_memo.loss.chunked_module import attach_chunks
 from lightning_memo.loss.lazy_logits import LazyLogits
@@ -25,7 +27,8 @@ def attach_chunked_loss(
 ) -> list[Callable[[], None]]:
     """Give every Hugging Face model inside `model` lazy logits, and its last norm in chunks; returns what undoes it.
 
-    Calls of no more tokens than a chunk run as they are, bit for bit.
+    Calls of no more tokens than a chunk run as they are, bit for bit. A head that cannot run in chunks is left alone,
+    which is told.
 
     Args:
         model: What is trained; other models in it are left as they are.
@@ -39,6 +42,12 @@ def attach_chunked_loss(
         head = getattr(host, "get_output_embeddings", lambda: None)()
         weight = getattr(head, "weight", None)
         if not isinstance(head, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
+            continue
+        if why := why_scaled_together(head):
+            rank_zero_warn(
+                f"MemoStrategy: the logits of all tokens are computed at once, because {why}: leave the head in higher "
+                "precision, or set loss_chunk_tokens=None"
+            )
             continue
         vocabulary, hidden = weight.shape
         tokens = chunk_tokens

@@ -1,0 +1,66 @@
+"""Layers that compute in 8 bits or fewer, by modules of other packages: which tokens have a part in their scales?"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+# Where torchao's configuration says how a tensor of tokens is cast.
+_CASTS_OF_TOKENS = (
+    "cast_config_input", "cast_config_grad_output", "cast_config_input_for_grad_weight",
+    "cast_config_grad_output_for_grad_weight",
+)  # fmt: skip
+_STATE_OF_TRANSFORMER_ENGINE = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+
+
+def why_scaled_together(module: nn.Module) -> str:
+    """Why some of the tokens cannot be computed without the others; empty if they can.
+
+    Half precision hides it from a comparison: fp8 rounds as coarsely as a few operations in bf16.
+    """
+    for name, m in module.named_modules():
+        if _package(m) == "torchao" and _scales_tensors(getattr(m, "config", None)):
+            where = f"{name} of {type(module).__name__}" if name else type(module).__name__
+            return (
+                f'{where} has one float8 scale for all tokens (torchao\'s recipe "tensorwise"; with "rowwise" or '
+                '"rowwise_with_gw_hp" each token has its own)'
+            )
+    return ""
+
+
+def refuse_changing_scales(module: nn.Module) -> None:
+    """Refuse TransformerEngine's modules where they compute in FP8.
+
+    They keep scales and maxima outside of buffers and change them in each forward. A recomputation would do so again,
+    and would not be in FP8 where their autocast is over by then.
+
+    Raises:
+        ValueError: See above.
+    """
+    for m in module.modules():
+        if _package(m) == "transformer_engine" and _transformer_engine_is_in_fp8():
+            raise ValueError(
+                f"{type(m).__name__} of {type(module).__name__} is TransformerEngine's and computes in FP8, which "
+                "changes its scales in each forward, but MemoStrategy runs layers more than once: leave its autocast "
+                "out, or take torchao's float8 training"
+            )
+
+
+def _scales_tensors(config: Any) -> bool:
+    """Whether a configuration of torchao's float8 has one scale for a whole tensor of tokens."""
+    casts = [cast for cast in (getattr(config, name, None) for name in _CASTS_OF_TOKENS) if cast is not None]
+    return any(cast.scaling_type.name != "DISABLED" and cast.scaling_granularity.name == "TENSORWISE" for cast in casts)
+
+
+def _transformer_engine_is_in_fp8() -> bool:
+    for name in _STATE_OF_TRANSFORMER_ENGINE:  # the second one before 2.9
+        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is not None:
+            return bool(manager.is_fp8_enabled())
+    return False
+
+
+def _package(m: nn.Module) -> str:
+    return type(m).__module__.partition(".")[0]
