@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+QUANTIZED := $(CURDIR)/$(VENV)/quantized
+QUANTIZED_TESTS := tests/test_quantised.py tests/test_float8.py
 
 .PHONY: demo test lint docs bench-cpu cuda-headers
 
@@ -12,7 +14,8 @@ demo: $(INSTALLED)
 
 # One thread per worker: the tests compare numbers bit by bit and share the cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tests
+	EXTRAS_REQUIRED=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tests $(QUANTIZED_TESTS:%=--ignore=%)
+	EXTRAS_REQUIRED=1 OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest -n 2 $(QUANTIZED_TESTS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -31,9 +34,13 @@ bench-cpu: $(INSTALLED)
 cuda-headers: $(INSTALLED)
 	$(RUN) tests/cuda_stub/fetch.py
 
+# Whoever finds bitsandbytes or torchao imports them, which takes seconds in each process: they lie in a folder of their
+# own, which only their tests look into. What they need is installed already.
+#
 # torch comes first and pinned: a bare range lets pip look at, and sometimes download, several builds of gigabytes each.
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
-	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,notebooks]"
+	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,notebooks,slurm]"
+	$(RUN) -m pip install --no-deps --upgrade --target $(QUANTIZED) "bitsandbytes>=0.50" "torchao>=0.18"
 	touch $@

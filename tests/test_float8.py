@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extras import extra
 from families import FAMILIES
 from parallel_training import MODELS, Outcome, Run, train, train_alone
 from processes import ProcessError, run_in_processes
@@ -17,7 +18,7 @@ from trainer_harness import LanguageModel, fit, loader, plain
 
 from lightning_memo import MemoStrategy
 
-float8 = pytest.importorskip("torchao.float8", reason="pip install -e .[quantized]")
+float8 = extra("torchao.float8", "quantized")
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

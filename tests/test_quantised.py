@@ -5,12 +5,14 @@ The `quantized` extra brings them. What they do to a layer, without them, is in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
+from extras import extra
 from families import FAMILIES
 from lightning.pytorch import Callback
 from torch import Tensor, nn
@@ -21,7 +23,6 @@ from lightning_memo import MemoStrategy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-_MISSING = "pip install -e .[quantized]"
 _TOKENS = 48
 
 
@@ -29,7 +30,7 @@ def _bitsandbytes(make: Callable[[Any, nn.Linear], nn.Module]) -> Callable[[nn.M
     """Replaces the linear modules of a model's layers by what `make` makes of them and of the package."""
 
     def quantise(model: nn.Module) -> None:
-        package = pytest.importorskip("bitsandbytes", reason=_MISSING)
+        package = extra("bitsandbytes", "quantized")
         for layer in model.model.layers:  # type: ignore[union-attr]
             for parent in (layer.self_attn, layer.mlp):
                 for name, child in list(parent.named_children()):
@@ -54,7 +55,7 @@ def _int8(package: Any, linear: nn.Linear) -> nn.Module:
 
 
 def _torchao(model: nn.Module) -> None:
-    quantization = pytest.importorskip("torchao.quantization", reason=_MISSING)
+    quantization = extra("torchao.quantization", "quantized")
     quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
 
 
@@ -100,24 +101,24 @@ class Gradients(Callback):
         self.overflow_bytes = 0 if engine is None or engine.memory is None else engine.memory.stats.overflow_bytes
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=[kind.replace(" ", "-") for kind in KINDS])
-def quantised(request: Any) -> tuple[Callable[[], Adapters], list[float], dict[str, Tensor]]:
-    """A way to quantise, and the losses and gradients of plain training."""
+@functools.cache
+def _plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and gradients of plain training."""
     noted = Gradients()
-
-    def make() -> Adapters:
-        return Adapters(KINDS[request.param])
-
-    losses = plain(make(), loader(tokens=_TOKENS), callbacks=[noted]).losses
-    return make, losses, noted.last
+    losses = plain(Adapters(KINDS[kind]), loader(tokens=_TOKENS), callbacks=[noted]).losses
+    return losses, noted.last
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_gradients_of_adapters_are_those_of_plain_training(quantised: Any, settings: dict[str, Any]) -> None:
+# What a setting does is the same for all kinds.
+PAIRS = [(next(iter(KINDS)), name) for name in SETTINGS] + [(kind, "both") for kind in list(KINDS)[1:]]
+
+
+@pytest.mark.parametrize(("kind", "setting"), PAIRS)
+def test_gradients_of_adapters_are_those_of_plain_training(kind: str, setting: str) -> None:
     """Losses and gradients differ by rounding in fp32 alone, which a few steps enlarge a little."""
-    make, losses, gradients = quantised
-    noted = Gradients()
-    result = fit(MemoStrategy(**settings), make(), loader(tokens=_TOKENS), callbacks=[noted])
+    losses, gradients = _plainly(kind)
+    noted, settings = Gradients(), SETTINGS[setting]
+    result = fit(MemoStrategy(**settings), Adapters(KINDS[kind]), loader(tokens=_TOKENS), callbacks=[noted])
     assert result.plan.swap.alpha == pytest.approx(settings["alpha"], abs=0.05)
     assert result.losses == pytest.approx(losses, rel=1e-5)
     assert noted.last.keys() == gradients.keys()
