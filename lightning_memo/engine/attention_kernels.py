@@ -21,10 +21,7 @@ from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.parallel.ulysses import HeadExchange
 from lightning_memo.plan import Attention, AttentionTrial
 from lightning_memo.planner.slices import TokenRange
-
-# Keys and values that come from the host at once: a kernel call should have work for a whole GPU, and a copy be worth
-# its launch.
-BLOCK_TOKENS = 2048
+from lightning_memo.planner.streamed import BLOCK_TOKENS
 
 
 class AttentionKernels:

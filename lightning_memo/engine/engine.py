@@ -39,7 +39,6 @@ from lightning_memo.engine.slice_arguments import parkable
 from lightning_memo.engine.spill import Spill
 from lightning_memo.engine.stored_slices import stored_slices, why_not_stored
 from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
-from lightning_memo.engine.streamed_sizes import streamed_sizes
 from lightning_memo.engine.test_mode import TestMode
 from lightning_memo.engine.unit import Unit
 from lightning_memo.engine.wishes import Wishes
@@ -49,6 +48,7 @@ from lightning_memo.parallel.layout import TokenLayout, slice_multiple
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.plan import Attention, HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.planner.slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
+from lightning_memo.planner.streamed import streamed_sizes
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -392,8 +392,15 @@ class Engine:
         self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
     ) -> StreamedBytes:
         """Memory of a plan by which slices swap for themselves; see :func:`streamed_sizes`."""
-        kinds, block_tokens = self.kinds, self.attention.block_tokens
-        return streamed_sizes(calls, list(kinds), slices, host_backed, block_tokens, kinds.schedule, self.shared)
+        return streamed_sizes(
+            calls,
+            slices,
+            host_backed,
+            gradient_bytes=max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in self.kinds),
+            block_tokens=self.attention.block_tokens,
+            schedule=self.kinds.schedule,
+            shared=self.shared,
+        )
 
     # ---- what the model and layer runs ask for
 

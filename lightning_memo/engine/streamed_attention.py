@@ -15,6 +15,7 @@ from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionS
 from lightning_memo.kernels.attention import merge, repeat_heads, sum_head_groups, sums_dtype
 from lightning_memo.parallel.ulysses import HeadExchange
 from lightning_memo.planner.slices import TokenRange
+from lightning_memo.planner.streamed import blocks_of
 
 # Blocks of the past that were read, with what the queries see of them.
 Blocks = Iterator[tuple["Past", DeviceBlock]]
@@ -224,14 +225,3 @@ class UlyssesCore:
         gradients = self._inner.backward(index, dout, q, k, v, replace(result, out=out), spec)
         dq, dk, dv = self._exchange.to_tokens(*gradients)
         return dq, sum_head_groups(dk, self._copies), sum_head_groups(dv, self._copies)
-
-
-def blocks_of(slices: Sequence[TokenRange], least_tokens: int) -> list[range]:
-    """Slices that are fetched together: as few as have so many tokens."""
-    blocks, first, tokens = [], 0, 0
-    for n, part in enumerate(slices):
-        tokens += part.tokens
-        if tokens >= least_tokens or n == len(slices) - 1:
-            blocks.append(range(first, n + 1))
-            first, tokens = n + 1, 0
-    return blocks

@@ -1,34 +1,42 @@
-"""How much memory slices take that swap for themselves: known once a step was profiled."""
+"""How much memory slices take that swap for themselves, and which of them come back from the host together.
+
+Pure: imports neither torch nor Lightning.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from lightning_memo.engine.probe import LayerTraits
-from lightning_memo.engine.streamed_attention import blocks_of
 from lightning_memo.plan import HostBacked, StreamedBytes
 from lightning_memo.planner.slices import SavedBytes, TokenRange, aligned, unit_bytes
 
-# Hidden states on the host at once: a layer's input and output, or their gradients, and what the last norm was given.
-STATES = 3
+STATES: Final = 3
+"""Hidden states on the host at once: a layer's input and output, or their gradients, and what the last norm was
+given."""
+
+BLOCK_TOKENS: Final = 2048
+"""Keys and values that come from the host at once: a kernel call should have work for a whole GPU, and a copy be worth
+its launch."""
 
 
 def streamed_sizes(
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
-    traits: Sequence[LayerTraits],
     slices: Sequence[TokenRange],
     host_backed: HostBacked,
-    block_tokens: int,
-    schedule: str,
+    *,
+    gradient_bytes: int,
+    block_tokens: int = BLOCK_TOKENS,
+    schedule: str = "layer",
     shared: Sequence[SavedBytes] = (),
 ) -> StreamedBytes:
     """Bytes for all slices of all layer calls, alignment included.
 
     Args:
         calls: What each layer call saves, and for how many tokens.
-        traits: Of the kinds of layers.
         slices: The slices to be run.
         host_backed: As in :class:`~lightning_memo.plan.SwapPlan`; not "none".
+        gradient_bytes: Of a token, in the type in which gradients of keys and values are added up.
         block_tokens: Tokens whose keys and values come from the host at once.
         schedule: "layer", or "slice": gradients of all layers' keys and values are alive at once, and for each slice
             one of the last layer's output.
@@ -39,8 +47,7 @@ def streamed_sizes(
     block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
     gradients = beside = states = 0
     if host_backed == "all":
-        per_token = max(-(-each.key_value_gradient_bytes // each.tokens) for each in traits)
-        block, buffers, gradients = block + per_token * largest, 3, per_token * slices[-1].stop
+        block, buffers, gradients = block + gradient_bytes * largest, 3, gradient_bytes * slices[-1].stop
         states = STATES * max(_per_token(*call, "input") for call in calls) * slices[-1].stop
     if schedule == "slice":
         output = [item for item in calls[-1][0] if item.kind == "input"]
@@ -57,3 +64,14 @@ def streamed_sizes(
 
 def _per_token(saved: Sequence[SavedBytes], tokens: int, *kinds: str) -> int:
     return -(-sum(item.size_bytes for item in saved if item.kind in kinds) // tokens)
+
+
+def blocks_of(slices: Sequence[TokenRange], least_tokens: int) -> list[range]:
+    """Slices that are fetched together: as few as have so many tokens."""
+    blocks, first, tokens = [], 0, 0
+    for n, part in enumerate(slices):
+        tokens += part.tokens
+        if tokens >= least_tokens or n == len(slices) - 1:
+            blocks.append(range(first, n + 1))
+            first, tokens = n + 1, 0
+    return blocks
