@@ -14,10 +14,11 @@ from lightning_memo.estimate.device_bytes import (
     loss_bytes,
     state_of,
 )
+from lightning_memo.estimate.layer_buffers import knows
 from lightning_memo.estimate.methods import kernels_of, runs_here, sizes_of
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.times import has_whole_logits, head_seconds, layer_times
-from lightning_memo.estimate.working_set import HuggingFaceStep, knows
+from lightning_memo.estimate.working_set import HuggingFaceStep
 
 
 def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
