@@ -11,6 +11,7 @@ from lightning_memo.estimate.constants import Constants
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.slices import Slices
 
 Status = Literal["ok", "oom", "oohm"]
 """It fits; the device is out of memory; the host is."""
@@ -40,8 +41,16 @@ class Question:
     precision: Precision = "bf16-mixed"
     """Of training by this project."""
 
+    slices: Slices | None = None
+    """Settings by which layers run slice after slice; None: they do not."""
+
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
+
+    @property
+    def sliced(self) -> Slices | None:
+        """The slices, if the sequence is longer than one: else it runs without."""
+        return self.slices if self.slices is not None and self.seq_len > self.slices.tokens else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,9 @@ class LayerBuffers:
     ring: bool = False
     """Whether keys and values of other devices come by."""
 
+    blocks: bool = False
+    """Whether keys and values of earlier slices come by, block by block."""
+
     gradients_stay: bool = False
     """Whether gradients are there before the backward, and what it makes is added to them at once."""
 
@@ -94,9 +97,8 @@ class LayerBuffers:
         """Autocast's copy of some weights; nothing without autocast."""
         return b.make(weights * self.sizes.product if self.autocast else 0)
 
-    def look(self, b: Buffers) -> None:
-        """The engine's first look at a layer, in the first step: the layer runs with what it stores on the device."""
-        b.make(self.stream)  # stored: the layer's input
+    def run(self, b: Buffers) -> None:
+        """The layer's forward, up to its peak; attention's output stays, and what the layer reads is there."""
         normed = [b.make(self.stream), b.make(self.gathered)]
         query = self._run(b, "query", self._query)
         key, value = (self._run(b, name, self._key) for name in ("key", "value"))
@@ -222,6 +224,8 @@ class LayerBuffers:
         copies = [*copies, self.copy(b, output)]
         self._gradients(b, "output", output)
         d_attended = b.make(self._query)
+        if self.blocks:  # the sum of the queries' gradients, and gradients of a block
+            b.free(b.make(self.tokens * self.shape.heads * self.shape.head_dim * _FP32 + self._query + 2 * self._key))
         if self.ring:
             b.free(b.make(6 * self._key))  # keys and values of another device, and gradients in fp32 on their way
         d_query, d_key, d_value = (b.make(size) for size in (self._query, self._key, self._key))

@@ -17,6 +17,8 @@ from lightning_memo.estimate.device_bytes import (
 from lightning_memo.estimate.layer_buffers import knows
 from lightning_memo.estimate.methods import kernels_of, runs_here, sizes_of
 from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.sliced_set import SlicedStep
+from lightning_memo.estimate.streaming import streamed_seconds
 from lightning_memo.estimate.times import has_whole_logits, head_seconds, layer_times
 from lightning_memo.estimate.working_set import HuggingFaceStep
 
@@ -26,17 +28,23 @@ def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
     calls = question.shape.layers // parallel.pp
     tokens = question.seq_len // (parallel.tp * parallel.cp)
     kept = layer_activations(question.shape, kernels=kernels_of(question), sizes=sizes_of(question))
-    transient, in_backward = _transients(question, parallel, tokens * kept.others)
+    if question.sliced is not None:
+        kept = replace(kept, others=kept.others + question.sliced.kept_tables_bytes(question.shape, sizes_of(question)))
+    alive = tokens if question.sliced is None else question.sliced.tokens
+    transient, in_backward = _transients(question, parallel, alive * kept.others)
     times = layer_times(question, parallel)
     bandwidth = question.cluster.host_bandwidth_of(devices_of_node(question)) * question.constants.host_efficiency
+    forward, backward = times.forward, times.backward
+    if question.sliced is not None:
+        forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
     return LayerCosts(
         batch=1,
         tokens=tokens,
         input_bytes=(tokens * kept.input,) * calls,
         attention_bytes=(tokens * kept.attention,) * calls,
         other_bytes=(tokens * kept.others,) * calls,
-        forward_seconds=(times.forward,) * calls,
-        backward_seconds=(times.backward,) * calls,
+        forward_seconds=(forward,) * calls,
+        backward_seconds=(backward,) * calls,
         recompute_seconds=(times.recompute,) * calls,
         outside_seconds=head_seconds(question, parallel),
         offload_bytes_per_second=bandwidth,
@@ -53,6 +61,16 @@ def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int
         outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
         return outside, backward_bytes(question, parallel)
     ranks, sequences = parallel.dp * parallel.cp, question.batch_size // parallel.dp
+    if question.sliced is not None:
+        sliced = SlicedStep(
+            shape=question.shape,
+            sizes=sizes_of(question),
+            tokens=question.seq_len,
+            gradients_stay=ranks > 1 or sequences > 1,
+            optimizer_shards=ranks if parallel.zero_stage else 1,
+            slices=question.sliced,
+        )
+        return sliced.outside_bytes, max(sliced.layers_bytes - recomputed_bytes, 0)
     step = HuggingFaceStep(
         shape=replace(question.shape, layers=question.shape.layers // parallel.pp),
         sizes=sizes_of(question),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.estimate.answer import Method, Question
+from lightning_memo.estimate.layer_buffers import knows
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.precision import ElementBytes, bytes_of, program_bytes
 from lightning_memo.estimate.shape import Kernels
@@ -82,6 +83,8 @@ def sizes_of(question: Question) -> ElementBytes:
 def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     """Why a question's method can't run with a parallelism; empty if it can."""
     method, traits = question.method, TRAITS[question.method]
+    if question.slices is not None and (why_not := _why_not_sliced(question, parallel)):
+        return why_not
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
     # FPDT came with a DeepSpeed that divides heads unevenly.
@@ -91,4 +94,22 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return f"{parallel.cp} devices can't share the heads, {question.shape.heads}, which Ulysses exchanges"
     if parallel.zero_stage > 1 and traits.megatron and (question.constants.published or method == "megatron"):
         return f"zero_stage={parallel.zero_stage} is not what Megatron-LM has: its distributed optimizer is stage 1"
+    return ""
+
+
+def _why_not_sliced(question: Question, parallel: Parallelism) -> str:
+    """Why slices are not estimated; empty if they are."""
+    assert question.slices is not None
+    if not (question.method == "memo" and runs_here(question) and knows(question.shape)):
+        return (
+            "slice_tokens is estimated for method=memo, dense models with layers of Llama, and clusters other than a800"
+        )
+    if parallel.tp * parallel.cp * parallel.pp > 1:
+        return "slice_tokens is estimated for data parallelism only: tp, cp and pp must be 1"
+    if question.slices.schedule == "layer":
+        return ""
+    if parallel.devices > 1:
+        return "schedule=slice is estimated for one GPU only"
+    if sizes_of(question).copies_weights:
+        return "schedule=slice keeps autocast's copies of weights for each slice: give precision=bf16-true"
     return ""

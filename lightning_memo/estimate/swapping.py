@@ -8,10 +8,12 @@ from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.answer import Question
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.layer_costs import budget, layer_costs
+from lightning_memo.estimate.methods import kernels_of, sizes_of
 from lightning_memo.estimate.outcome import Outcome
 from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.slices import Slices
 from lightning_memo.estimate.times import layer_times
-from lightning_memo.plan import Fingerprint, Plan
+from lightning_memo.plan import Fingerprint, Plan, StreamedBytes
 from lightning_memo.planner import HostMemoryError, plan_swap
 
 
@@ -62,16 +64,26 @@ def _plan(question: Question, parallel: Parallelism, costs: LayerCosts, room: Bu
         torch="",
         parallel=str(parallel),
     )
+    slices = question.sliced
     return plan_swap(
         costs,
         room,
         fingerprint,
         alpha=alpha,
-        schedule="layer",
-        slice_tokens=None,
+        schedule="layer" if slices is None else slices.schedule,
+        slice_tokens=None if slices is None else slices.tokens,
         slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
         # MEMO's runs always swap; sequences that share a pipeline can't all be kept.
-        may_be_plain=not question.constants.published and parallel.pp == 1,
+        # What a step takes whose layers are not cut is not known to training where they are.
+        may_be_plain=not question.constants.published and parallel.pp == 1 and slices is None,
+        host_backed="none" if slices is None else slices.host_backed,
+        streamed_bytes=None if slices is None else lambda fraction: _streamed_bytes(question, slices, fraction),
+    )
+
+
+def _streamed_bytes(question: Question, slices: Slices, alpha: float) -> StreamedBytes:
+    return slices.streamed_bytes(
+        question.shape, kernels=kernels_of(question), sizes=sizes_of(question), tokens=question.seq_len, alpha=alpha
     )
 
 
@@ -124,12 +136,17 @@ def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCo
     """What there would be on the device and on the host, were there a plan."""
     alpha = question.alpha if question.alpha is not None else float(question.method == "full_swap")
     buffers, working = 2 * costs.swapped_bytes(0, alpha), costs.working_bytes(1.0 - alpha)
+    host_bytes = max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha)
+    if question.sliced is not None:
+        streamed = _streamed_bytes(question, question.sliced, alpha)
+        buffers, host_bytes = 2 * streamed.slot + streamed.staging, streamed.host
+        working = costs.working_bytes(min(question.sliced.tokens / question.seq_len, 1.0 - alpha))
     return Outcome(
         status="oohm",
         alpha=alpha,
         seconds=0.0,
         recomputed=1.0 - alpha,
         device_bytes=_by_kind(question, parallel, costs, buffers, 0, working),
-        host_bytes=max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha),
+        host_bytes=host_bytes,
         limits=[f"{reason[0].upper()}{reason[1:]}."],
     )

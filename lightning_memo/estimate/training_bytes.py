@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-from lightning_memo.estimate.activations import layer_activations, saved_tensors
+from lightning_memo.estimate.activations import layer_activations
 from lightning_memo.estimate.precision import ElementBytes
 from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.slices import saved_bytes
 from lightning_memo.estimate.working_set import HuggingFaceStep
-from lightning_memo.planner.slices import SavedBytes, slice_tokens_by_alpha, slot_bytes
-
-_KINDS: Final = {"input": "input", "query": "query", "key": "key", "value": "value"} | {
-    "attention output": "out",
-    "log-sum-exp": "lse",
-}
+from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +57,5 @@ def slot_bytes_by_alpha(shape: ModelShape, *, sizes: ElementBytes, tokens: int, 
         tokens: see there.
         alpha: fraction of the tokens of which everything is swapped.
     """
-    tensors = saved_tensors(shape, kernels="llama", sizes=sizes)
-    saved = [SavedBytes(_KINDS.get(t.name, "other"), tokens * t.bytes_per_token) for t in tensors]
+    saved = list(saved_bytes(shape, kernels="llama", sizes=sizes, tokens=tokens))
     return slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), "layer")

@@ -41,12 +41,8 @@ class HuggingFaceStep(LayerBuffers):
     @property
     def outside_bytes(self) -> int:
         """Highest peak in the forward, the loss and the optimizer."""
-        peaks = [self._forward().lower_bound_bytes, self._optimizer().lower_bound_bytes]
-        if self._chunked:
-            return max(*peaks, self._chunked_loss().lower_bound_bytes)
-        missing = 0 if self.gradients_stay else self.sizes.gradient * sum(self._trained)
-        of_loss = self._loss(backward=True).lower_bound_bytes - missing
-        return max(*peaks, self._loss(backward=False).lower_bound_bytes, of_loss)
+        of_optimizer = self._optimizer().lower_bound_bytes
+        return max(self._forward().lower_bound_bytes, self._peak_of_loss, of_optimizer)
 
     @property
     def layers_bytes(self) -> int:
@@ -90,9 +86,18 @@ class HuggingFaceStep(LayerBuffers):
     def _chunked(self) -> bool:
         return self._logits > CHUNK_BYTES
 
-    def _loss(self, backward: bool) -> Buffers:
-        """Loss of all tokens at once, and its backward; gradients of weights excluded."""
+    @property
+    def _peak_of_loss(self) -> int:
+        if self._chunked:
+            return self._chunked_loss().lower_bound_bytes
+        missing = 0 if self.gradients_stay else self.sizes.gradient * sum(self._trained)
+        of_backward = self._loss(backward=True).lower_bound_bytes - missing
+        return max(self._loss(backward=False).lower_bound_bytes, of_backward)
+
+    def _loss(self, backward: bool, beside: int = 0) -> Buffers:
+        """Loss of all tokens at once, and its backward; gradients of weights excluded. `beside`: other bytes."""
         b, sizes = self._shared(self.shape.layers), self.sizes
+        b.make(beside)
         for _ in ("output", "unweighted", "normed"):
             b.make(self.stream)
         if sizes.stream != _FP32:
@@ -112,9 +117,10 @@ class HuggingFaceStep(LayerBuffers):
             b.free(gradient)
         return b
 
-    def _chunked_loss(self) -> Buffers:
+    def _chunked_loss(self, beside: int = 0) -> Buffers:
         """A chunk of the loss, whose gradients are made in the forward; what is left of it goes into the backward."""
         b = self._shared(self.shape.layers)
+        b.make(beside)
         b.make(self.stream)  # the last layer's output
         b.make(self.stream)  # its gradient
         trained = self.shape.adapters is None
@@ -139,9 +145,11 @@ class HuggingFaceStep(LayerBuffers):
         return b
 
     def _forward(self) -> Buffers:
+        """The engine's first look at a layer, in the first step: the layer runs with what it stores on the device."""
         b = self._shared(_LOOKS)
         b.make(self.stream)  # embeddings, which the model holds
-        self.look(b)
+        b.make(self.stream)  # stored: the layer's input
+        self.run(b)
         return b
 
     def _backward(self) -> Buffers:
