@@ -12,6 +12,7 @@ from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.search import Alternative, Ranking, longest, longest_with, search
 from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.slices import Slices
 
 __all__ = [
     "Alternative",
@@ -22,6 +23,7 @@ __all__ = [
     "Parallelism",
     "Question",
     "Ranking",
+    "Slices",
     "constants_of",
     "estimate",
     "load_cluster",

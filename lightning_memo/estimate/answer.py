@@ -80,6 +80,9 @@ class Estimate:
     host_bytes: int
     """Of a node."""
 
+    slices: Slices | None
+    """As asked."""
+
     limits: list[str]
     """What happens to activations, what binds, which rule beyond the linear program was applied: a sentence each."""
 

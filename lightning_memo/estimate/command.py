@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_memo.cli import config_dir, exit_for_user, plain_settings, run_command, user_message
-from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.answer import Estimate, Question
 from lightning_memo.estimate.layer_costs import budget
+from lightning_memo.estimate.offer import offer, offer_sentence
 from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
 from lightning_memo.estimate.settings import Request, read_request
 from lightning_memo.estimate.swept import SweptEstimate
@@ -45,10 +46,19 @@ def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:
         question = replace(question, seq_len=tokens or request.multiple_of * question.gpus)
     with _shown("parallelism", progress) as report:
         ranking = search(question, request.forced, report)
+    offered = _offer(request, question, ranking.best)
     fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
     told = "No length fits" if fitting is None else f"Up to {fitting:,} tokens of a sequence fit"
-    best = replace(ranking.best, limits=[*ranking.best.limits, f"{told} with this parallelism."])
+    best = replace(ranking.best, limits=[*ranking.best.limits, f"{told} with this parallelism.", *offered])
     return question, replace(ranking, best=best)
+
+
+def _offer(request: Request, question: Question, best: Estimate) -> list[str]:
+    """A sentence on slices where they make the sequence fit."""
+    if best.status == "ok" or question.method != "memo" or question.slices is not None:
+        return []
+    answer = offer(question, request.forced)
+    return [] if answer is None else [offer_sentence(answer)]
 
 
 @contextmanager

@@ -58,6 +58,7 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
         tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
         device_bytes=device_bytes,
+        slices=question.slices,
         host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
         limits=[shares_sentence(traits, outcome), *limits],
     )

@@ -14,7 +14,10 @@ from lightning_memo.estimate.cluster import MOST_DEVICES
 from lightning_memo.estimate.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.presets import cluster_of, model_of
+from lightning_memo.estimate.slices import Slices
 
+HostBackedSetting = Literal["auto", "attention", "all"]
+ScheduleSetting = Literal["auto", "layer", "slice"]
 _MOST: Final = 2**20
 SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
 """Of `parallel`."""
@@ -73,6 +76,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
             batch_size=read_count("batch_size", settings["batch_size"]),
             alpha=_alpha(settings["alpha"], settings["method"]),
             precision=_choice("precision", settings["precision"], get_args(Precision)),
+            slices=_slices(settings),
         ),
         forced=_forced(settings["parallel"]),
         longest=longest,
@@ -138,6 +142,34 @@ def _alpha(value: Any, method: Any) -> float | None:
     if method != "memo":
         raise ValueError(f"alpha={value:g}: method={method} has none to choose; leave it out, or give method=memo")
     return float(value)
+
+
+def _slices(settings: Mapping[str, Any]) -> Slices | None:
+    """By the names and rules of `MemoStrategy`."""
+    if settings["host_backed"] == "none":
+        raise ValueError(
+            "host_backed=none: without keys and values on the host, the first step is not cut and needs what it needs "
+            "without slices; leave slice_tokens and host_backed out, or give attention or all"
+        )
+    backed = _choice("host_backed", settings["host_backed"], get_args(HostBackedSetting))
+    schedule = _choice("schedule", settings["schedule"], get_args(ScheduleSetting))
+    if settings["slice_tokens"] == "auto":
+        if backed != "auto" or schedule == "slice":
+            raise ValueError(
+                f"host_backed={backed} schedule={schedule}: these need slices; give slice_tokens, like slice_tokens=64K"
+            )
+        return None
+    if settings["method"] != "memo":
+        raise ValueError(
+            f"slice_tokens={settings['slice_tokens']}: method={settings['method']} has no slices to choose; leave it "
+            "out, or give method=memo"
+        )
+    tokens = read_length("slice_tokens", settings["slice_tokens"], ", or auto")
+    if schedule == "slice":
+        if backed == "attention":
+            raise ValueError("schedule=slice contradicts host_backed=attention: all but a slice is on the host")
+        return Slices(tokens=tokens, host_backed="all", schedule="slice")
+    return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)
 
 
 def _forced(settings: Any) -> dict[str, int]:

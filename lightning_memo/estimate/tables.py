@@ -51,7 +51,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
     rows = {
         "model": f"{answer.model}, {_count(question.shape.parameters)} parameters{_trained(question.shape)}",
         "cluster": where,
-        "method": answer.method,
+        "method": answer.method if answer.slices is None else f"{answer.method}, {answer.slices}",
         "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} a step",
         "status": _STATUS[answer.status],
         "parallelism": format_parallelism(answer.parallel),
