@@ -24,7 +24,7 @@ from lightning_memo.estimate.swept import SweptEstimate
 
 KEYS = [
     "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "step_seconds", "mfu", "hfu",
-    "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "limits",
+    "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "slices", "limits",
 ]  # fmt: skip
 
 
@@ -102,6 +102,16 @@ def test_what_does_not_fit_is_an_answer(run):
     none = answer_of(run("model=llama3_70b", "gpus=1", "batch_size=1", "seq_len=max", "output=json"))
     assert none["status"] == "oom"
     assert "No length fits with this parallelism." in none["limits"]
+
+
+def test_slices_are_asked_for_and_offered(run):
+    asked = ["model=llama3_2_1b", "gpus=1", "batch_size=1", "seq_len=1M", "precision=bf16-true", "output=json"]
+    whole = answer_of(run(*asked))
+    assert (whole["status"], whole["slices"]) == ("oom", None)
+    assert whole["limits"][-1].startswith("It fits with slice_tokens=262144 host_backed=attention: ")
+    sliced = answer_of(run(*asked, "slice_tokens=32K", "host_backed=all"))
+    assert sliced["status"] == "ok"
+    assert sliced["slices"] == {"tokens": 32 * 1024, "host_backed": "all", "schedule": "layer"}
 
 
 def test_max_finds_the_longest(run):
@@ -270,6 +280,15 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["alpha=auto"], ["alpha='auto'", "null"]),
         (["alpha=0.5", "method=megatron"], ["alpha=0.5", "megatron", "memo"]),
         (["alpha=0.5", "method=full_swap"], ["alpha=0.5", "full_swap"]),
+        (["slice_tokens=0"], ["slice_tokens=0", "or auto"]),
+        (["slice_tokens=64K", "method=megatron"], ["slice_tokens=64K", "method=memo"]),
+        (["slice_tokens=64K", "gpus=1", "cluster=a800", "batch_size=1"], ["slice_tokens is estimated for", "a800"]),
+        (["slice_tokens=64K", "host_backed=some"], ["host_backed='some'", "attention"]),
+        (["slice_tokens=64K", "host_backed=none"], ["host_backed=none", "leave slice_tokens"]),
+        (["slice_tokens=64K", "schedule=nest"], ["schedule='nest'", "slice"]),
+        (["slice_tokens=64K", "schedule=slice", "host_backed=attention"], ["contradicts"]),
+        (["host_backed=all"], ["host_backed=all", "slice_tokens=64K"]),
+        (["schedule=slice"], ["schedule=slice", "slice_tokens=64K"]),
         (["parallel.tp=3"], ["parallel.tp=3", "gpus=8", "1, 2, 4 or 8"]),
         (["gpus=3"], ["gpus=3: ", "give gpus=2 or 4"]),
         (["gpus=128"], ["such as 64\n"]),
