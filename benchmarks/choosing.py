@@ -21,9 +21,11 @@ from omegaconf import OmegaConf
 from pages.markdown import table
 
 from lightning_memo.cli import config_dir
+from lightning_memo.config import format_bytes
 from lightning_memo.estimate.answer import Estimate
 from lightning_memo.estimate.command import answer
-from lightning_memo.estimate.settings import read_request
+from lightning_memo.estimate.search import search
+from lightning_memo.estimate.settings import Request, read_request
 from lightning_memo.estimate.shares import format_alpha
 from lightning_memo.files import replacing
 
@@ -64,6 +66,17 @@ _LONGEST: Final = (
     Sweep("8B on H100", "gpus", ("1", "8", "32"), ("model=llama3_8b", "cluster=h100", "batch_size=8", "seq_len=max")),
 )
 
+_ONE_H100: Final = ("cluster=h100", "gpus=1", "batch_size=1", "seq_len=1M", "precision=bf16-true")
+_TRAINED: Final = {
+    "1B": ("model=llama3_2_1b",), "8B, LoRA": ("model=llama3_8b", "model.lora.r=16"), "8B": ("model=llama3_8b",)
+}  # fmt: skip
+_SLICES: Final = {
+    "no slices": (),
+    "`host_backed=attention`": ("slice_tokens=32K", "host_backed=attention"),
+    "`host_backed=all`": ("slice_tokens=32K", "host_backed=all"),
+    "`schedule=slice`": ("slice_tokens=32K", "schedule=slice"),
+}
+
 
 def main() -> int:
     """Writes the page's section, or compares."""
@@ -86,7 +99,7 @@ def with_section(page: str) -> str:
     """The page with its section made anew."""
     before, _, rest = page.partition(_MARKS[0])
     _, _, after = rest.partition(_MARKS[1])
-    parts = [*map(by_length, _LENGTHS), *map(longest, _LONGEST)]
+    parts = [*map(by_length, _LENGTHS), *map(longest, _LONGEST), sliced()]
     return "\n\n".join([before + _MARKS[0], *parts, _MARKS[1] + after])
 
 
@@ -110,6 +123,26 @@ def longest(sweep: Sweep) -> str:
     return f"**Tokens of the longest sequence: {sweep.title}**\n\n```bash\n{sweep.command}\n```\n\n{made}"
 
 
+def sliced() -> str:
+    """What a million tokens take on one GPU, by model and by how its slices run."""
+    rows = [
+        [name, *(_taken(_searched([*model, *_ONE_H100, *slices])) for slices in _SLICES.values())]
+        for name, model in _TRAINED.items()
+    ]
+    command = " ".join(
+        ("python -m lightning_memo.estimate", *_TRAINED["1B"], *_ONE_H100, *_SLICES["`host_backed=all`"])
+    )
+    made = table(["", *_SLICES], rows)
+    title = "**Seconds of a step, and memory of the device: 1M tokens on one H100, slices of 32K**"
+    return f"{title}\n\n```bash\n{command}\n```\n\n{made}"
+
+
+def _taken(answer: Estimate) -> str:
+    if answer.step_seconds is None:
+        return _DOES_NOT_FIT[answer.status]
+    return f"{answer.step_seconds:,.0f} s, {format_bytes(answer.device_bytes['total'])}"
+
+
 def _choices(memo: Estimate) -> tuple[str, str]:
     """Alpha and the sizes with which Memo is that fast."""
     if memo.status != "ok":
@@ -127,11 +160,20 @@ def _answers(sweep: Sweep) -> Iterator[tuple[str, Mapping[str, Estimate]]]:
 
 
 def _estimate(overrides: list[str]) -> Estimate:
+    _, ranking = answer(_request(overrides), progress=False)
+    return ranking.best
+
+
+def _searched(overrides: list[str]) -> Estimate:
+    """The same without what the command says of other lengths and settings."""
+    request = _request(overrides)
+    return search(request.question, request.forced).best
+
+
+def _request(overrides: list[str]) -> Request:
     with initialize_config_dir(config_dir(), version_base="1.3"):
         settings: Any = OmegaConf.to_container(compose("estimate", overrides))
-    model = next(o.partition("=")[2] for o in overrides if o.startswith("model="))
-    _, ranking = answer(read_request(settings, model), progress=False)
-    return ranking.best
+    return read_request(settings, next(o.partition("=")[2] for o in overrides if o.startswith("model=")))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lightning_memo.estimate.swept import SweptEstimate
 
 KEYS = [
     "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "step_seconds", "mfu", "hfu",
-    "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "slices", "limits",
+    "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "disk_bytes", "slices", "limits",
 ]  # fmt: skip
 
 
@@ -289,6 +289,11 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["slice_tokens=64K", "schedule=slice", "host_backed=attention"], ["contradicts"]),
         (["host_backed=all"], ["host_backed=all", "slice_tokens=64K"]),
         (["schedule=slice"], ["schedule=slice", "slice_tokens=64K"]),
+        (["spill_memory=much"], ["spill_memory", "'much'"]),
+        (["spill_memory=1TiB"], ["cluster.disk_write_bandwidth", "like 4GB"]),
+        (["spill_memory=1TiB", "slice_tokens=64K"], ["whole layers"]),
+        (["spill_memory=1TiB", "method=plain"], ["method=memo"]),
+        (["cluster.disk_read_bandwidth=0"], ["cluster", "disk_read_bandwidth"]),
         (["parallel.tp=3"], ["parallel.tp=3", "gpus=8", "1, 2, 4 or 8"]),
         (["gpus=3"], ["gpus=3: ", "give gpus=2 or 4"]),
         (["gpus=128"], ["such as 64\n"]),

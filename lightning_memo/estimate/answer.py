@@ -44,6 +44,9 @@ class Question:
     slices: Slices | None = None
     """Settings by which layers run slice after slice; None: they do not."""
 
+    spill_bytes: int = 0
+    """Room on a node's disk for layer calls that the host has no room for."""
+
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
 
@@ -79,6 +82,9 @@ class Estimate:
 
     host_bytes: int
     """Of a node."""
+
+    disk_bytes: int
+    """Of a node, written and read in every step."""
 
     slices: Slices | None
     """As asked."""

@@ -8,6 +8,7 @@ from typing import Final
 from lightning_memo.documents import check_range
 
 MOST_DEVICES: Final = 64
+DISK: Final = ("disk_write_bandwidth", "disk_read_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +45,17 @@ class Cluster:
     network_bandwidth: float
     """Between nodes."""
 
+    disk_write_bandwidth: float | None = None
+    """Of a node's disk, when it writes and reads at once; None: not known."""
+
+    disk_read_bandwidth: float | None = None
+
     def __post_init__(self) -> None:
         check_range(self, {"devices_per_node": 1, "device_bytes": 1, "peak_flops": 1})
-        for name in ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")
+        for name in ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value!r} must be more than 0")
 
     @property
     def device_counts(self) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.estimate.activations import layer_activations
 from lightning_memo.estimate.answer import Question
+from lightning_memo.estimate.cluster import DISK
 from lightning_memo.estimate.device_bytes import (
     backward_bytes,
     gathered_bytes,
@@ -37,6 +38,8 @@ def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
     forward, backward = times.forward, times.backward
     if question.sliced is not None:
         forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
+    # Devices of a node share its disk.
+    write, read = (getattr(question.cluster, name) or 0.0 for name in DISK) if question.spill_bytes else (0.0, 0.0)
     return LayerCosts(
         batch=1,
         tokens=tokens,
@@ -52,6 +55,8 @@ def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
         fixed_device_bytes=round(state_of(question, parallel).total + gathered_bytes(question, parallel)),
         transient_device_bytes=transient,
         backward_device_bytes=in_backward,
+        spill_write_bytes_per_second=write / devices_of_node(question),
+        spill_read_bytes_per_second=read / devices_of_node(question),
     )
 
 
@@ -94,6 +99,7 @@ def budget(question: Question, parallel: Parallelism) -> Budget:
             / devices_of_node(question)
             / sequences_in_flight(question, parallel)
         ),
+        spill_bytes=question.spill_bytes // devices_of_node(question),
     )
 
 

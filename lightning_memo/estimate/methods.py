@@ -83,8 +83,10 @@ def sizes_of(question: Question) -> ElementBytes:
 def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     """Why a question's method can't run with a parallelism; empty if it can."""
     method, traits = question.method, TRAITS[question.method]
-    if question.slices is not None and (why_not := _why_not_sliced(question, parallel)):
-        return why_not
+    if question.slices is not None and parallel.tp * parallel.cp * parallel.pp > 1:
+        return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
+    if question.spill_bytes and parallel.pp > 1:
+        return "the disk is estimated without pipelines: pp must be 1"
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
     # FPDT came with a DeepSpeed that divides heads unevenly.
@@ -97,19 +99,40 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     return ""
 
 
-def _why_not_sliced(question: Question, parallel: Parallelism) -> str:
-    """Why slices are not estimated; empty if they are."""
+def check_question(question: Question) -> None:
+    """Refuse what is not estimated, however the work is divided.
+
+    Raises:
+        ValueError: one line says what, and what to give.
+    """
+    why_not = ""
+    if question.spill_bytes:
+        why_not = _why_not_spilled(question)
+    if question.slices is not None and not why_not:
+        why_not = _why_not_sliced(question)
+    if why_not:
+        raise ValueError(why_not)
+
+
+def _why_not_spilled(question: Question) -> str:
+    if not (question.method == "memo" and runs_here(question)):
+        return "spill_memory is estimated for method=memo, and clusters other than a800: leave it out"
+    if question.slices is not None:
+        return "spill_memory is for whole layers: leave it or slice_tokens out"
+    if question.cluster.disk_write_bandwidth is None or question.cluster.disk_read_bandwidth is None:
+        return "spill_memory: give cluster.disk_write_bandwidth and cluster.disk_read_bandwidth, like 4GB and 6GB"
+    return ""
+
+
+def _why_not_sliced(question: Question) -> str:
     assert question.slices is not None
     if not (question.method == "memo" and runs_here(question) and knows(question.shape)):
         return (
-            "slice_tokens is estimated for method=memo, dense models with layers of Llama, and clusters other than a800"
+            "slice_tokens is estimated for method=memo, dense models with layers of Llama, and clusters other than "
+            "a800: leave it out"
         )
-    if parallel.tp * parallel.cp * parallel.pp > 1:
-        return "slice_tokens is estimated for data parallelism only: tp, cp and pp must be 1"
-    if question.slices.schedule == "layer":
-        return ""
-    if parallel.devices > 1:
-        return "schedule=slice is estimated for one GPU only"
-    if sizes_of(question).copies_weights:
+    if question.slices.schedule == "slice" and question.gpus > 1:
+        return f"schedule=slice is estimated for one GPU: give gpus=1, not {question.gpus}, or host_backed=all"
+    if question.slices.schedule == "slice" and sizes_of(question).copies_weights:
         return "schedule=slice keeps autocast's copies of weights for each slice: give precision=bf16-true"
     return ""

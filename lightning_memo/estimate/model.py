@@ -9,7 +9,7 @@ from lightning_memo.estimate.answer import Estimate, Question, Status
 from lightning_memo.estimate.device_bytes import state_of
 from lightning_memo.estimate.keeping import keep, stream
 from lightning_memo.estimate.layer_costs import budget, devices_of_node, sequences_in_flight
-from lightning_memo.estimate.methods import TRAITS, runs_here, sizes_of, why_not_by_method
+from lightning_memo.estimate.methods import TRAITS, check_question, runs_here, sizes_of, why_not_by_method
 from lightning_memo.estimate.outcome import Outcome
 from lightning_memo.estimate.parallelism import Parallelism
 from lightning_memo.estimate.shares import shares_sentence
@@ -58,6 +58,7 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
         tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
         device_bytes=device_bytes,
+        disk_bytes=outcome.disk_bytes * devices_of_node(question),
         slices=question.slices,
         host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
         limits=[shares_sentence(traits, outcome), *limits],
@@ -75,6 +76,7 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
             f"method={question.method} on cluster={question.cluster.name}: programs of papers train all weights; give "
             "memo, full_recompute, full_swap or plain on another cluster than a800, or model.lora.r=0"
         )
+    check_question(question)
     obstacles = parallel.obstacles(question.shape, question.seq_len, question.batch_size)
     why_not = [*map(str, obstacles), why_not_by_method(question, parallel)][0]
     if why_not:

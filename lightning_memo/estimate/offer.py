@@ -53,7 +53,7 @@ def _largest(question: Question, forced: Mapping[str, int], backed: Slices) -> E
     for tokens in _lengths(question.seq_len):
         try:
             answer = search(replace(question, slices=replace(backed, tokens=tokens)), forced).best
-        except ValueError:  # no parallelism that slices are estimated for
+        except ValueError:  # slices are not estimated for it
             return None
         if answer.status == "ok":
             return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_memo.estimate.answer import Status
 
@@ -23,4 +23,5 @@ class Outcome:
     """By kind."""
 
     host_bytes: int
+    disk_bytes: int = field(default=0, kw_only=True)
     limits: list[str]

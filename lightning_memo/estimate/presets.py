@@ -12,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_memo.cli import config_dir, plain_settings
 from lightning_memo.config import parse_bytes
 from lightning_memo.estimate.adapters import adapters_of
-from lightning_memo.estimate.cluster import Cluster
+from lightning_memo.estimate.cluster import DISK, Cluster
 from lightning_memo.estimate.hf_config import load_shape, shape_of
 from lightning_memo.estimate.shape import ModelShape
 
 _SIZES: Final = ("device_bytes", "host_bytes")
-_BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth")
+_BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK)
 _CALLED: Final = ("name", "device")
 _COUNT: Final = "devices_per_node"
 
@@ -67,13 +67,14 @@ def cluster_of(settings: Mapping[str, Any]) -> Cluster:
     """
     names = [field.name for field in fields(Cluster)]
     for name in names:
-        if settings.get(name) is None:
+        if settings.get(name) is None and name not in DISK:
             raise ValueError(f"cluster.{name} is missing: give one, or a cluster of the presets")
     for name in settings:
         if name not in names:
             raise ValueError(f"cluster.{str(name)[:40]} is no setting: give {', '.join(names)}")
     try:
-        return Cluster(**{name: _cluster_value(name, settings[name]) for name in names})
+        given = {name: settings[name] for name in names if settings.get(name) is not None}
+        return Cluster(**{name: _cluster_value(name, value) for name, value in given.items()})
     except ValueError as error:
         raise ValueError(f"cluster: {error}") from None
 

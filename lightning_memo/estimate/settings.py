@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from lightning_memo.config import parse_bytes
 from lightning_memo.estimate.answer import MOST_TOKENS, Method, Question
 from lightning_memo.estimate.candidates import near
 from lightning_memo.estimate.cluster import MOST_DEVICES
 from lightning_memo.estimate.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.methods import check_question
 from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.presets import cluster_of, model_of
 from lightning_memo.estimate.slices import Slices
@@ -65,19 +67,22 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
     longest = settings["seq_len"] == "max"
     multiple_of = read_length("multiple_of", settings["multiple_of"])
     constants = settings["constants"]
+    question = Question(
+        shape=model_of(settings["model"], model),
+        cluster=cluster,
+        constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
+        method=_choice("method", settings["method"], get_args(Method)),
+        gpus=gpus,
+        seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
+        batch_size=read_count("batch_size", settings["batch_size"]),
+        alpha=_alpha(settings["alpha"], settings["method"]),
+        precision=_choice("precision", settings["precision"], get_args(Precision)),
+        slices=_slices(settings),
+        spill_bytes=_spill_bytes(settings["spill_memory"]),
+    )
+    check_question(question)
     return Request(
-        question=Question(
-            shape=model_of(settings["model"], model),
-            cluster=cluster,
-            constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
-            method=_choice("method", settings["method"], get_args(Method)),
-            gpus=gpus,
-            seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
-            batch_size=read_count("batch_size", settings["batch_size"]),
-            alpha=_alpha(settings["alpha"], settings["method"]),
-            precision=_choice("precision", settings["precision"], get_args(Precision)),
-            slices=_slices(settings),
-        ),
+        question=question,
         forced=_forced(settings["parallel"]),
         longest=longest,
         multiple_of=multiple_of,
@@ -142,6 +147,15 @@ def _alpha(value: Any, method: Any) -> float | None:
     if method != "memo":
         raise ValueError(f"alpha={value:g}: method={method} has none to choose; leave it out, or give method=memo")
     return float(value)
+
+
+def _spill_bytes(value: Any) -> int:
+    if value is None:
+        return 0
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"spill_memory: {error}") from None
 
 
 def _slices(settings: Mapping[str, Any]) -> Slices | None:

@@ -44,6 +44,7 @@ def swap(question: Question, parallel: Parallelism) -> Outcome:
         recomputed=0.0 if plan.swap.mode == "plain" else 1.0 - plan.swap.alpha,
         device_bytes=_bytes_of_plan(question, parallel, plan),
         host_bytes=plan.swap.host_bytes,
+        disk_bytes=plan.swap.spill_bytes,
         limits=limits,
     )
 

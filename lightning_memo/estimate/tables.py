@@ -63,6 +63,9 @@ def answer_table(question: Question, answer: Estimate) -> Table:
         "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
         "host": f"{format_bytes(answer.host_bytes)} of a node's {format_bytes(cluster.host_bytes)}",
     }
+    if question.spill_bytes:
+        room = format_bytes(question.spill_bytes)
+        rows["disk"] = f"{format_bytes(answer.disk_bytes)} of a node's {room}, written and read in each step"
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table

@@ -42,7 +42,7 @@ def streamed_sizes(
             one of the last layer's output.
         shared: With "slice", what layers get beside their input, for as many tokens as the first call's.
     """
-    units = [unit_bytes(saved, tokens, slices) for saved, tokens in calls]
+    units = {id(saved): unit_bytes(saved, tokens, slices) for saved, tokens in calls}  # alike calls may share theirs
     largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
     block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
     gradients = beside = states = 0
@@ -54,8 +54,8 @@ def streamed_sizes(
         gradients, states = gradients * len(calls), 0
         beside = sum(unit_bytes([*output, *shared], calls[-1][1], slices))
     return StreamedBytes(
-        slot=max(max(sizes) for sizes in units),
-        host=sum(sum(sizes) for sizes in units) + beside + gradients + states,
+        slot=max(max(sizes) for sizes in units.values()),
+        host=sum(sum(units[id(saved)]) for saved, _ in calls) + beside + gradients + states,
         gradients=gradients,
         staging=buffers * aligned(block),
         states=states,
