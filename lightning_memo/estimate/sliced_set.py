@@ -51,11 +51,12 @@ class SlicedStep(HuggingFaceStep):
             b.make(self._arguments)  # of the next slice
             self._part().differentiate(b, b.make(self._part().stream))
             return b.lower_bound_bytes
-        around = self._around_on_device() if self.slices.host_backed == "attention" else self._around_on_host()
         missing = 0
         if not self.gradients_stay and self.shape.adapters is None and not self.shape.tied:
-            missing = self._weights[0] * self.sizes.gradient
-        return max(around.lower_bound_bytes - missing, self._embedding_bytes)
+            missing = self._weights[0] * self.sizes.gradient  # that of the embeddings comes last
+        if self.slices.host_backed == "attention":
+            return self._around_on_device().lower_bound_bytes - missing
+        return max(self._around_on_host().lower_bound_bytes - missing, self._embedding_bytes)
 
     def _around_on_device(self) -> Buffers:
         b = self._shared(self.shape.layers)
