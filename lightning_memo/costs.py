@@ -89,6 +89,15 @@ class LayerCosts:
         largest = max(self.other_bytes)
         return max(self.transient_device_bytes, self.backward_device_bytes + math.ceil(recomputed * largest))
 
+    def working_bytes_at(self, alpha: float, slice_tokens: int | None) -> int:
+        """`working_bytes` where `alpha` is the fraction of the tokens that is swapped.
+
+        Args:
+            alpha: see there.
+            slice_tokens: most tokens that run through a layer at once; None: no limit.
+        """
+        return self.working_bytes(min((slice_tokens or self.tokens) / self.tokens, 1.0 - alpha))
+
     def swapped_bytes(self, call: int, alpha: float) -> int:
         """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.
 

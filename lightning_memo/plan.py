@@ -353,8 +353,12 @@ class Plan:
             return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
         if self.swap.storage is not None:  # a recomputed layer has all its tokens alive
             return self.costs.working_bytes(1.0) + self.swap.buffer_bytes + self.swap.kept_bytes
-        slice_share = min((self.swap.slice_tokens or self.costs.tokens) / self.costs.tokens, 1.0 - self.swap.alpha)
-        return self.costs.working_bytes(slice_share) + self.swap.buffer_bytes
+        return self.costs.working_bytes_at(self.swap.alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
+
+    @property
+    def device_excess_bytes(self) -> int:
+        """Device bytes that the plan needs and the budget has not got."""
+        return max(self.device_bytes - self.budget.device_bytes, 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never a part.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchHost
+from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
@@ -397,11 +397,12 @@ class MemoStrategy(CheckpointingStrategy):
         self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
         self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
         # Several processes would have to agree each time.
-        watch = WatchHost(engine, self._planning) if processes is None else None
+        host = WatchHost(engine, self._planning) if processes is None else None
+        device = WatchDevice(engine, self._planning) if self.config.device_memory is not None else None
         if processes is None and trainer.lightning_module.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._retry)
         # First of all callbacks, so that what the others do after a step lies outside of it.
-        self._callback = Together([each for each in (watch, self._planning, self.memory) if each is not None])
+        self._callback = Together([each for each in (host, self._planning, self.memory, device) if each is not None])
         trainer.callbacks.insert(0, self._callback)
 
     @staticmethod

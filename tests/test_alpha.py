@@ -35,19 +35,25 @@ def costs_of(n=6, **changes):
     return replace(costs, **changes)
 
 
-def plan(costs, host_bytes=100 * GIB, device_bytes=0, alpha="auto", allowed=None, align=1):
+AMPLE = 2**50
+
+
+def plan(costs, host_bytes=100 * GIB, device_bytes=None, alpha="auto", allowed=None, align=1):
+    """A plan that is not plain, unless a device budget is given."""
+
     def slot_bytes(fraction):
         return -(-costs.swapped_bytes(0, fraction) // align) * align
 
     return plan_swap(
         costs,
-        Budget(device_bytes=device_bytes, host_bytes=host_bytes),
+        Budget(device_bytes=AMPLE if device_bytes is None else device_bytes, host_bytes=host_bytes),
         FINGERPRINT,
         alpha=alpha,
         schedule="layer",
         slice_tokens=None,
         slot_bytes=slot_bytes,
         allowed=allowed,
+        may_be_plain=device_bytes is not None,
     )
 
 
@@ -226,6 +232,28 @@ def test_one_cold_layer_does_not_decide():
     assert plan(cold) == replace(plan(costs_of()), costs=cold)
 
 
+@pytest.mark.parametrize("allowed", [None, (0.0, 1.0)])
+@pytest.mark.parametrize("align", [1, 2**24])
+def test_auto_takes_what_the_device_has_room_for(align, allowed):
+    """At every budget: the plan fits if that of alpha 0 does, and no more tokens would."""
+    costs = costs_of(offload_bytes_per_second=4.0 * GIB, prefetch_bytes_per_second=4.0 * GIB)
+    least, most = (plan(costs, alpha=alpha, align=align).device_bytes for alpha in (0.0, 1.0))
+    taken = []
+    for device_bytes in range(least - 2**28, most + 2**28, 2**26 + 1):
+        made = plan(costs, device_bytes=device_bytes, align=align, allowed=allowed)
+        taken.append(made.swap.alpha)
+        if device_bytes < least:
+            assert (made.swap.alpha, made.device_excess_bytes) == (0.0, least - device_bytes)
+            continue
+        assert made.device_excess_bytes == 0
+        if made.swap.alpha == 1.0:
+            continue
+        more = 1.0 if allowed else made.swap.alpha + 1 / costs.tokens
+        assert plan(costs, device_bytes=device_bytes, alpha=more, align=align).device_excess_bytes > 0
+        assert allowed or "the device budget of" in made.reason
+    assert taken == sorted(taken) and taken[-1] == 1.0
+
+
 def test_layers_of_other_sizes_keep_their_own_times():
     costs = costs_of(other_bytes=(GIB // 2,) + (GIB,) * 5, forward_seconds=(0.4,) + (0.8,) * 5)
     assert plan(costs).swap.alpha == pytest.approx(0.4, abs=1e-3)
@@ -245,7 +273,7 @@ def test_the_plan_holds_what_was_asked_for():
     made = plan(costs_of(), host_bytes=50 * GIB)
     assert made.fingerprint == FINGERPRINT
     assert made.costs == costs_of()
-    assert made.budget == Budget(device_bytes=0, host_bytes=50 * GIB)
+    assert made.budget == Budget(device_bytes=AMPLE, host_bytes=50 * GIB)
     assert (made.swap.schedule, made.swap.slice_tokens, made.swap.calls) == ("layer", None, 6)
     assert made.swap.alpha == 0.6
 

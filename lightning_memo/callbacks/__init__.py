@@ -1,5 +1,6 @@
 """Lightning callbacks: those that MemoStrategy adds by itself, what stands around its steps, and those for users."""
 
+from lightning_memo.callbacks.device_watch import WatchDevice
 from lightning_memo.callbacks.host_watch import WatchHost
 from lightning_memo.callbacks.memory import PlanMemory
 from lightning_memo.callbacks.monitor import Monitor
@@ -16,6 +17,7 @@ __all__ = [
     "PlanMemory",
     "ScheduleRecorder",
     "Together",
+    "WatchDevice",
     "WatchHost",
     "WriteReport",
 ]

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.plan import Plan
+from lightning_memo.plan import Budget, Plan
 from lightning_memo.profiler.costs import budget, run_fingerprint, state_bytes
 
 # What a process has of its own in a plan that all of them run.
@@ -39,7 +39,7 @@ class EarlierPlan:
         return "the checkpoint's plan" if self._config.plan is None else f"the plan {self._config.plan}"
 
     def for_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Plan | None:
-        """The plan, if it was made for this run; `None`, and a warning that says why, if not.
+        """The plan, if it was made for this run, with what there is to spend now; `None`, and a warning, if not.
 
         Raises:
             ValueError: The file is no plan, needs more host memory than there is, or another process has another plan.
@@ -47,6 +47,8 @@ class EarlierPlan:
         plan, why_not, error = None, "", None
         try:
             plan = self._read()
+            if plan is not None:
+                plan = replace(plan, budget=self._budget(trainer, pl_module))
             why_not = "" if plan is None else self._why_not(plan, trainer, pl_module)
         except (ValueError, OSError) as refused:
             error = refused
@@ -62,6 +64,10 @@ class EarlierPlan:
                 f"MemoStrategy: alpha={self._config.alpha} is not used, because {self.source} says {plan.swap.alpha}."
             )
         return plan
+
+    def _budget(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Budget:
+        device, fixed = self._engine.device, state_bytes(pl_module, trainer.optimizers)
+        return budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
 
     def _read(self) -> Plan | None:
         """The plan that the user gave or the checkpoint holds; `None` if that one is not readable.
@@ -110,17 +116,16 @@ class EarlierPlan:
             return why
         if self._config.plan is None and self._config.alpha not in ("auto", plan.swap.alpha):
             return f"it says alpha={plan.swap.alpha}, and {self._config.alpha} was given"
-        return self._what_is_missing(plan, trainer, pl_module)
+        return self._what_is_missing(plan)
 
-    def _what_is_missing(self, plan: Plan, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
+    def _what_is_missing(self, plan: Plan) -> str:
         """Memory that the plan needs and the machine has not got; empty if it has.
 
         Raises:
             ValueError: It is host memory, and the user gave the plan.
         """
-        device, given = self._engine.device, self._config.plan
-        fixed = state_bytes(pl_module, trainer.optimizers)
-        available = budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
+        given = self._config.plan
+        available = plan.budget
         if plan.swap.host_bytes > available.host_bytes:
             needs, has = format_bytes(plan.swap.host_bytes), format_bytes(available.host_bytes)
             if given is not None:
@@ -132,6 +137,6 @@ class EarlierPlan:
         if plan.swap.spill_bytes > available.spill_bytes:
             needs, has = format_bytes(plan.swap.spill_bytes), format_bytes(available.spill_bytes)
             return f"it spills {needs} to the disk, and {has} is available"
-        if plan.swap.mode == "plain" and plan.device_bytes > available.device_bytes:
+        if plan.swap.mode == "plain" and plan.device_excess_bytes:
             return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"
         return ""

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_memo.callbacks.earlier_plan import EarlierPlan
 from lightning_memo.callbacks.kinds import plan_by_kind
 from lightning_memo.callbacks.step_meter import StepMeter, meter_step
-from lightning_memo.config import MemoConfig, format_bytes
+from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.spill_file import SpillError
@@ -36,6 +36,7 @@ from lightning_memo.profiler.costs import (
 )
 from lightning_memo.profiler.meter import WorkingSet
 from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.shortage import plan_shortage
 
 PLAN_FILE = "memo_plan.json"
 CHECKPOINT_KEY = "lightning_memo_plan"
@@ -101,6 +102,7 @@ class PlanAfterFirstStep(Callback):
         self.plan = plan
         rank_zero_info(f"MemoStrategy: uses {earlier.source}.")
         self._show(plan, trainer, replanned=False)
+        self._tell_shortage(plan)
 
     @override
     def on_train_batch_start(
@@ -188,6 +190,7 @@ class PlanAfterFirstStep(Callback):
         self._together(lambda: engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
         self._show(plan, trainer, replanned=not first)
+        self._tell_shortage(plan, everyone=first)
         self._shrunk = False
 
     def _with_attention(self, plan: Plan) -> Plan:
@@ -271,18 +274,20 @@ class PlanAfterFirstStep(Callback):
             if trial.name == self._config.attention and trial.why_not:
                 rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
         Console().print(*plan_tables(plan), sep="\n")
-        if plan.device_bytes > plan.budget.device_bytes and not self._shrunk:
-            needed, available = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
-            rank_zero_warn(
-                f"MemoStrategy: this plan needs {needed} of device memory, and the budget is {available}: shorten the "
-                "sequence, set slice_tokens or a smaller alpha, or raise device_memory."
-            )
         if plan.budget.spill_bytes and not plan.swap.spill_bytes:
             why = "the host has room for all that is swapped"
             if plan.swap.storage is not None:
                 why = "a step would not be shorter with it"
             rank_zero_info(f"MemoStrategy: spill_path is not needed, as {why}.")
         rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
+
+    def _tell_shortage(self, plan: Plan, everyone: bool = True) -> None:
+        """Say which process, the first of them, lacks device memory for its plan."""
+        told = self._ranks.gather(plan_shortage(plan, can_have_more=self._most_device_bytes == math.inf), everyone)
+        for rank, shortage in enumerate(told):
+            if shortage:
+                rank_zero_warn(f"MemoStrategy: {f'rank {rank}: ' * (len(told) > 1)}{shortage}.")
+                return
 
     @property
     def can_shrink(self) -> bool:

@@ -113,7 +113,8 @@ def plan_swap(
     """Decide what is swapped and what that costs.
 
     With alpha "auto", plain training is chosen if it fits the device, else the largest alpha that hides its copies
-    and fits the host; the host limit is kept to the byte. A given alpha is taken if it fits the host.
+    and fits host and device; the host limit is kept to the byte. A given alpha is taken if it fits the host. Where not
+    even alpha 0 fits the device it is taken all the same: the device's need is an estimate, and a step has just run.
 
     Args:
         costs: as measured; all its layer calls are alive at once.
@@ -137,7 +138,7 @@ def plan_swap(
         if plain is not None:
             return plain
     warm = steady(costs)
-    room = Room(warm, budget, slot_bytes, streamed_bytes)
+    room = Room(warm, budget, slot_bytes, streamed_bytes, slice_tokens)
     if alpha == "auto":
         chosen, reason = _best_alpha(warm, room, allowed)
     else:
@@ -186,6 +187,7 @@ def _best_alpha(costs: LayerCosts, room: Room, allowed: tuple[float, ...] | None
     budget = room.budget
     solution = solve_alpha(costs, budget)
     fitting = _fitting_alpha(costs, room, solution.alpha, allowed)
+    more = min(fitting + 1 / costs.tokens, 1.0)
     host, tiers = f"the host budget of {format_bytes(budget.host_bytes)}", "the host"
     if budget.spill_bytes:
         host, tiers = f"{host} and the disk's of {format_bytes(budget.spill_bytes)}", "host and disk"
@@ -204,8 +206,10 @@ def _best_alpha(costs: LayerCosts, room: Room, allowed: tuple[float, ...] | None
         reason += f"; the layers allow only {_listed(allowed)}"
     elif not room.keeps_up(fitting):
         reason += "; layers wait for the disk"
-    elif not room.keeps_up(min(fitting + 1 / costs.tokens, 1.0)):
+    elif not room.keeps_up(more):
         reason += f"; above alpha={fitting:.4g} layers would wait for the disk"
+    elif not room.fits_device(more):
+        reason += f"; above alpha={fitting:.4g} the device budget of {format_bytes(budget.device_bytes)} would overflow"
     elif fitting < solution.alpha - 2 / costs.tokens:
         why = "the way to the disk takes host memory, too" if budget.spill_bytes else "host slots are aligned"
         reason += f"; {why}, so alpha={fitting:.4g} is what fits"
@@ -215,20 +219,21 @@ def _best_alpha(costs: LayerCosts, room: Room, allowed: tuple[float, ...] | None
 def _fitting_alpha(costs: LayerCosts, room: Room, limit: float, allowed: tuple[float, ...] | None) -> float:
     """Largest fraction up to `limit` whose slots, alignment included, find room, in whole tokens.
 
-    The disk has to keep up as well, unless the least fraction is too much for it already: that only costs time.
+    The disk has to keep up, and the device to have room as well, unless the least fraction is too much already.
     """
     limit = min(limit + _TOLERANCE, 1.0)
     if allowed is not None:
         possible = [alpha for alpha in sorted(allowed) if room.fits(alpha)]
         # The overlap limit only costs time, so the smallest fraction may pass it where the layers leave no choice.
         if possible:
-            return max([a for a in possible if a <= limit and room.keeps_up(a)], default=possible[0])
+            good = [a for a in possible if a <= limit and room.keeps_up(a) and room.fits_device(a)]
+            return max(good, default=possible[0])
         least = min(allowed)
     else:
         # Slots grow with alpha, so the first count of tokens that doesn't fit is found by bisection.
         def too_many(count: int) -> bool:
             alpha = count / costs.tokens
-            return not room.fits(alpha) or (count > 0 and not room.keeps_up(alpha))
+            return not room.fits(alpha) or (count > 0 and not (room.keeps_up(alpha) and room.fits_device(alpha)))
 
         fitting = bisect_left(range(math.floor(limit * costs.tokens) + 1), True, key=too_many)
         if fitting:

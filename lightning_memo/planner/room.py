@@ -1,4 +1,4 @@
-"""Where what leaves the device by one fraction of the tokens finds room: on the host, or on the disk too."""
+"""Whether what one fraction of the tokens swaps finds room on the host, on the disk, and in buffers on the device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from lightning_memo.planner.spill import calls_to_spill, disk_keeps_up
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is off the device, as functions of alpha.
+    """What a plan takes, as functions of alpha.
 
     Attributes:
         costs: Of the layer calls, warm.
         budget: The limits.
         slot_bytes: Exact host bytes of one layer call for an alpha; not asked where slices swap for themselves.
         streamed_bytes: Exact bytes for an alpha, where they do; such slices do not go to the disk.
+        slice_tokens: Most tokens that run through a layer at once; None: no limit.
     """
 
     costs: LayerCosts
     budget: Budget
     slot_bytes: Callable[[float], int]
     streamed_bytes: Callable[[float], StreamedBytes] | None
+    slice_tokens: int | None = None
 
     @property
     def _calls(self) -> int:
@@ -51,3 +53,16 @@ class Room:
         """Whether no layer waits for the disk."""
         spilled = self.spilled_calls(alpha)
         return not spilled or disk_keeps_up(self.costs, self.slot_bytes(alpha), spilled, alpha)
+
+    def device_bytes(self, alpha: float) -> int:
+        """What `Plan.device_bytes` is going to be. It grows with alpha: buffers by more than there is to recompute."""
+        if self.streamed_bytes is not None:
+            sizes = self.streamed_bytes(alpha)
+            buffers = 2 * sizes.slot + sizes.staging
+        else:
+            buffers = 2 * self.slot_bytes(alpha)
+        return self.costs.fixed_device_bytes + self.costs.working_bytes_at(alpha, self.slice_tokens) + buffers
+
+    def fits_device(self, alpha: float) -> bool:
+        """Whether the device has room, too."""
+        return self.device_bytes(alpha) <= self.budget.device_bytes

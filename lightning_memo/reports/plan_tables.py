@@ -85,7 +85,8 @@ def _summary(plan: Plan) -> list[str]:
         f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
         *_disk(plan),
         f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
-        f"{format_bytes(plan.costs.fixed_device_bytes)} model state",
+        f"{format_bytes(plan.costs.fixed_device_bytes)} model state"
+        + (f": {format_bytes(plan.device_excess_bytes)} too much" if plan.device_excess_bytes else ""),
         f"step    {format_seconds(plan.step_seconds)} expected, from a cold first step",
         plan.reason,
     ]
