@@ -178,7 +178,7 @@ def predicted(measured: LayerCosts) -> LayerCosts:
 
 
 def plan(costs: LayerCosts, budget: Budget, label: Fingerprint) -> Plan:
-    """The call that training makes, with slots of the predicted size."""
+    """The call that training makes where plain training is no choice, with slots of the predicted size."""
     return plan_swap(
         costs,
         budget,
@@ -187,6 +187,7 @@ def plan(costs: LayerCosts, budget: Budget, label: Fingerprint) -> Plan:
         schedule="layer",
         slice_tokens=None,
         slot_bytes=lambda alpha: slot_bytes_by_alpha(DEMO, sizes=FP32, tokens=costs.tokens, alpha=alpha),
+        may_be_plain=False,
     )
 
 
@@ -260,7 +261,7 @@ def test_alpha_is_that_of_measured_bytes(plans: dict[int, Plan], tokens: int, bo
     bandwidth = min(measured.offload_bytes_per_second, measured.prefetch_bytes_per_second)
     seconds = swapped / bandwidth if bound == "overlap" else measured.skeletal_bytes / bandwidth
     measured = replace(measured, forward_seconds=(seconds,) * measured.calls)
-    budget = Budget(device_bytes=measured.fixed_device_bytes, host_bytes=room)
+    budget = Budget(device_bytes=2**50, host_bytes=room)
     plans_of = [plan(costs, budget, trained.fingerprint).swap for costs in (measured, predicted(measured))]
     assert plans_of[0].alpha == plans_of[1].alpha == pytest.approx(share, abs=0.01)
     assert plans_of[0] == plans_of[1]

@@ -36,6 +36,7 @@ STEPS = int(os.environ.get("FLAT_STEPS", "240"))
 LENGTHS = (*(96,) * 17, 40, 64, 72)
 PERIOD = len(LENGTHS)  # steps after which lengths, validation and checkpoints come again as they were
 FIRST = 40  # by then memory is planned
+FIRST_OF_GIVEN = 10  # and by then a plan that was given is in force
 ALLOWED_RSS = 6 * 2**20
 LAYER_INPUT_BYTES = 2 * max(LENGTHS) * 32 * 4
 
@@ -76,20 +77,21 @@ def segments() -> list[str]:
 
 
 class Watch(Callback):
-    """Notes what is held every so many steps, and leaks a tensor in each, if asked."""
+    """Notes what is held every so many steps from one on, and leaks a tensor in each, if asked."""
 
-    def __init__(self, leak: bool = False) -> None:
+    def __init__(self, leak: bool = False, first: int = FIRST) -> None:
         self.seen: list[Held] = []
+        self._first = first
         self._leaked: list[Tensor] | None = [] if leak else None
 
     @override
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if self._leaked is not None:
             self._leaked.append(torch.empty(LAYER_INPUT_BYTES // 4))
-        if trainer.global_step < FIRST:
+        if trainer.global_step < self._first:
             while trainer.strategy.memory.busy:  # planned at the same step on every machine
                 time.sleep(0.01)
-        elif trainer.global_step % PERIOD == 0:
+        elif (trainer.global_step - self._first) % PERIOD == 0:
             self.seen.append(held(trainer))
 
 
@@ -113,12 +115,13 @@ def model() -> PlainModel:
     return PlainModel([PlainBlock(dropout=0.1) for _ in range(6)])
 
 
-def train(folder: Path, steps: int, *callbacks: Callback) -> None:
+def train(folder: Path, steps: int, *callbacks: Callback, plan: Path | None = None) -> MemoStrategy:
     """With a plan that spills, planned memory, a monitor, a report, checkpoints, validation and lengths that vary."""
     (folder / "disk").mkdir(exist_ok=True)
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=PERIOD)
+    strategy = MemoStrategy(alpha=0.5, host_memory="700KiB", spill_path=folder / "disk", plan=plan)
     fit(
-        MemoStrategy(alpha=0.5, host_memory="700KiB", spill_path=folder / "disk"),
+        strategy,
         LanguageModel(model),
         loader(max(steps, PERIOD)),
         val_data=loader(2),
@@ -130,6 +133,7 @@ def train(folder: Path, steps: int, *callbacks: Callback) -> None:
         enable_checkpointing=True,
         default_root_dir=folder,
     )
+    return strategy
 
 
 def growth(seen: list[Held]) -> dict[str, int]:
@@ -148,6 +152,24 @@ def test_a_long_run_is_flat(tmp_path: Path) -> None:
     assert grown.pop("rss_bytes") <= ALLOWED_RSS
     assert set(grown.values()) == {0}, grown
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_run_with_a_given_plan_is_flat_from_step_10(tmp_path: Path) -> None:
+    """Its buffers have their places from the second step on: nothing is recorded or solved."""
+    made = train(tmp_path, FIRST, Watch()).plan
+    assert made is not None and made.placement is not None
+    made.save(tmp_path / "given.json")
+    watch = Watch(first=FIRST_OF_GIVEN)
+    steps = max(STEPS // 2, FIRST_OF_GIVEN + 2 * PERIOD)
+    strategy = train(tmp_path, steps, watch, plan=tmp_path / "given.json")
+    sys.stdout.write(f"\n{steps} steps: {watch.seen[0]}, {watch.seen[-1]}, growth {growth(watch.seen)}\n")
+    assert strategy.plan is not None and strategy.plan.placement == made.placement
+    assert watch.seen[0].arena_bytes == made.placement.peak_bytes
+    grown = growth(watch.seen)
+    assert grown.pop("rss_bytes") <= ALLOWED_RSS
+    assert grown.pop("tensor_bytes") <= 4  # the loss of the first validation, which comes after step 10
+    assert set(grown.values()) == {0}, grown
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -67,7 +67,7 @@ def assert_same(planned, unplanned):
 def assert_all_hit(stats):
     last = stats[-1]
     assert last.hits > 0
-    assert (last.misses, last.skipped, last.bad_frees) == (0, 0, 0)
+    assert (last.misses, last.out_of_order, last.bad_frees) == (0, 0, 0)
     assert last.arena_bytes <= 1.02 * last.peak_live_bytes
 
 

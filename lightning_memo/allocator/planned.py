@@ -20,11 +20,11 @@ class AllocatorStats:
 
     Attributes:
         hits: served from the arena.
-        miss_size: neither the next request of the plan nor one of the eight after it has this size.
-        miss_end: the phase has more requests than the plan.
+        miss_size: no request of the phase has this size in the plan.
+        miss_end: the phase makes more requests of this size than the plan has; all those of a phase that it has not.
         miss_overlap: the place is still occupied.
         unplanned: the plan leaves the request out.
-        skipped: requests of the plan that were passed over because a later one had the right size.
+        out_of_order: requests of the plan that were taken in another order than recorded, as others were missing.
         foreign: made by threads that never marked a phase.
         outside: made by other threads outside of a phase, or where nothing is planned: another stream, a memory pool.
         live_bytes: bytes of the arena in use.
@@ -39,7 +39,7 @@ class AllocatorStats:
     miss_end: int
     miss_overlap: int
     unplanned: int
-    skipped: int
+    out_of_order: int
     foreign: int
     outside: int
     live_bytes: int

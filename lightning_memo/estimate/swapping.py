@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from lightning_memo.config import format_bytes
 from lightning_memo.costs import Budget, LayerCosts
 from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS, published_alpha
@@ -16,20 +19,23 @@ from lightning_memo.estimate.times import layer_times
 from lightning_memo.plan import Fingerprint, Plan, StreamedBytes
 from lightning_memo.planner import HostMemoryError, plan_swap
 
+_NO_LIMIT: Final = 2**62
+
 
 def swap(question: Question, parallel: Parallelism) -> Outcome:
     """Plan what is swapped, and read off what that takes."""
     costs, room = layer_costs(question, parallel), budget(question, parallel)
+    # MEMO's authors lowered the linear program's alpha, not the device's share of it.
+    limits_of_alpha = replace(room, device_bytes=_NO_LIMIT) if question.constants.published else room
     try:
-        plan = _plan(question, parallel, costs, room, _wanted_alpha(question))
+        plan = _plan(question, parallel, costs, limits_of_alpha, _wanted_alpha(question))
     except HostMemoryError as error:
         return _too_much_for_host(question, parallel, costs, str(error))
     limits = [plan.reason]
     if question.constants.published and _wanted_alpha(question) == "auto":
         plan, rule = _as_published(question, parallel, plan)
         limits.append(rule)
-    if plan.device_bytes > room.device_bytes and _wanted_alpha(question) == "auto":
-        smaller = _fitting_device(question, parallel, plan)
+        smaller = _fitting_device(question, parallel, plan, room.device_bytes)
         if smaller is not None:
             limits.append(
                 f"With alpha={plan.swap.alpha:.4g} the device would need {format_bytes(plan.device_bytes)} of its "
@@ -103,14 +109,13 @@ def _as_published(question: Question, parallel: Parallelism, plan: Plan) -> tupl
     return _plan(question, parallel, costs, plan.budget, alpha), rule
 
 
-def _fitting_device(question: Question, parallel: Parallelism, plan: Plan) -> Plan | None:
-    """The plan with the largest alpha below that fits the device: of the paper's, or of 64 steps."""
-    steps = [alpha for _, alpha in PUBLISHED_ALPHAS] + [0.0]
-    if not question.constants.published:
-        steps = [step / 64 for step in range(63, -1, -1)]
-    below = [alpha for alpha in steps if alpha < plan.swap.alpha]
+def _fitting_device(question: Question, parallel: Parallelism, plan: Plan, device_bytes: int) -> Plan | None:
+    """The plan with the largest of the paper's alphas that fits the device, if that is not the plan itself."""
+    if plan.device_bytes <= device_bytes:
+        return None
+    below = [alpha for alpha in (*(alpha for _, alpha in PUBLISHED_ALPHAS), 0.0) if alpha < plan.swap.alpha]
     plans = (_plan(question, parallel, plan.costs, plan.budget, alpha) for alpha in below)
-    return next((smaller for smaller in plans if smaller.device_bytes <= plan.budget.device_bytes), None)
+    return next((smaller for smaller in plans if smaller.device_bytes <= device_bytes), None)
 
 
 def _bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:

@@ -55,19 +55,26 @@ class Oracle {
  public:
   void load(const Plan& plan) { plan_ = plan; }
   void phase(int32_t index) {
-    next_ = end_ = plan_.sizes.size();
+    begin_ = next_ = end_ = plan_.sizes.size();
+    taken_.assign(end_, false);
     if (index < 0 || static_cast<size_t>(index) >= plan_.counts.size()) return;
-    next_ = 0;
-    for (int32_t i = 0; i < index; ++i) next_ += static_cast<size_t>(plan_.counts[static_cast<size_t>(i)]);
-    end_ = next_ + static_cast<size_t>(plan_.counts[static_cast<size_t>(index)]);
+    begin_ = 0;
+    for (int32_t i = 0; i < index; ++i) begin_ += static_cast<size_t>(plan_.counts[static_cast<size_t>(i)]);
+    next_ = begin_;
+    end_ = begin_ + static_cast<size_t>(plan_.counts[static_cast<size_t>(index)]);
   }
   // The offset at which a request is served, -1 if it is not.
   int64_t serve(uint64_t size, Stats& stats) {
-    if (next_ == end_) return ++stats.miss_end, -1;
-    size_t slot = next_;
-    while (slot < end_ && slot <= next_ + 8 && static_cast<uint64_t>(plan_.sizes[slot]) != size) ++slot;
-    if (slot == end_ || slot > next_ + 8) return ++stats.miss_size, -1;
-    stats.skipped += static_cast<int64_t>(slot - next_);
+    size_t slot = end_;
+    bool known = begin_ == end_;
+    for (size_t i = end_; i-- > begin_;) {
+      if (static_cast<uint64_t>(plan_.sizes[i]) != size) continue;
+      known = true;
+      if (!taken_[i]) slot = i;
+    }
+    if (slot == end_) return ++(known ? stats.miss_end : stats.miss_size), -1;
+    stats.out_of_order += slot != next_;
+    taken_[slot] = true;
     next_ = slot + 1;
     const int64_t offset = plan_.offsets[slot];
     if (offset < 0) return ++stats.unplanned, -1;
@@ -83,6 +90,8 @@ class Oracle {
 
  private:
   Plan plan_;
+  std::vector<bool> taken_;
+  size_t begin_ = 0;
   size_t next_ = 0;
   size_t end_ = 0;
 };
@@ -93,7 +102,7 @@ void check_equal(const Stats& one, const Stats& other, size_t live_blocks) {
   CHECK(one.miss_end == other.miss_end);
   CHECK(one.miss_overlap == other.miss_overlap);
   CHECK(one.unplanned == other.unplanned);
-  CHECK(one.skipped == other.skipped);
+  CHECK(one.out_of_order == other.out_of_order);
   CHECK(one.bad_frees == 0);
   CHECK(one.live_blocks == static_cast<int64_t>(live_blocks));
 }

@@ -36,7 +36,7 @@ struct Stats {
   int64_t miss_end = 0;
   int64_t miss_overlap = 0;
   int64_t unplanned = 0;
-  int64_t skipped = 0;
+  int64_t out_of_order = 0;
   int64_t foreign = 0;
   int64_t outside = 0;
   int64_t live_bytes = 0;
@@ -104,9 +104,9 @@ class Core {
     }
     const std::lock_guard guard(lock_);
     if (phase_ == no_phase || release_pending_) return nothing(stats_.outside);
-    if (plan_.at_end()) return nothing(stats_.miss_end);
-    const Slot* slot = plan_.take(size, stats_.skipped);
-    if (slot == nullptr) return nothing(stats_.miss_size);
+    bool known = false;
+    const Slot* slot = plan_.take(size, known, stats_.out_of_order);
+    if (slot == nullptr) return nothing(known ? stats_.miss_end : stats_.miss_size);
     if (!slot->planned) return nothing(stats_.unplanned);
     if (places_.occupied(slot->offset, slot->end_rank)) return nothing(stats_.miss_overlap);
     places_.insert(slot->place, slot->offset + size);

@@ -1,7 +1,9 @@
 // Where each request of each phase goes, and which request is next.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,6 +18,15 @@ struct Slot {
   uint32_t place;
   uint32_t end_rank;
   bool planned;
+  size_t group;  // of the slots of this size in its phase
+  size_t later;  // the next slot of its group
+};
+
+// Slots of one size in one phase.
+struct SizeGroup {
+  uint64_t size;
+  size_t first;
+  size_t next;  // the first one that is not taken yet
 };
 
 // The plan as it is handed over: the slots of all phases one after the other.
@@ -31,19 +42,25 @@ class PlanTable {
   // Throws std::invalid_argument, and changes nothing then.
   void load(const PlanView& view, uint64_t arena_bytes, uint64_t min_bytes, uint64_t alignment) {
     std::vector<Slot> slots;
-    std::vector<size_t> begins{0};
+    std::vector<SizeGroup> groups;
+    std::vector<size_t> begins{0}, group_begins{0};
     for (int64_t phase = 0; phase < view.phases; ++phase) {
       for (int64_t i = 0; i < view.counts[phase]; ++i) {
         const size_t k = slots.size();
         const std::string fault = fault_of(view.sizes[k], view.offsets[k], arena_bytes, min_bytes, alignment);
         if (!fault.empty()) throw std::invalid_argument(where(phase, i) + fault);
         const bool planned = view.offsets[k] >= 0;
-        slots.push_back({static_cast<uint64_t>(view.sizes[k]), static_cast<uint64_t>(view.offsets[k]), 0, 0, planned});
+        const auto size = static_cast<uint64_t>(view.sizes[k]);
+        slots.push_back({size, static_cast<uint64_t>(view.offsets[k]), 0, 0, planned, 0, no_slot});
       }
+      group(slots, begins.back(), groups);
       begins.push_back(slots.size());
+      group_begins.push_back(groups.size());
     }
     slots_ = std::move(slots);
+    groups_ = std::move(groups);
     begins_ = std::move(begins);
+    group_begins_ = std::move(group_begins);
     start(-1);
   }
   // Blocks of an earlier plan that are still alive keep their places.
@@ -66,24 +83,49 @@ class PlanTable {
   // Goes to the first request of a phase. One that the plan doesn't have has no slots.
   void start(int32_t phase) {
     const bool known = phase >= 0 && static_cast<size_t>(phase) + 1 < begins_.size();
-    next_ = known ? begins_[static_cast<size_t>(phase)] : slots_.size();
-    end_ = known ? begins_[static_cast<size_t>(phase) + 1] : slots_.size();
+    const auto number = static_cast<size_t>(phase);
+    next_ = known ? begins_[number] : slots_.size();
+    end_ = known ? begins_[number + 1] : slots_.size();
+    group_ = known ? group_begins_[number] : groups_.size();
+    group_end_ = known ? group_begins_[number + 1] : groups_.size();
+    for (size_t i = group_; i < group_end_; ++i) groups_[i].next = groups_[i].first;
   }
-  bool at_end() const { return next_ == end_; }
-  // The slot for a request of this size, nullptr if none of the next few has it. `skipped` counts those left out.
-  const Slot* take(uint64_t size, int64_t& skipped) {
-    constexpr size_t look_ahead = 8;
-    const size_t limit = std::min(end_, next_ + 1 + look_ahead);
-    for (size_t i = next_; i < limit; ++i) {
-      if (slots_[i].size != size) continue;
-      skipped += static_cast<int64_t>(i - next_);
-      next_ = i + 1;
-      return &slots_[i];
-    }
-    return nullptr;
+  // The first slot of the phase that has this size and is not taken yet. Where some requests come and go, like those of
+  // packed documents, the others find their slots all the same; steps that are alike take slot after slot.
+  // nullptr: there is none, or (`known` is false) never was.
+  const Slot* take(uint64_t size, bool& known, int64_t& out_of_order) {
+    SizeGroup* group = find(size);
+    known = group != nullptr || group_ == group_end_;
+    if (group == nullptr || group->next == no_slot) return nullptr;
+    const size_t taken = group->next;
+    group->next = slots_[taken].later;
+    out_of_order += static_cast<int64_t>(taken != next_);
+    next_ = taken + 1;
+    return &slots_[taken];
   }
 
  private:
+  static constexpr size_t no_slot = static_cast<size_t>(-1);
+
+  // Adds the groups of one phase, by size.
+  static void group(std::vector<Slot>& slots, size_t begin, std::vector<SizeGroup>& groups) {
+    std::vector<size_t> order(slots.size() - begin);
+    std::iota(order.begin(), order.end(), begin);
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return slots[a].size < slots[b].size; });
+    for (size_t i = 0; i < order.size(); ++i) {
+      const bool same = i > 0 && slots[order[i - 1]].size == slots[order[i]].size;
+      if (same) slots[order[i - 1]].later = order[i];
+      if (!same) groups.push_back({slots[order[i]].size, order[i], order[i]});
+      slots[order[i]].group = groups.size() - 1;
+    }
+  }
+  SizeGroup* find(uint64_t size) {
+    if (next_ < end_ && slots_[next_].size == size) return &groups_[slots_[next_].group];  // as a rule
+    const auto end = groups_.begin() + static_cast<std::ptrdiff_t>(group_end_);
+    const auto begin = groups_.begin() + static_cast<std::ptrdiff_t>(group_);
+    const auto found = std::lower_bound(begin, end, size, [](const SizeGroup& g, uint64_t s) { return g.size < s; });
+    return found != end && found->size == size ? &*found : nullptr;
+  }
   static std::string where(int64_t phase, int64_t slot) {
     return "phase " + std::to_string(phase) + ", request " + std::to_string(slot) + ": ";
   }
@@ -101,9 +143,13 @@ class PlanTable {
     return "";
   }
   std::vector<Slot> slots_;
-  std::vector<size_t> begins_{0};
+  std::vector<SizeGroup> groups_;
+  std::vector<size_t> begins_{0};        // of the phases, in slots
+  std::vector<size_t> group_begins_{0};  // and in groups
   size_t next_ = 0;
   size_t end_ = 0;
+  size_t group_ = 0;
+  size_t group_end_ = 0;
 };
 
 }  // namespace lightning_memo
