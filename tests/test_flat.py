@@ -169,6 +169,7 @@ def test_a_run_with_a_given_plan_is_flat_from_step_10(tmp_path: Path) -> None:
     grown = growth(watch.seen)
     assert grown.pop("rss_bytes") <= ALLOWED_RSS
     assert grown.pop("tensor_bytes") <= 4  # the loss of the first validation, which comes after step 10
+    grown.pop("shared_segments")  # those of the machine: others may make some meanwhile
     assert set(grown.values()) == {0}, grown
 
 
