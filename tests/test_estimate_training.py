@@ -177,8 +177,8 @@ def predicted(measured: LayerCosts) -> LayerCosts:
     return replace(measured, **asdict(step_bytes(DEMO, sizes=FP32, tokens=measured.tokens)))
 
 
-def plan(costs: LayerCosts, budget: Budget, label: Fingerprint) -> Plan:
-    """The call that training makes where plain training is no choice, with slots of the predicted size."""
+def plan(costs: LayerCosts, budget: Budget, label: Fingerprint, *, may_be_plain: bool = True) -> Plan:
+    """The call that training makes, with slots of the predicted size."""
     return plan_swap(
         costs,
         budget,
@@ -187,7 +187,7 @@ def plan(costs: LayerCosts, budget: Budget, label: Fingerprint) -> Plan:
         schedule="layer",
         slice_tokens=None,
         slot_bytes=lambda alpha: slot_bytes_by_alpha(DEMO, sizes=FP32, tokens=costs.tokens, alpha=alpha),
-        may_be_plain=False,
+        may_be_plain=may_be_plain,
     )
 
 
@@ -262,7 +262,8 @@ def test_alpha_is_that_of_measured_bytes(plans: dict[int, Plan], tokens: int, bo
     seconds = swapped / bandwidth if bound == "overlap" else measured.skeletal_bytes / bandwidth
     measured = replace(measured, forward_seconds=(seconds,) * measured.calls)
     budget = Budget(device_bytes=2**50, host_bytes=room)
-    plans_of = [plan(costs, budget, trained.fingerprint).swap for costs in (measured, predicted(measured))]
+    both = (measured, predicted(measured))
+    plans_of = [plan(costs, budget, trained.fingerprint, may_be_plain=False).swap for costs in both]
     assert plans_of[0].alpha == plans_of[1].alpha == pytest.approx(share, abs=0.01)
     assert plans_of[0] == plans_of[1]
 

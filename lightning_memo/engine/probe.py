@@ -94,10 +94,11 @@ class _Recorder:
 def probe_layer(
     call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None, why_scaled: str = ""
 ) -> LayerTraits:
-    """Run a layer whole, again, and in two slices, without gradients, and compare; the layer is left as it was.
+    """Run a layer whole and in two slices, without gradients, and compare; the layer is left as it was.
 
     Attention is answered from the whole run, so that what is compared is everything else: a layer that mixes tokens
-    outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices.
+    outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices. One that does
+    runs whole once more: its output has to be the same.
 
     Args:
         call: The layer and its arguments.
@@ -124,9 +125,12 @@ def probe_layer(
             present.restore()
             state.restore(changing)
 
-        _check_repeats(call, x, recorder, whole, rewind)
         sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
-        mixes = why_scaled or _why_it_may_mix(call, x, recorder, whole, rewind, after)
+        mixes, compared = why_scaled, False
+        if not mixes:
+            mixes, compared = _compare_halves(call, x, recorder, whole, rewind, after)
+        if mixes or not compared:  # halves that give what the whole did have shown that the layer repeats itself
+            _check_repeats(call, x, recorder, whole, rewind)
         why = mixes or _why_whole(call, recorder, after, sliceable, changing)
         schedule = "layer" if sliceable else "nest"
         saved = tuple(recorder.saved)
@@ -156,18 +160,18 @@ def _check_repeats(call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tenso
         )
 
 
-def _why_it_may_mix(
+def _compare_halves(
     call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None], after: RngState
-) -> str:
-    """Why tokens may meet outside of attention; empty if two halves of them gave what the whole did.
+) -> tuple[str, bool]:
+    """Why tokens may meet outside of attention, and whether halves could be compared with the whole.
 
-    Halves that draw other random numbers cannot be compared.
+    The reason is empty if two halves gave what the whole did, or draw other random numbers and so cannot be compared.
     """
     name, tokens = type(call.layer).__name__, x.shape[call.token_dim]
     if tokens < 2:
-        return ""
+        return "", False
     if not recorder.specs:
-        return f"{name} calls no attention that is known here, so it may mix any tokens"
+        return f"{name} calls no attention that is known here, so it may mix any tokens", False
     middle = tokens // 2
     outputs = []
     for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, tokens, Action.KEEP)):
@@ -176,10 +180,12 @@ def _why_it_may_mix(
             with handling(recorder.part(part, tokens)), call.mode(part), contextlib.suppress(StopIteration):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
+            return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}", False
         recorder.ends.append(RngState.capture(x.device))
-    same = not recorder.draws_alike(after) or _same(torch.cat(outputs, call.token_dim), whole, x)
-    return "" if same else f"{name} mixes tokens outside attention"
+    if not recorder.draws_alike(after):
+        return "", False
+    same = _same(torch.cat(outputs, call.token_dim), whole, x)
+    return "" if same else f"{name} mixes tokens outside attention", True
 
 
 def _why_whole(
@@ -212,7 +218,11 @@ def _same(joined: Tensor, whole: Tensor, x: Tensor) -> bool:
     if joined.shape != whole.shape:
         return False
     exact = whole.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
-    joined, whole, x = joined.nan_to_num(), whole.nan_to_num(), x.nan_to_num()
-    added = whole - x if whole.shape == x.shape else whole
-    largest = added.abs().max().clamp_min(torch.finfo(added.dtype).tiny)
-    return float((joined - whole).abs().max() / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)
+    if not torch.equal(joined.isnan(), whole.isnan()):
+        return False
+    # In place, as the peak of the first step is measured.
+    added = (whole - x if whole.shape == x.shape else whole.clone()).nan_to_num_().abs_()
+    largest = added.max().clamp_min(torch.finfo(added.dtype).tiny)
+    del added
+    apart = (joined - whole).nan_to_num_().abs_().max()
+    return float(apart / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)
