@@ -1,5 +1,8 @@
 """An order of batches that depends on nothing but seed and epoch, and that continues where a checkpoint left it."""
 
+import multiprocessing
+import os
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +75,25 @@ class EpochSampler(DistributedSampler[int]):
         return iter(part[self.start :].tolist())
 
 
+def end_with_parent(worker: int) -> None:
+    """Lets a worker of a loader end with the process that loads, however that ends; a `worker_init_fn`.
+
+    PyTorch's workers look for their parent every five seconds, between batches. One whose batch nobody takes any more
+    never comes to that, and one of a fork server has that server as its parent.
+
+    Args:
+        worker: Its number.
+    """
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name=f"parent of worker {worker}", daemon=True).start()
+
+
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
     """A loader whose position within the epoch is saved in Lightning's checkpoints.
 
@@ -108,6 +130,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
             sampler=self._order,
             drop_last=True,
             num_workers=num_workers,
+            worker_init_fn=end_with_parent,
             # Its own generator: starting an iterator must not change the random numbers that the model sees.
             generator=torch.Generator().manual_seed(seed),
         )

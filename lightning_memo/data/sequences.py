@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.data.loader import ResumableLoader, SequenceDataset
+from lightning_memo.data.loader import ResumableLoader, SequenceDataset, end_with_parent
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,13 @@ class SequenceDataModule(LightningDataModule):
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         assert self._loaded is not None
-        return DataLoader(self._loaded.val, batch_size=self.batch_size, num_workers=self.num_workers, drop_last=True)
+        return DataLoader(
+            self._loaded.val,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            worker_init_fn=end_with_parent,
+            drop_last=True,
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:
