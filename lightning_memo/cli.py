@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_memo.launch import let_the_first_speak
+from lightning_memo.restarts import use_run_folder
 from lightning_memo.setting_names import check_appended, explain
 
 USER_ERROR_EXIT = 2
@@ -44,6 +45,7 @@ def run_command(command: Callable[[], None]) -> None:
     """
     # Hydra else prints several lines of its own, for bugs and mistakes alike, and ends with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    use_run_folder()
     try:
         check_appended(sys.argv[1:], Path(config_dir()))
         command()

@@ -12,10 +12,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_memo.assemble import build_trainer, count_processes, newest_checkpoint
+from lightning_memo.assemble import build_trainer, count_processes, find_checkpoint, newest_checkpoint
 from lightning_memo.cli import exit_for_user, user_message
 from lightning_memo.compare import quiet
-from lightning_memo.launch import is_first_process, let_the_first_speak, started_processes
+from lightning_memo.launch import is_first_process, let_the_first_speak, started_processes, told_by_the_first
+from lightning_memo.restarts import Launch
 from lightning_memo.summary import RunSummary
 from lightning_memo.sweeps.folder import finished
 from lightning_memo.sweeps.processes import is_apart, run_apart
@@ -41,7 +42,7 @@ def run_job(cfg: DictConfig, train: Train) -> RunSummary:
     try:
         if not sweep and len(overrides) < len(job.overrides.task):
             raise ValueError("sweep=...: give -m as well; a single run is resumed by ckpt_path=last")
-        summary = replace(run_of_sweep(cfg, output_dir, train) if sweep else train(cfg), overrides=overrides)
+        summary = replace(run_what_is_left(cfg, output_dir, overrides, train), overrides=overrides)
     except Exception as error:
         if not (sweep or is_apart()):
             exit_for_user(error)
@@ -61,32 +62,51 @@ def run_job(cfg: DictConfig, train: Train) -> RunSummary:
     return summary
 
 
-def run_of_sweep(cfg: DictConfig, folder: Path, train: Train) -> RunSummary:
-    """Runs one job of a sweep, or what is left of it.
+def run_what_is_left(cfg: DictConfig, folder: Path, overrides: list[str], train: Train) -> RunSummary:
+    """Runs a job, or what an earlier start of it has left.
 
-    A job that came to its end before is not run again. Others go on from their newest checkpoint. One that needs
-    several processes gets them, unless a launcher has started them already.
+    A job that came to its end before is not run again. Others go on from their newest checkpoint. A job of a sweep that
+    needs several processes gets them, unless a launcher has started them already.
 
     Args:
         cfg: Of the job.
         folder: That it has to itself.
+        overrides: What the command line changes.
         train: What trains.
 
     Raises:
         ValueError: A setting is not allowed, or data or a checkpoint is missing.
         JobFailed: It failed in processes of its own.
     """
-    done = finished(folder)
+    sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    done, checkpoint = told_by_the_first(lambda: _left_behind(cfg, folder, None if sweep else Launch.here(overrides)))
     if done is not None:
         log.info("finished before: %s", folder)
         return done
-    own = newest_checkpoint(Path(cfg.paths.checkpoint_dir).glob("*.ckpt"))
-    if own is not None:
-        log.info("goes on from %s", own)
-        cfg = OmegaConf.merge(cfg, {"ckpt_path": own})
-    with quiet():
-        processes = count_processes(build_trainer(cfg))
-    return run_apart(cfg, folder) if processes > 1 and started_processes() is None else train(cfg)
+    cfg = OmegaConf.merge(cfg, {"ckpt_path": checkpoint})
+    if sweep and started_processes() is None:
+        with quiet():
+            processes = count_processes(build_trainer(cfg))
+        if processes > 1:
+            return run_apart(cfg, folder)
+    return train(cfg)
+
+
+def _left_behind(cfg: DictConfig, folder: Path, launch: Launch | None) -> tuple[RunSummary | None, str | None]:
+    """The summary of a job that came to its end before; the checkpoint from which it starts or goes on.
+
+    What a folder holds counts in a sweep, whose folders go by number, and where a launch is started again.
+    """
+    own = launch is None and HydraConfig.get().mode is RunMode.MULTIRUN
+    if launch is not None:
+        own = launch.goes_on_in(folder)
+        if is_first_process():
+            launch.save(folder)
+    done = finished(folder) if own else None
+    newest = newest_checkpoint(Path(cfg.paths.checkpoint_dir).glob("*.ckpt")) if own else None
+    if newest is not None:
+        log.info("goes on from %s", newest)
+    return done, newest or find_checkpoint(cfg)
 
 
 def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pickle
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Set by torchrun, Lightning's launcher (of a node, and of the nodes), SLURM and LSF, each for the processes it starts.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _SILENCE_SECONDS = 15.0  # a busy machine takes some seconds to end a process
 _LAST_WORDS_SECONDS = 2.0
 _POLL_SECONDS = 0.2
+_TOLD, _HEARD = "lightning_memo/told", "lightning_memo/heard"
 
 
 class SweepRefused(ValueError):
@@ -58,6 +63,61 @@ def arguments_of_process(arguments: Sequence[str]) -> list[str]:
     quiet = {"hydra.run.dir": ".", "hydra.output_subdir": "null", "hydra/job_logging": "stdout"}
     given = {argument.partition("=")[0] for argument in arguments}
     return [*arguments, *(f"{name}={value}" for name, value in quiet.items() if name not in given)]
+
+
+def told_by_the_first(find: Callable[[], T]) -> T:
+    """Returns what the first process finds, in every process that torchrun or srun has started.
+
+    Hosts that share a file system may see it differently for a minute, and processes of which one resumes and another
+    does not would wait for each other. Where Lightning starts the others, each finds it by itself, on one host.
+
+    Args:
+        find: Called in the first process; what it returns or raises has to be picklable.
+
+    Raises:
+        Exception: What the first process's `find` raised.
+    """
+    if (started_processes() or 1) == 1 or _environment() is None:
+        return find()
+    store = _meeting_point()
+    if is_first_process():
+        outcome = _attempt(find)
+        store.set(_TOLD, pickle.dumps(outcome))
+    else:
+        outcome = pickle.loads(store.get(_TOLD))
+    if store.add(_HEARD, 1) == started_processes():  # torchrun may keep the store for the next start
+        store.delete_key(_TOLD)
+        store.delete_key(_HEARD)
+    found, error = outcome
+    if error is not None:
+        raise error
+    return found
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _environment() -> Any:
+    """Lightning's knowledge of the launcher that has started all processes, None where there is none."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+    found = next((each for each in (TorchElasticEnvironment, SLURMEnvironment) if each.detect()), None)
+    return None if found is None else found()
+
+
+@functools.cache
+def _meeting_point() -> Any:
+    """The store at which the processes of a launcher find each other; the process group then takes the same one."""
+    from torch.distributed import rendezvous
+
+    environment = _environment()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    store, _, _ = next(rendezvous("env://", environment.global_rank(), environment.world_size()))
+    return store
 
 
 def let_the_first_speak() -> None:

@@ -31,11 +31,20 @@ class EarlierMetrics(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger in trainer.loggers:
-            for row in self.rows.pop(str(logger.log_dir), []):
+            for row in _until(trainer.global_step, self.rows.pop(str(logger.log_dir), [])):
                 metrics = {name: _number(text) for name, text in row.items() if text}
-                step = int(metrics.pop("step"))
-                if step < trainer.global_step:  # the others come again
-                    logger.log_metrics(metrics, step)
+                logger.log_metrics(metrics, int(metrics.pop("step")))
+
+
+def _until(global_step: int, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows that were there when so many steps were over; the others come again.
+
+    Lightning counts steps from 0, and callbacks log by how many are over: of the rows with the checkpoint's number,
+    those before the last smaller one are a callback's.
+    """
+    steps = [int(row["step"]) for row in rows]
+    end = max((place for place, step in enumerate(steps, 1) if step < global_step), default=0)
+    return [row for row, step in zip(rows[:end], steps, strict=False) if step <= global_step]
 
 
 def _number(text: str) -> float:

@@ -19,7 +19,6 @@ from lightning_memo.assemble import (
     build_trainer,
     check_data,
     count_processes,
-    find_checkpoint,
     module_settings,
     trainer_settings,
     warn_of_long_sequences,
@@ -102,9 +101,9 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     """Trains, and reads what the strategy planned, if it plans.
 
     Raises:
-        ValueError: A setting is not allowed, or a checkpoint is missing.
+        ValueError: A setting is not allowed.
     """
-    ckpt_path = find_checkpoint(cfg)
+    ckpt_path = cfg.ckpt_path
     goes_on = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
     settings = module_settings(cfg)
     check_vocabulary(ModelConfig(**settings["model"]), data.vocab_size)
