@@ -12,9 +12,9 @@ __version__ = "0.1.0"
 _WITHOUT_TORCH = ("lightning_memo.place", "lightning_memo.estimate")
 
 
-def _runs_without_torch() -> bool:
-    """Whether Python was started for a command that needs neither torch nor Lightning, which take seconds to import."""
-    return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] in _WITHOUT_TORCH
+def _command() -> str:
+    """The module that ``python -m`` is going to run, while it imports this package; else nothing."""
+    return _sys.orig_argv[-len(_sys.argv)] if _sys.argv[:1] == ["-m"] else ""
 
 
 def __getattr__(name: str) -> _Any:
@@ -29,6 +29,11 @@ def __getattr__(name: str) -> _Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not _runs_without_torch():
+if _command().startswith(f"{__name__}."):
+    from lightning_memo.interrupts import heed as _heed
+
+    _heed()  # before what takes seconds to import
+
+if _command() not in _WITHOUT_TORCH:  # torch and Lightning take seconds to import
     from lightning_memo.plan import Plan
     from lightning_memo.strategy import MemoStrategy

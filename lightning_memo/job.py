@@ -53,6 +53,8 @@ def run_job(cfg: DictConfig, train: Train) -> RunSummary:
     except BaseException:
         if sweep:
             log.warning("interrupted; the same command with sweep=%s goes on", output_dir.parent.name)
+        elif (newest := _own_checkpoint(cfg)) is not None and is_first_process():
+            log.warning("interrupted; the same command with ckpt_path=last goes on from %s", newest)
         raise
     finally:
         gc.collect()
@@ -103,10 +105,14 @@ def _left_behind(cfg: DictConfig, folder: Path, launch: Launch | None) -> tuple[
         if is_first_process():
             launch.save(folder)
     done = finished(folder) if own else None
-    newest = newest_checkpoint(Path(cfg.paths.checkpoint_dir).glob("*.ckpt")) if own else None
+    newest = _own_checkpoint(cfg) if own else None
     if newest is not None:
         log.info("goes on from %s", newest)
     return done, newest or find_checkpoint(cfg)
+
+
+def _own_checkpoint(cfg: DictConfig) -> str | None:
+    return newest_checkpoint(Path(cfg.paths.checkpoint_dir).glob("*.ckpt"))
 
 
 def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:

@@ -186,7 +186,8 @@ def task(cfg: DictConfig) -> None:
 def main() -> None:
     """Runs one job, or a sweep; a sweep with failed jobs ends with status 1, after its report.
 
-    What SIGTERM ended has the status of shells for that, 143; Lightning's own would be 0.
+    What SIGTERM ended has the status of shells for that, 143; Lightning's own would be 0. An interrupt stays one, which
+    is status 130; Lightning makes it 1.
     """
 
     def command() -> None:
@@ -197,10 +198,16 @@ def main() -> None:
         run_command(command)
     except SIGTERMException:
         raise SystemExit(128 + signal.SIGTERM) from None
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
 
 
 if __name__ == "__main__":
     # What launchers like submitit's send to other processes has to be found there by the module's own name.
+    from lightning_memo.interrupts import heed
     from lightning_memo.train import main as _main
 
+    heed()
     _main()
