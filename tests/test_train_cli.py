@@ -1,12 +1,15 @@
 import csv
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_memo import compare
 from lightning_memo import train as command
 from lightning_memo.cli import config_dir, user_message
 from lightning_memo.files import replacing
@@ -82,6 +85,17 @@ def test_comparison_table(train):
     table = out[out.index("Comparison") :]
     assert "plain" in table
     assert "this run, alpha 0.00" in table
+
+
+def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
+    class Terminated(command.CausalLM):
+        def training_step(self, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(compare, "CausalLM", Terminated)
+    # Lightning's own exception has no status, which Python takes for 0.
+    assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 
 
 def test_learning_beats_the_unigram_entropy(train, tmp_path):
