@@ -26,7 +26,9 @@ class EarlierMetrics(Callback):
         for logger in loggers:
             if isinstance(logger, CSVLogger) and (path := Path(logger.log_dir, "metrics.csv")).is_file():
                 with path.open(newline="") as file:
-                    self.rows[logger.log_dir] = list(csv.DictReader(file))
+                    # Lightning's logger writes rows twice if an interrupt comes between writing and forgetting them.
+                    once = dict.fromkeys(tuple(row.items()) for row in csv.DictReader(file))
+                    self.rows[logger.log_dir] = [dict(row) for row in once]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,9 +3,11 @@
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memo.data import TextDataModule
 from lightning_memo.models import CausalLM
+from lightning_memo.resumed_metrics import EarlierMetrics
 
 # Dropout makes the losses depend on the random state, too.
 MODEL = {
@@ -81,3 +83,22 @@ def test_batches_and_losses_go_on(tmp_path, text, epoch_batches, num_workers, ch
         assert rest == whole[-len(rest) :]
         # An accumulation that the end of an epoch cuts short has one batch less.
         assert len(whole) - len(rest) == pytest.approx(step * changes.get("accumulate_grad_batches", 1), abs=1)
+
+
+def test_rows_of_earlier_metrics_come_once(tmp_path):
+    logger = CSVLogger(tmp_path, name="csv", version="")
+    for step in range(3):
+        logger.log_metrics({"memo/alpha": 0.5}, step + 1)  # a callback counts the steps that are over
+        logger.log_metrics({"train_loss": 5.0 - step}, step)
+        logger.save()
+    path = tmp_path / "csv" / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, *lines[-2:]]))  # as an interrupt after the rows were written leaves it
+    again, earlier = CSVLogger(tmp_path, name="csv", version=""), EarlierMetrics()
+    earlier.read([again])
+    trainer = Trainer(logger=again, accelerator="cpu", enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 2
+    assert trainer.global_step == 2
+    earlier.on_train_start(trainer, None)
+    again.save()
+    assert path.read_text().splitlines(keepends=True) == lines[:5]
