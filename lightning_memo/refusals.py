@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+from lightning_memo.engine.checkpointed import TURN_IT_OFF
 from lightning_memo.engine.find import find_hugging_face
 
 
@@ -25,17 +27,29 @@ def refuse_averaging(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def refuse_gradient_checkpointing(model: nn.Module) -> None:
-    """Layers are recomputed by the engine.
+def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Layers are recomputed by the engine; what lies beside them may be checkpointed.
+
+    What only shows when a layer runs is refused there: see `engine/checkpointed.py`.
 
     Raises:
-        ValueError: The model would do it as well.
+        ValueError: A layer, something in it, or something around it would be recomputed as well.
     """
-    if any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules()):
-        raise ValueError(
-            "gradient checkpointing is on in the model, and MemoStrategy recomputes by itself: call "
-            "model.gradient_checkpointing_disable(), or use MemoStrategy(alpha=0) for full recomputation"
-        )
+    for module in _in_and_around(model, layers):
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                "gradient checkpointing is on in the model (model.gradient_checkpointing_disable()): " + TURN_IT_OFF
+            )
+        if isinstance(module, CheckpointWrapper):
+            inner = type(module._checkpoint_wrapped_module).__name__
+            raise ValueError(f"activation checkpointing is wrapped around {inner} (CheckpointWrapper): {TURN_IT_OFF}")
+
+
+def _in_and_around(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """All modules but those beside the layers."""
+    inside = {module for layer in layers for module in layer.modules()}
+    yield from inside
+    yield from (m for m in model.modules() if m not in inside and not inside.isdisjoint(m.modules()))
 
 
 def tell_resting(compiled: Sequence[str]) -> None:

@@ -368,7 +368,7 @@ class MemoStrategy(CheckpointingStrategy):
 
     def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
         _, layers = find_layers(model, self.config.layers)
-        refuse_gradient_checkpointing(model)
+        refuse_gradient_checkpointing(model, layers)
         if fitting and self.config.loss_chunk_tokens is not None:
             tell_fused_loss(model)
         processes = self._processes

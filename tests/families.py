@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -55,7 +56,7 @@ class PlainBlock(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+        self.mlp: nn.Module = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,6 +66,40 @@ class PlainBlock(nn.Module):
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, tokens, hidden)))
         return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Tiled(torch.autograd.Function):
+    """Runs `compute` on one tile of tokens after the other, again in the backward: nothing of it is saved but `x`."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(x)
+        return torch.cat([compute(tile) for tile in x.chunk(2, 1)], 1)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        tiles = [tile.detach().requires_grad_() for tile in x.chunk(2, 1)]
+        for tile, gradient in zip(tiles, dy.chunk(2, 1), strict=True):
+            with torch.enable_grad():
+                y = ctx.compute(tile)
+            torch.autograd.backward(y, gradient)
+        return None, torch.cat([tile.grad for tile in tiles], 1)
+
+
+class TiledMLP(nn.Module):
+    """An MLP that recomputes itself, as those of long-context libraries do."""
+
+    def __init__(self, compute: nn.Module) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Tiled.apply(self.compute, x)
+        return y
 
 
 class PlainModel(nn.Module):
@@ -90,9 +125,12 @@ class PlainModel(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
-def _blocks(dropout: float = 0.0) -> Callable[..., nn.Module]:
+def _blocks(dropout: float = 0.0, tiled: bool = False) -> Callable[..., nn.Module]:
     def build(num_hidden_layers: int = 4, num_attention_heads: int = 4) -> nn.Module:
-        return PlainModel([PlainBlock(32, num_attention_heads, dropout) for _ in range(num_hidden_layers)])
+        blocks = [PlainBlock(32, num_attention_heads, dropout) for _ in range(num_hidden_layers)]
+        for block in blocks:
+            block.mlp = TiledMLP(block.mlp) if tiled else block.mlp
+        return PlainModel(blocks)
 
     return build
 
@@ -137,6 +175,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "block": Family(_blocks()),
     "block_dropout": Family(_blocks(dropout=0.2), dropout=True),
+    "block_tiled": Family(_blocks(tiled=True)),
     "encoder_layer": Family(_encoder(causal=False, activation="relu"), causal=False),
     "encoder_layer_dropout": Family(_encoder(causal=False, dropout=0.1), causal=False, dropout=True),
     "encoder_layer_causal": Family(_encoder(causal=True)),

@@ -18,6 +18,7 @@ from lightning_memo.engine.attach import attach_attention
 from lightning_memo.engine.attention import attend
 from lightning_memo.engine.attention_kernels import AttentionKernels
 from lightning_memo.engine.block_reader import BlockReader
+from lightning_memo.engine.checkpointed import refuse_layer_in_backward
 from lightning_memo.engine.compiled import rest_compiled
 from lightning_memo.engine.divided_batch import check_bounds, check_tokens, divided_by_slices
 from lightning_memo.engine.first_step import first_plan
@@ -225,6 +226,7 @@ class Engine:
             self.before_layer()
         if self._has_nothing_to_do(args):
             return forward(*args, **kwargs)
+        refuse_layer_in_backward(type(layer).__name__)
         # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
         if not torch.is_grad_enabled() or not (self.sequence or needs_grad(layer, (args, kwargs))):
             return self._run_plainly(layer, forward, args, kwargs)

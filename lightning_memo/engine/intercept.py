@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
+from lightning_memo.engine.checkpointed import refuse_without_grad, refusing_checkpoint
 from lightning_memo.engine.regions import gapless_strides
 from lightning_memo.engine.slices import take_tokens
 from lightning_memo.kernels import AttentionSpec
@@ -61,8 +62,10 @@ def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
     return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
 
 
-def _answer(handler: AttentionHandler, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def _answer(handler: AttentionHandler, trained: bool, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Ask a handler, whose own attention calls are not caught again."""
+    if trained:
+        refuse_without_grad("attention")
     layout = _layout.get()
     if layout is not None:  # what the model knows of documents and padding is about its own part of the tokens
         spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
@@ -83,18 +86,23 @@ def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 @contextmanager
 def handling(handler: AttentionHandler) -> Iterator[None]:
-    """Inside, attention calls of this thread go to `handler`.
+    """Inside, attention calls of this thread go to `handler`, and a layer that is trained may not be checkpointed.
+
+    Raises:
+        ValueError: It was.
 
     Note: [How attention is caught]
     Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
     `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
     which only a `TorchFunctionMode` sees; but that mode is off inside composites like `multi_head_attention_forward`.
     """
-    token = _handler.set(functools.partial(_answer, handler))
+    trained = torch.is_grad_enabled()
+    token = _handler.set(functools.partial(_answer, handler, trained))
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:
-        yield
+        with refusing_checkpoint() if trained else nullcontext():
+            yield
     finally:
         F.scaled_dot_product_attention = before
         _handler.reset(token)
@@ -130,6 +138,7 @@ class LayerMode(OwnMode):
         super().__init__()
         self._tokens, self._start, self._stop, self._shards = tokens, start, stop, shards
         self._batch, self._token_dim = batch, token_dim
+        self._trained = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,6 +159,8 @@ class LayerMode(OwnMode):
         training = names.get("train", training)
         if not training or p == 0.0:
             return input
+        if self._trained:
+            refuse_without_grad("dropout")
         mask = self._part_of_whole(input, p)
         return input.mul_(mask) if inplace else input * mask
 

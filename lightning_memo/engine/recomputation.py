@@ -47,7 +47,8 @@ class Recomputed:
         if t is None:
             raise RuntimeError(
                 "a recomputed activation was asked for twice: a second backward through the same graph "
-                "(retain_graph) is not supported; run the forward again"
+                "(retain_graph) is not supported, run the forward again; an autograd Function may read "
+                "ctx.saved_tensors once"
             )
         return t
 

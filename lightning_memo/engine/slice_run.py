@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.block_reader import token_rows
+from lightning_memo.engine.checkpointed import refuse_inner_backward
 from lightning_memo.engine.intercept import handling
 from lightning_memo.engine.products import ProductMode
 from lightning_memo.engine.recomputation import Recomputed, RecomputedKeysValues, recompute
@@ -52,6 +53,7 @@ class SliceRun:
         self.products: dict[str, Handle] = {}  # outputs of matrix products that a recomputation does not compute
         self.rng_after_attention: list[RngState] = []
         self.saved = 0  # tensors that a recomputation has to deliver
+        self._in_forward = False
         self._recomputed: Recomputed | None = None
 
     @property
@@ -76,7 +78,9 @@ class SliceRun:
             stack.enter_context(self.run.casting())
             if self.action is Action.RECOMPUTE and self.range.places is not None:
                 stack.enter_context(ProductMode(self.run.call.layer, self._store_product))
+            self._in_forward = True
             yield
+        self._in_forward = False
 
     def call(self, x: Tensor) -> Any:
         """The layer's own forward on these tokens."""
@@ -109,6 +113,8 @@ class SliceRun:
         return t.detach() if is_opaque(t) else self.store("other", t)
 
     def unpack(self, handle: Handle) -> Tensor:
+        if self._in_forward:
+            refuse_inner_backward(type(self.run.call.layer).__name__)
         if isinstance(handle, int):
             return self.recompute().take(handle)
         shared = isinstance(handle, (ParkedView, WeightCopy))
