@@ -17,8 +17,9 @@ from rich.table import Table
 from trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks import Monitor, WriteReport
+from lightning_memo.callbacks import Monitor, ScheduleRecorder, WriteReport
 from lightning_memo.callbacks.monitor import shape_of_module
+from lightning_memo.engine import TestMode
 from lightning_memo.reports.run_page import RunReport, curve_svg
 
 ROWS, TOKENS, VOCABULARY = 2, 32, 96
@@ -81,6 +82,23 @@ def test_loggers_get_the_metrics_every_n_steps(tmp_path: Path) -> None:
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["throughput/mfu"]]
     assert [(row["step"], row["memo/alpha"]) for row in rows] == [("2", "0.5"), ("4", "0.5")]
+
+
+def test_stalls_are_the_waits_of_the_schedule(tmp_path: Path) -> None:
+    """Copies are delayed, so that there are some; a plan by which nothing is copied has none."""
+    noted, recorded = Noted(), ScheduleRecorder(step=2)
+    delays = TestMode(seed=1, longest_delay_seconds=0.02)
+    settings = {"default_root_dir": str(tmp_path), "log_every_n_steps": 1}
+    strategy = MemoStrategy(alpha=1.0, plan_memory=False, test_mode=delays)
+    make_trainer(strategy, callbacks=[recorded, Monitor(), noted], **settings).fit(LanguageModel("llama"), data(4))
+    assert recorded.timeline is not None
+    waited = sum(recorded.timeline.waited_seconds.values())
+    assert waited > 0
+    stalls = [metrics["memo/stall_seconds"] for metrics in noted.metrics]
+    assert stalls[2] == pytest.approx(waited, abs=1e-7)
+    assert min(stalls) > 0 and len(stalls) == 4
+    make_trainer(MemoStrategy(), callbacks=[Monitor(), noted], **settings).fit(LanguageModel("llama"), data(4))
+    assert noted.metrics[-1]["memo/stall_seconds"] == 0
 
 
 def test_weights_without_gradient_take_a_third_less() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memo.engine.find import find_hugging_face
+from lightning_memo.engine.recorder import StepRecorder
 from lightning_memo.estimate.hf_config import shape_of
 from lightning_memo.estimate.shape import ModelShape
 from lightning_memo.plan import Plan
@@ -30,6 +31,7 @@ class Monitor(Callback):
     | `throughput/step_seconds` | of an optimizer step, loading data included, validation and checkpoints excluded |
     | `throughput/mfu`, `throughput/hfu` | percent of the peak: attention causal, without and with what is recomputed |
     | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | of the plan, for a step of this process |
+    | `memo/stall_seconds` | that the computation of a step waited for copies, in this process |
     | `device/peak_bytes`, `device/reserved_bytes` | of the device so far, as PyTorch's allocator counts; on GPUs |
     | `host/peak_bytes` | most memory that this process had, activations included |
 
@@ -48,6 +50,7 @@ class Monitor(Callback):
         self._shape: ModelShape | None = None
         self._trained = 1.0
         self._window = _Window()
+        self._recorder: StepRecorder | None = None
         self._step = 0
         self._paused = 0.0
 
@@ -56,6 +59,10 @@ class Monitor(Callback):
         self._shape, self._trained = shape_of_module(pl_module), _trained_share(pl_module)
         if self._peak_flops is None:
             self._peak_flops = peak_flops_of(pl_module.device, str(trainer.precision))
+        engine = getattr(trainer.strategy, "engine", None)
+        self._recorder = None if engine is None else engine.recorder
+        if self._recorder is not None:
+            self._recorder.count_waits()
         self._step = trainer.global_step
         self._window = _Window()
 
@@ -82,6 +89,8 @@ class Monitor(Callback):
             return
         self._step = trainer.global_step
         self._window.steps += 1
+        if self._recorder is not None:
+            self._window.stalled += self._recorder.waited_seconds()
         if self._step % max(trainer.log_every_n_steps, 1) == 0:
             metrics = self._metrics(trainer, pl_module.device)
             for logger in trainer.loggers:
@@ -100,6 +109,8 @@ class Monitor(Callback):
     def _metrics(self, trainer: pl.Trainer, device: torch.device) -> dict[str, float]:
         window, seconds = self._window, time.perf_counter() - self._window.started
         metrics = {"throughput/step_seconds": seconds / window.steps}
+        if self._recorder is not None:
+            metrics["memo/stall_seconds"] = window.stalled / window.steps
         if window.tokens:
             metrics["throughput/tokens_per_second"] = window.tokens / seconds
         if window.model_flops and self._peak_flops is not None:
@@ -115,7 +126,7 @@ class _Window:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.steps = self.tokens = 0
-        self.model_flops = self.recomputed_flops = 0.0
+        self.model_flops = self.recomputed_flops = self.stalled = 0.0
 
 
 def shape_of_module(module: nn.Module) -> ModelShape | None:

@@ -24,6 +24,7 @@ _CURVES: Final = {
     "Loss (nats)": ("loss",),
     "Tokens per second": ("throughput/tokens_per_second",),
     "Utilisation (% of the peak)": ("throughput/mfu", "throughput/hfu"),
+    "Waiting for copies (seconds of a step)": ("memo/stall_seconds",),
     "Learning rate": ("lr",),
 }
 """Titles, and how the names of the metrics of each end."""
@@ -31,6 +32,7 @@ _CURVES: Final = {
 _RATES: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "throughput/step_seconds": ("a step, median", format_seconds),
     "throughput/tokens_per_second": ("tokens per second, median", "{:,.0f}".format),
+    "memo/stall_seconds": ("waiting for copies, median of a step", format_seconds),
     "throughput/mfu": ("MFU, median", "{:.1f} %".format),
     "throughput/hfu": ("HFU, median", "{:.1f} %".format),
 }

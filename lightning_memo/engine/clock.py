@@ -29,3 +29,8 @@ class Clock:
             return float(stop) - float(start)
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3
+
+    @staticmethod
+    def has_passed(moment: Moment) -> bool:
+        """Whether the device has come to a point in time."""
+        return isinstance(moment, float) or moment.query()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,10 +36,11 @@ class _Note(NamedTuple):
 
 
 class StepRecorder:
-    """Records one step at a time, from `start` to `stop`; between steps it does nothing.
+    """Records one step at a time, from `start` to `stop`; beside that it does nothing, unless waits are to be counted.
 
-    The host never waits for the device before `stop`: points in time are CUDA events, which are read then. They are
-    recorded on the stream that they tell of. On a CPU it is the wall clock, read by whoever computes or copies.
+    The host never waits for the device before `stop`: points in time are CUDA events, which are read then, or when the
+    device has passed them. They are recorded on the stream that they tell of. On a CPU it is the wall clock, read by
+    whoever computes or copies.
 
     Args:
         device: Where layers run.
@@ -50,6 +52,8 @@ class StepRecorder:
         self._begun: Moment = 0.0
         self._open: dict[tuple[SpanKind, Subject], Moment] = {}
         self._waiting = False
+        self._waits: deque[tuple[Moment, Moment]] | None = None
+        self._times_waits = False
 
     @property
     def on(self) -> bool:
@@ -58,7 +62,7 @@ class StepRecorder:
     def start(self) -> None:
         """A step begins. One that was not stopped is forgotten."""
         self._open.clear()
-        self._notes, self._begun = [], self._clock.now()
+        self._notes, self._begun, self._times_waits = [], self._clock.now(), True
 
     def stop(self) -> Timeline:
         """The step is over: wait for its end, and return what was recorded. Copies still under way are left out.
@@ -67,6 +71,7 @@ class StepRecorder:
             RuntimeError: No step was started.
         """
         notes, self._notes = self._notes, None
+        self._times_waits = self._waits is not None
         self._open.clear()
         if notes is None:
             raise RuntimeError("no step is being recorded: call start before the step")
@@ -117,29 +122,46 @@ class StepRecorder:
 
     def copying(self, stream: str, size_bytes: int, subject: Subject) -> contextlib.AbstractContextManager[None]:
         """Inside, a stream copies, on a CPU in a thread of its own."""
-        return _NOTHING if self._notes is None else self._noting(stream, "copy", subject, size_bytes)
+        return _NOTHING if self._notes is None else self._copying(stream, size_bytes, subject)
 
     def waiting(self, stream: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the computation waits for a stream; waits within are part of it."""
-        return _NOTHING if self._notes is None or self._waiting else self._waiting_for(stream)
+        return self._waiting_for(stream) if self._times_waits and not self._waiting else _NOTHING
 
     @contextlib.contextmanager
     def _waiting_for(self, stream: str) -> Iterator[None]:
         self._waiting = True
+        notes, subject, begun = self._notes, self.subject, self._clock.now()
         try:
-            with self._noting(COMPUTE, "wait", self.subject, stream=stream):
-                yield
+            yield
         finally:
             self._waiting = False
+        ended = self._clock.now()
+        if notes is not None:
+            notes.append(_Note(COMPUTE, "wait", subject, begun, ended, stream=stream))
+        if self._waits is not None:
+            self._waits.append((begun, ended))
+
+    def count_waits(self) -> None:
+        """From now on, `waited_seconds` tells how long the computation waits for copies, in any step."""
+        self._waits, self._times_waits = deque(), True
+
+    def waited_seconds(self) -> float:
+        """How long the computation waited for copies since the last call, as far as the device has come; 0 uncounted.
+
+        On a GPU each wait is told too long by the microseconds between two events.
+        """
+        seconds = 0.0
+        while self._waits and Clock.has_passed(self._waits[0][1]):
+            seconds += Clock.seconds(*self._waits.popleft())
+        return seconds
 
     @contextlib.contextmanager
-    def _noting(
-        self, lane: str, kind: SpanKind, subject: Subject, size_bytes: int = 0, stream: str = ""
-    ) -> Iterator[None]:
+    def _copying(self, stream: str, size_bytes: int, subject: Subject) -> Iterator[None]:
         notes, begun = self._notes, self._clock.now()
         yield
         if notes is not None:
-            notes.append(_Note(lane, kind, subject, begun, self._clock.now(), size_bytes, stream))
+            notes.append(_Note(stream, "copy", subject, begun, self._clock.now(), size_bytes))
 
     def _span(self, note: _Note) -> Span:
         start, stop = (Clock.seconds(self._begun, moment) for moment in (note.begun, note.ended))
