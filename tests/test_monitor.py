@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rich
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -17,7 +20,7 @@ from rich.table import Table
 from trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks import Monitor, ScheduleRecorder, WriteReport
+from lightning_memo.callbacks import Monitor, ScheduleRecorder, StepProgressBar, WriteReport
 from lightning_memo.callbacks.monitor import shape_of_module
 from lightning_memo.engine import TestMode
 from lightning_memo.reports.run_page import RunReport, curve_svg
@@ -121,6 +124,45 @@ def test_without_a_known_model_or_device_there_is_no_utilisation(tmp_path: Path)
 def test_a_peak_has_to_be_above_zero(peak: float) -> None:
     with pytest.raises(ValueError, match=r"peak_flops=.*: give FLOP/s of a device, above 0"):
         Monitor(peak)
+
+
+# ---- the bar
+
+
+@pytest.fixture
+def rich_console() -> Iterator[None]:
+    """Lightning's bar changes the process's own."""
+    yield
+    rich.reconfigure()
+
+
+class Logging(LanguageModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+
+@pytest.mark.usefixtures("rich_console")
+@pytest.mark.parametrize("width", [120, 60])
+@pytest.mark.parametrize("steps", [3, -1])
+def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_path: Path) -> None:
+    out = io.StringIO()
+    bar = StepProgressBar(console_kwargs={"file": out, "width": width, "force_terminal": True, "color_system": None})
+    trainer = make_trainer(
+        MemoStrategy(alpha=0.5, plan_memory=False), callbacks=[Monitor(), bar], max_steps=steps, max_epochs=5 - 3 * (
+            steps == -1), enable_progress_bar=True, default_root_dir=str(tmp_path), log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(Logging("llama"), data(2))
+    lines = [line for line in re.split(r"[\r\n]+|\x1b\[[0-9;?]*[A-Za-z]", out.getvalue()) if line.strip()]
+    start = max(n for n, line in enumerate(lines) if line.startswith(("Step", "Epoch")))
+    shown = " ".join(" ".join(lines[start:]).split())
+    assert max(map(len, lines)) <= width
+    assert (
+        shown.startswith("Step") and "3/3" in shown if steps == 3 else shown.startswith("Epoch 1/1") and "2/2" in shown
+    )
+    for name in ("train_loss: ", "tokens/s: ", "alpha: 0.50", "peak: "):
+        assert name in shown, shown
 
 
 # ---- the page

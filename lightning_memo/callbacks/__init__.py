@@ -6,6 +6,7 @@ from lightning_memo.callbacks.memory import PlanMemory
 from lightning_memo.callbacks.monitor import Monitor
 from lightning_memo.callbacks.out_of_memory import OutOfMemoryRetry
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
+from lightning_memo.callbacks.progress_bar import StepProgressBar
 from lightning_memo.callbacks.run_report import WriteReport
 from lightning_memo.callbacks.schedule import ScheduleRecorder
 from lightning_memo.callbacks.together import Together
@@ -16,6 +17,7 @@ __all__ = [
     "PlanAfterFirstStep",
     "PlanMemory",
     "ScheduleRecorder",
+    "StepProgressBar",
     "Together",
     "WatchDevice",
     "WatchHost",

@@ -143,8 +143,11 @@ def test_a_recorded_step_is_bit_identical(device: torch.device) -> None:
     short = {name: t[:, :64] for name, t in batch.items()}  # longer ones: see `assert_losses_equal`
     with planned(model, short, device, 0.5) as under_test:
         expected = under_test.step(short)
-        under_test.engine.recorder.start()
+        recorder = under_test.engine.recorder
+        recorder.count_waits()
+        recorder.start()
         assert_equal(under_test.step(short), expected)
-        timeline = under_test.engine.recorder.stop()
+        timeline = recorder.stop()
+        assert recorder.waited_seconds() == pytest.approx(sum(timeline.waited_seconds.values()), abs=1e-4)
     assert {span.kind for span in timeline.spans} >= {"forward", "backward", "recompute", "attention", "copy", "wait"}
     assert all(0 <= span.start_seconds <= span.stop_seconds <= timeline.seconds for span in timeline.spans)
