@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -150,17 +151,16 @@ def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_p
     out = io.StringIO()
     bar = StepProgressBar(console_kwargs={"file": out, "width": width, "force_terminal": True, "color_system": None})
     trainer = make_trainer(
-        MemoStrategy(alpha=0.5, plan_memory=False), callbacks=[Monitor(), bar], max_steps=steps, max_epochs=5 - 3 * (
-            steps == -1), enable_progress_bar=True, default_root_dir=str(tmp_path), log_every_n_steps=1,
+        MemoStrategy(alpha=0.5, plan_memory=False), callbacks=[Monitor(), bar], max_steps=steps, max_epochs=2,
+        enable_progress_bar=True, default_root_dir=str(tmp_path), log_every_n_steps=1,
     )  # fmt: skip
     trainer.fit(Logging("llama"), data(2))
     lines = [line for line in re.split(r"[\r\n]+|\x1b\[[0-9;?]*[A-Za-z]", out.getvalue()) if line.strip()]
     start = max(n for n, line in enumerate(lines) if line.startswith(("Step", "Epoch")))
     shown = " ".join(" ".join(lines[start:]).split())
     assert max(map(len, lines)) <= width
-    assert (
-        shown.startswith("Step") and "3/3" in shown if steps == 3 else shown.startswith("Epoch 1/1") and "2/2" in shown
-    )
+    first, done = ("Step", "3/3") if steps == 3 else ("Epoch 1/1", "2/2")
+    assert shown.startswith(first) and done in shown
     for name in ("train_loss: ", "tokens/s: ", "alpha: 0.50", "peak: "):
         assert name in shown, shown
 
@@ -198,6 +198,25 @@ def test_a_run_ends_with_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "4 steps" in shown and "alpha=0.5" in shown and "LanguageModel" in shown
     assert re.search(r"tokens per second, median\s*[\d,]+", shown)
     assert "default-src 'none'" in text
+
+
+def test_the_page_shows_the_schedule_or_says_why_not(tmp_path: Path) -> None:
+    def shown(folder: Path, strategy: MemoStrategy, steps: int) -> tuple[bool, str]:
+        settings = {"max_steps": steps, "default_root_dir": str(folder)}
+        callbacks = [ScheduleRecorder(step=None), WriteReport()]
+        make_trainer(strategy, callbacks=callbacks, **settings).fit(LanguageModel("llama"), data(steps))
+        text = (folder / "report.html").read_text()
+        return 'alt="Schedule' in text, "".join(Page(text).words)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ScheduleRecorder")
+        drawn, words = shown(tmp_path / "short", MemoStrategy(alpha=0.5, plan_memory=False), 3)
+        assert drawn and re.search("Memory map: .*: plan_memory is off", words)
+        drawn, words = shown(tmp_path / "one", MemoStrategy(alpha=0.5), 1)
+        assert not drawn and re.search("Schedule: .*: no step was recorded", words)
+        assert re.search("Memory map: .*: training ended before memory was planned", words)
+        drawn, words = shown(tmp_path / "plain", MemoStrategy(plan_memory=False), 3)
+        assert not drawn and re.search("Schedule: .*: layers ran plainly", words)
 
 
 def test_validation_counts_where_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ _NARROW_COLUMNS: Final = 100  # of a terminal, where the numbers need the room o
 
 
 class StepProgressBar(RichProgressBar):
-    """Shows the steps of `max_steps`, or epochs where none are given, and tokens per second, alpha and the memory's peak.
+    """Shows the steps of `max_steps`, or epochs where none are given; tokens per second, alpha and the peak of memory.
 
     These stand beside the module's own metrics, as `Monitor` logged them last. In a narrow terminal the bar gives way.
     The peak is the device's, on a CPU the process's. Arguments are those of Lightning's `RichProgressBar`.

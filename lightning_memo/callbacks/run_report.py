@@ -36,16 +36,14 @@ _RATES: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "throughput/mfu": ("MFU, median", "{:.1f} %".format),
     "throughput/hfu": ("HFU, median", "{:.1f} %".format),
 }
-_PICTURES: Final = {
-    "Memory map: where each buffer of a step lies": "memory_map.png",
-    "Memory over a step": "memory_curve.png",
-    "Schedule: when a step computes and copies": "schedule.png",
-}
+_MAP: Final = "Memory map: where each buffer of a step lies"
+_SCHEDULE: Final = "Schedule: when a step computes and copies"
+_PICTURES: Final = {_MAP: "memory_map.png", "Memory over a step": "memory_curve.png", _SCHEDULE: "schedule.png"}
 _PAGES: Final = {"Memory map to look around in": "memory.html"}
 
 
 class WriteReport(Callback):
-    """Writes `report.html` into the logs' folder when training ends: the plan, the memory map, curves.
+    """Writes `report.html` into the logs' folder when training ends: plan, memory map, schedule, curves.
 
     The page needs no network and no other file. Metrics are those that the module and other callbacks log. Of several
     processes, the first one writes. It stands after the callbacks that log or draw.
@@ -85,12 +83,13 @@ class WriteReport(Callback):
         memory = getattr(trainer.strategy, "memory", None)
         if memory is not None:
             memory.draw(folder)
+        files = {title: folder / name for title, name in _PICTURES.items()}
         report = RunReport(
             title=f"{type(pl_module).__name__}, {_weights(pl_module)} parameters, {trainer.global_step:,} steps",
             facts=self._facts(trainer, pl_module.device),
             tables=_tables(trainer),
             curves=self._curves(),
-            pictures={title: folder / name for title, name in _PICTURES.items() if (folder / name).is_file()},
+            pictures=_absent(trainer) | {title: path for title, path in files.items() if path.is_file()},
             links={title: name for title, name in _PAGES.items() if (folder / name).is_file()},
         )
         report.save(folder / NAME)
@@ -131,6 +130,19 @@ def _tables(trainer: pl.Trainer) -> list[Any]:
     tables = [] if plan is None else plan_tables(plan)
     use = getattr(memory, "use", None)
     return tables if use is None else [*tables, memory_table(use)]
+
+
+def _absent(trainer: pl.Trainer) -> dict[str, Path | str]:
+    """Why a run of MemoStrategy may have no map, and no schedule."""
+    if getattr(trainer.strategy, "engine", None) is None:
+        return {}
+    plan, memory = getattr(trainer.strategy, "plan", None), getattr(trainer.strategy, "memory", None)
+    plain = plan is not None and plan.swap.mode == "plain"
+    planned = "training ended before memory was planned, or it could not be"
+    return {
+        _MAP: "plan_memory is off" if memory is None else planned,
+        _SCHEDULE: "layers ran plainly, with nothing swapped or recomputed" if plain else "no step was recorded",
+    }
 
 
 def _name_of(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from lightning_memo.reports.schedule_trace import write_trace
 from lightning_memo.timeline import Timeline
 
 PICTURE_FILE, TRACE_FILE = "schedule.png", "schedule.trace.json"
+_DEFAULT_STEP = 6
 
 
 class ScheduleRecorder(Callback):
@@ -26,7 +27,8 @@ class ScheduleRecorder(Callback):
 
     Args:
         step: Which optimizer step of this run, counted from 0: the first is profiled, and planning of memory may record
-            the next three.
+            the next three. `None`: 6, or the last one of a shorter run; the files are written when training ends, and
+            nothing is said where there is nothing to write.
         folder: Where the files go; `None` is the run's folder of logs.
 
     Attributes:
@@ -36,11 +38,12 @@ class ScheduleRecorder(Callback):
         ValueError: A negative step.
     """
 
-    def __init__(self, step: int = 6, folder: str | Path | None = None) -> None:
-        if step < 0:
+    def __init__(self, step: int | None = 6, folder: str | Path | None = None) -> None:
+        if step is not None and step < 0:
             raise ValueError(f"step={step}: give the number of an optimizer step, 0 or more")
         self.timeline: Timeline | None = None
-        self._step, self._given_folder = step, folder
+        self._given_step, self._given_folder = step, folder
+        self._step = step or 0
         self._recorder: StepRecorder | None = None
         self._folder = Path()
         self._first_step = 0
@@ -51,19 +54,23 @@ class ScheduleRecorder(Callback):
         # Lightning asks all processes for its folder at once.
         self._folder = Path(self._given_folder or trainer.log_dir or trainer.default_root_dir)
         self._first_step, self._written, self.timeline = trainer.global_step, False, None
+        if self._given_step is None:
+            self._step = int(min(_DEFAULT_STEP, trainer.estimated_stepping_batches - trainer.global_step - 1))
         engine = getattr(trainer.strategy, "engine", None)
-        if engine is None:
+        if engine is None and self._given_step is not None:
             rank_zero_warn(
                 f"ScheduleRecorder: {type(trainer.strategy).__name__} has no schedule to record; train with "
                 "MemoStrategy, or leave the callback out."
             )
-        self._recorder = engine.recorder if engine is not None and trainer.is_global_zero else None
+        long_enough = self._given_step is not None or self._step > 0
+        self._recorder = engine.recorder if engine is not None and trainer.is_global_zero and long_enough else None
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._write()  # here it is in no step's time
+        if self._given_step is not None:
+            self._write()  # here it is in no step's time
         if self._recorder is not None and self._is_now(trainer) and not self._recorder.on:
             self._recorder.start()
 
@@ -77,7 +84,7 @@ class ScheduleRecorder(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write()
-        if self._recorder is not None and self.timeline is None:
+        if self._recorder is not None and self.timeline is None and self._given_step is not None:
             rank_zero_warn(f"ScheduleRecorder: training ended before step {self._step} was over: nothing is written.")
 
     def _is_now(self, trainer: pl.Trainer) -> bool:
@@ -88,6 +95,8 @@ class ScheduleRecorder(Callback):
             return
         self._written = True
         if not self.timeline.spans:
+            if self._given_step is None:
+                return
             rank_zero_warn(
                 f"ScheduleRecorder: layers ran plainly in step {self._step}, with nothing swapped or recomputed, so "
                 "there is no schedule to write. Longer sequences, or less device_memory, have one."

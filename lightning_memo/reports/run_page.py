@@ -38,8 +38,8 @@ class RunReport:
     curves: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
     """Pictures by title, each with its lines by name."""
 
-    pictures: Mapping[str, Path] = field(default_factory=dict)
-    """PNG files by title."""
+    pictures: Mapping[str, Path | str] = field(default_factory=dict)
+    """PNG files by title, or why there is none."""
 
     links: Mapping[str, str] = field(default_factory=dict)
     """Other pages in the same folder, by what they show."""
@@ -67,10 +67,7 @@ class RunReport:
         return [f'<div class="curves">{"".join(figures)}</div>'] if figures else []
 
     def _pictures(self) -> list[str]:
-        images = {title: _image(title, path.read_bytes(), "image/png") for title, path in self.pictures.items()}
-        return [
-            f"<figure>{image}<figcaption>{html.escape(title)}</figcaption></figure>" for title, image in images.items()
-        ]
+        return [_figure(title, content) for title, content in self.pictures.items()]
 
     def _links(self) -> list[str]:
         items = [f'<li><a href="{html.escape(to)}">{html.escape(what)}</a></li>' for what, to in self.links.items()]
@@ -93,6 +90,7 @@ def curve_svg(title: str, lines: Mapping[str, Points]) -> str:
         axes.plot(steps, values, color=color, label=name, marker="o" if len(points) < 12 else None, markersize=3)
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("optimizer step")
+    axes.locator_params(axis="x", integer=True)
     axes.grid(visible=True, alpha=0.3)
     if len(lines) > 1:
         axes.legend(frameon=False)
@@ -103,6 +101,14 @@ def curve_svg(title: str, lines: Mapping[str, Points]) -> str:
 
 def _fact(name: str, value: str) -> str:
     return f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+
+
+def _figure(title: str, content: Path | str) -> str:
+    if isinstance(content, str):
+        return f"<p>{html.escape(title)}: {html.escape(content)}.</p>"
+    image = _image(title, content.read_bytes(), "image/png")
+    caption = f"<figcaption>{html.escape(title)}</figcaption>"
+    return f'<figure><div class="wide" tabindex="0">{image}</div>{caption}</figure>'
 
 
 def _image(title: str, content: bytes, kind: str) -> str:
