@@ -143,8 +143,8 @@ class SequenceDataModule(LightningDataModule):
         """Batches that an exception ended: 1, when a checkpoint is saved because of it."""
         if self.trainer is None:
             return 0
-        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return batches.ready - batches.processed
+        batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(batches.ready - batches.processed)
 
     def _data_parallel(self) -> tuple[int, int]:
         """Rank and size, as the strategy tells Lightning's own samplers."""
