@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,22 +37,53 @@ def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
     Raises:
         ValueError: There is no such file, it can't be read, or its records have no such field of text.
     """
+    check_installed()
+    kind, files = find_files(path, suffix)
+    with readable(lambda: f"data.path={path}", kind):
+        documents: Dataset = load_files(kind, files, streaming=False)
+    check_field(path, field, documents.features)
+    _check_text(path, field, documents.features)
+    return documents
+
+
+def check_installed() -> None:
+    """Refuses to go on without `datasets`.
+
+    Raises:
+        ValueError: It is not installed.
+    """
     if not _DATASETS:
         raise ValueError("data=documents reads files with datasets; pip install 'lightning-memo[datasets]'")
+
+
+def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
+    """What `datasets` makes of files of one format: a `Dataset`, or an `IterableDataset` in the order of the files."""
     from datasets import disable_progress_bars, load_dataset  # takes seconds
-    from datasets.exceptions import DatasetGenerationError
 
     if not is_first_process():
         disable_progress_bars()
-
-    kind, files = find_files(path, suffix)
     options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
+    names = [str(file) for file in files]
+    return load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
+
+
+@contextmanager
+def readable(what: Callable[[], str], kind: str) -> Iterator[None]:
+    """Inside, what `datasets` can't read is told in one line: what was to be read, as which format, and why it fails.
+
+    Args:
+        what: Tells which files.
+        kind: What `datasets` calls the format.
+
+    Raises:
+        ValueError: It can't.
+    """
+    from datasets.exceptions import DatasetGenerationError
+
     try:
-        documents: Dataset = load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
+        yield
     except (DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"data.path={path}: not readable as {kind}: {_reason(error)}") from error
-    _check_field(path, field, documents.features)
-    return documents
+        raise ValueError(f"{what()}: not readable as {kind}: {_reason(error)}") from error
 
 
 def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
@@ -84,9 +116,17 @@ def _format(file: Path) -> str:
     return next((kind for ending, kind in _FORMATS.items() if file.name.endswith(ending)), "text")
 
 
-def _check_field(path: str | None, field: str, features: dict[str, Any]) -> None:
-    if field not in features:
-        raise ValueError(f"data.field={field}: the documents of data.path={path} have {', '.join(sorted(features))}")
+def check_field(path: str | None, field: str, names: Iterable[str]) -> None:
+    """Refuses records without the field.
+
+    Raises:
+        ValueError: It is not among the names that they have.
+    """
+    if field not in names:
+        raise ValueError(f"data.field={field}: the documents of data.path={path} have {', '.join(sorted(names))}")
+
+
+def _check_text(path: str | None, field: str, features: dict[str, Any]) -> None:
     kind = getattr(features[field], "dtype", None)
     if kind not in ("string", "large_string", "null"):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from typing_extensions import override
 
 from lightning_memo.data.corpus import entropy
 from lightning_memo.data.document_files import read_documents
+from lightning_memo.data.document_stream import DocumentReader, DocumentStream
 from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
+from lightning_memo.data.row_stream import Document, RowStream, read_block
 from lightning_memo.data.sequences import Loaded, SequenceDataModule
-from lightning_memo.data.tokenizer import Tokenizer, Tokens, load_tokenizer
+from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +44,16 @@ class DocumentsDataModule(SequenceDataModule):
         packing: False: one document in each row, cut or padded to its length.
         val_fraction: Fraction of the documents kept for validation; at least one document.
         seed: Chooses the split and the order.
-        num_workers: Processes that tokenize, and that prepare batches.
+        num_workers: Processes that tokenize, and that prepare batches; of a stream 0, or 1 that reads ahead.
+        streaming: Read, tokenize and pack as training goes on, for documents that are too many to do so before. Files
+            are read in an order that the seed chooses. A stream has no end: after the last document comes the first,
+            and the trainer says how many steps. Each data-parallel process reads every n-th document.
+        buffer_rows: Of a stream, rows that are packed, and shuffled, together.
+        val_documents: Of a stream, documents at its beginning that are kept for validation, in place of a fraction.
 
     Raises:
-        ValueError: ``seq_len`` or ``batch_size`` below their least values, or a fraction outside (0, 1).
+        ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` below their least values, a
+            fraction outside (0, 1), or several workers for a stream.
     """
 
     def __init__(
@@ -59,18 +68,32 @@ class DocumentsDataModule(SequenceDataModule):
         val_fraction: float = 0.05,
         seed: int = 0,
         num_workers: int = 0,
+        streaming: bool = False,
+        buffer_rows: int = 32,
+        val_documents: int = 100,
     ) -> None:
         super().__init__(seq_len, batch_size, seed, num_workers)
         if not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction={val_fraction}: give a number between 0 and 1, both excluded")
+        if streaming and num_workers > 1:
+            raise ValueError(f"data.num_workers={num_workers}: with data.streaming=true give 0, or 1 that reads ahead")
+        for name, value in {"buffer_rows": buffer_rows, "val_documents": val_documents}.items():
+            if value < 1:
+                raise ValueError(f"data.{name}={value}: give 1 or more")
         self._path, self._field, self._suffix = path, field, suffix
         self._tokenizer_folder = tokenizer
         self._rows = PackedRows if packing else PaddedRows
         self._val_fraction = val_fraction
+        self._streaming, self._buffer_rows, self._val_documents = streaming, buffer_rows, val_documents
+        if streaming:
+            self.more_text = "data.path, data.val_documents"
 
     @override
     def load(self) -> Loaded:
         tokenizer = load_tokenizer(self._tokenizer_folder)
+        return self._stream(tokenizer) if self._streaming else self._whole(tokenizer)
+
+    def _whole(self, tokenizer: Tokenizer) -> Loaded:
         documents = self._tokenized(tokenizer)
         lengths: Numbers = np.asarray(documents["tokens"][:], dtype=np.int64)
         order = np.random.default_rng(self._seed).permutation(len(documents))
@@ -82,6 +105,38 @@ class DocumentsDataModule(SequenceDataModule):
             val=self._rows(val, lengths[parts[1]], self.seq_len, tokenizer.eos_id),
             vocab_size=tokenizer.vocab_size,
             unigram_entropy=entropy(_counts(train, tokenizer.vocab_size)),
+        )
+
+    def _stream(self, tokenizer: Tokenizer) -> Loaded:
+        """The first documents for validation, the others as they come."""
+        documents = DocumentStream(self._path, self._suffix, self._field, self._seed)
+        reader = DocumentReader(documents)
+        kept = read_block(reader, tokenizer, enough=lambda count, tokens: count >= self._val_documents)
+        start, (_, groups) = reader.place(), self._data_parallel()
+        left = sum(1 for _ in islice(reader, groups))
+        if left < groups:
+            raise ValueError(
+                f"data.path={self._path}: {len(kept) + left} document(s) with text in data.field={self._field}, but"
+                f" validation takes {self._val_documents}, and training needs {groups}; lower data.val_documents, or"
+                " give more documents"
+            )
+
+        def rows_of(block: list[Document]) -> PackedRows | PaddedRows:
+            lengths = np.array([len(document["ids"]) for document in block], dtype=np.int64)
+            return self._rows(block, lengths, self.seq_len, tokenizer.eos_id)
+
+        return Loaded(
+            train=RowStream(
+                documents=documents,
+                start=start,
+                tokenizer=tokenizer,
+                rows_of=rows_of,
+                block_tokens=self._buffer_rows * self.seq_len,
+                seed=self._seed,
+            ),
+            val=rows_of(kept),
+            vocab_size=tokenizer.vocab_size,
+            unigram_entropy=entropy(np.bincount(np.concatenate([document["ids"] for document in kept]))),
         )
 
     def _tokenized(self, tokenizer: Tokenizer) -> Any:
@@ -118,11 +173,8 @@ class _Tokenize:
     tokenizer: Tokenizer
 
     def __call__(self, texts: list[str | None]) -> dict[str, list[Any]]:
-        ids = [self._encode(text) for text in texts if text and text.strip()]
+        ids = [self.tokenizer.encode_document(text) for text in texts if text and text.strip()]
         return {"ids": ids, "tokens": [len(document) for document in ids]}
-
-    def _encode(self, text: str) -> Tokens:
-        return np.append(self.tokenizer.encode(text), np.int32(self.tokenizer.eos_id))
 
 
 def _counts(documents: Any, vocab_size: int) -> Numbers:

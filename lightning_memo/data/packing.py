@@ -19,7 +19,7 @@ from lightning_memo.data.tokenizer import Tokens
 
 IGNORED = -100
 """The label of a token that is no target."""
-_LEAST = 2
+LEAST_TOKENS = 2
 """Tokens of a document that teach something: one, and the next one to predict."""
 
 Numbers = npt.NDArray[np.int64]
@@ -58,7 +58,7 @@ def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
     start = nth * seq_len
     stop = np.minimum(start + seq_len, lengths[document])
     longest_first = np.argsort(start - stop, kind="stable")
-    order = longest_first[(stop - start)[longest_first] >= _LEAST]
+    order = longest_first[(stop - start)[longest_first] >= LEAST_TOKENS]
     row = _rows((stop - start)[order].tolist(), seq_len)
     by_row = np.argsort(row, kind="stable")
     order = order[by_row]
@@ -77,7 +77,7 @@ def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
         else:
             room, rows[n] = seq_len, count
             count += 1
-        if room - size >= _LEAST:
+        if room - size >= LEAST_TOKENS:
             insort(open_rows, (room - size, int(rows[n])))
     return rows
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.data.loader import ResumableLoader, SequenceDataset, end_with_parent
+from lightning_memo.data.row_stream import RowStream, StreamLoader
 
 
 @dataclass(frozen=True)
 class Loaded:
     """Sequences of training and validation, and what a run wants to know of their tokens."""
 
-    train: SequenceDataset
+    train: SequenceDataset | RowStream
     val: SequenceDataset
     vocab_size: int
     unigram_entropy: float
@@ -55,8 +58,8 @@ class SequenceDataModule(LightningDataModule):
         self.num_workers = num_workers
         self._seed = seed
         self._loaded: Loaded | None = None
-        self._loader: ResumableLoader | None = None
-        self._position: dict[str, int] | None = None
+        self._loader: ResumableLoader | StreamLoader | None = None
+        self._position: dict[str, Any] | None = None
 
     @abstractmethod
     def load(self) -> Loaded:
@@ -77,7 +80,8 @@ class SequenceDataModule(LightningDataModule):
             return
         loaded = self.load()
         _, count = self._data_parallel()
-        self._check_length(loaded.train, self.batch_size * count, "training")
+        if not isinstance(loaded.train, RowStream):
+            self._check_length(loaded.train, self.batch_size * count, "training")
         # Lightning's sampler repeats sequences of validation until all processes have as many.
         self._check_length(loaded.val, (self.batch_size - 1) * count + 1, "validation")
         self.vocab_size = loaded.vocab_size
@@ -85,19 +89,26 @@ class SequenceDataModule(LightningDataModule):
         self._loaded = loaded
 
     @property
-    def train_sequences(self) -> int:
-        """Sequences of the training text."""
+    def train_sequences(self) -> float:
+        """Sequences of the training text; infinite for a stream, which begins again."""
         assert self._loaded is not None
-        return len(self._loaded.train)
+        return math.inf if isinstance(self._loaded.train, RowStream) else len(self._loaded.train)
 
     @override
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> ResumableLoader | StreamLoader:
         assert self._loaded is not None
-        dataset = self._loaded.train
+        train = self._loaded.train
+        self._loader = self._stream_loader(train) if isinstance(train, RowStream) else self._epoch_loader(train)
+        if self._position is not None:
+            self._resume(self._position)
+            self._position = None
+        return self._loader
+
+    def _epoch_loader(self, dataset: SequenceDataset) -> ResumableLoader:
         limit = self.trainer.limit_train_batches if self.trainer else 1.0
         rank, count = self._data_parallel()
         batches = len(dataset) // (self.batch_size * count)
-        self._loader = ResumableLoader(
+        return ResumableLoader(
             dataset,
             batch_size=self.batch_size,
             seed=self._seed,
@@ -107,10 +118,11 @@ class SequenceDataModule(LightningDataModule):
             count=count,
             unfinished=self._unfinished,
         )
-        if self._position is not None:
-            self._loader.load_state_dict(self._position)
-            self._position = None
-        return self._loader
+
+    def _stream_loader(self, stream: RowStream) -> StreamLoader:
+        rank, count = self._data_parallel()
+        batches = sys.maxsize if self.trainer is None else _batches_of_run(self.trainer)
+        return StreamLoader(stream, self.batch_size, batches, self.num_workers, rank, count, self._unfinished)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -137,7 +149,17 @@ class SequenceDataModule(LightningDataModule):
         if self._loader is None:
             self._position = position
         else:
-            self._loader.load_state_dict(position)
+            self._resume(position)
+
+    def _resume(self, position: dict[str, Any]) -> None:
+        assert self._loader is not None
+        streamed, streams = "places" in position, isinstance(self._loader, StreamLoader)
+        if streamed != streams:
+            raise ValueError(
+                f"ckpt_path: the checkpoint was saved with data.streaming={str(streamed).lower()}, now it is"
+                f" {str(streams).lower()}; resume with the same, or start anew from its weights"
+            )
+        self._loader.load_state_dict(position)
 
     def _unfinished(self) -> int:
         """Batches that an exception ended: 1, when a checkpoint is saved because of it."""
@@ -160,3 +182,12 @@ class SequenceDataModule(LightningDataModule):
                 f" {self.seq_len * sequences} tokens, the {use} text has {dataset.tokens}; lower one of them, or give"
                 f" more text ({self.more_text})"
             )
+
+
+def _batches_of_run(trainer: Trainer) -> int:
+    """The length of an epoch of a stream: all batches of the run, or those that the trainer ends an epoch after."""
+    if trainer.max_steps >= 0:
+        return trainer.max_steps * trainer.accumulate_grad_batches
+    if isinstance(trainer.limit_train_batches, int):
+        return trainer.limit_train_batches
+    raise ValueError("data.streaming=true: a stream has no end; give trainer.max_steps, or trainer.limit_train_batches")

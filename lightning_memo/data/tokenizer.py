@@ -21,6 +21,10 @@ class Tokenizer:
     eos_id: int
     """Ends each document."""
 
+    def encode_document(self, text: str) -> Tokens:
+        """The ids of a document, and the one that ends it."""
+        return np.append(self.encode(text), np.int32(self.eos_id))
+
 
 def load_tokenizer(folder: str | None) -> Tokenizer:
     """Returns the byte-level tokenizer, or the one saved in ``folder``.

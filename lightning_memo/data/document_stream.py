@@ -1,0 +1,141 @@
+"""Documents of files, read one after the other while training goes on, from any place on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_memo.data.document_files import check_field, check_installed, find_files, load_files, readable
+
+Place = Mapping[str, Any]
+"""Where reading goes on; plain data."""
+
+
+class DocumentStream:
+    """Documents of a file or folder, as written in each file; the seed chooses the order of the files.
+
+    Args:
+        path: As for `lightning_memo.data.document_files.read_documents`; so are `suffix` and `field`.
+        suffix: Files whose name ends so.
+        field: Name of the documents' text.
+        seed: Chooses the order of the files.
+
+    Raises:
+        ValueError: There is no such file, it can't be read, or its first record has no such field of text.
+    """
+
+    def __init__(self, path: str | None, suffix: str | None, field: str, seed: int) -> None:
+        check_installed()
+        self.path, self.field = path, field
+        self.kind, files = find_files(path, suffix)
+        self.files = [files[n] for n in np.random.default_rng(seed).permutation(len(files))]
+        first = next(self.records(self.open()), None)
+        if first is None:
+            raise ValueError(f"data.path={path}: there is no document in it; give more")
+        check_field(path, field, first)
+
+    def open(self) -> Any:
+        """The records, as an `IterableDataset` of `datasets`, which reads the first file to know what they have."""
+        try:
+            with readable(lambda: self.where(0), self.kind):
+                return load_files(self.kind, self.files, streaming=True)
+        except StopIteration:
+            raise ValueError(f"data.path={self.path}: there is no document in it; give more") from None
+
+    def records(self, opened: Any) -> Iterator[dict[str, Any]]:
+        """The records of what was opened.
+
+        Raises:
+            ValueError: A file can't be read; one line tells which, and the line in it.
+        """
+        records = iter(opened)
+        while True:
+            try:
+                record = next(records, None)
+            except (OSError, ValueError) as error:
+                with readable(lambda: self.where(_file(opened)), self.kind):
+                    raise error
+            if record is None:
+                return
+            yield record
+
+    def where(self, file: int) -> str:
+        """The file and line that is wrong, from a file's number on: it may be the next one. Else what the user gave."""
+        for path in self.files[file : file + 2]:
+            line = _wrong_line(path, self.field)
+            if line is not None:
+                return f"data.path={path}, line {line}"
+        return f"data.path={self.path}"
+
+
+def _file(opened: Any) -> int:
+    """Number of the file that is being read, or the one before."""
+    state = opened.state_dict()
+    while "examples_iterable" in state:
+        state = state["examples_iterable"]
+    return int(state["shard_idx"])
+
+
+class DocumentReader:
+    """Texts of a stream from a place on, each with its number; documents without text have none, and are left out.
+
+    Args:
+        stream: What is read.
+        place: Where the first one is; None: at the beginning.
+    """
+
+    def __init__(self, stream: DocumentStream, place: Place | None = None) -> None:
+        self._stream = stream
+        self._number = 0
+        self._records = stream.open()
+        if place is not None:
+            self._number = place["number"]
+            self._records.load_state_dict(place["records"])
+        self._texts = self._read()
+
+    def place(self) -> Place:
+        """Where the next document is."""
+        return {"number": self._number, "records": self._records.state_dict()}
+
+    def __iter__(self) -> DocumentReader:
+        return self
+
+    def __next__(self) -> tuple[int, str]:
+        """The next one.
+
+        Raises:
+            ValueError: A file can't be read, or a record has no text in the field; one line tells file and line.
+        """
+        return next(self._texts)
+
+    def _read(self) -> Iterator[tuple[int, str]]:
+        for record in self._stream.records(self._records):
+            text = record.get(self._stream.field)
+            if text is not None and not isinstance(text, str):
+                where, kind = self._stream.where(_file(self._records)), type(text).__name__
+                raise ValueError(f"{where}: data.field={self._stream.field} holds {kind}, not text")
+            if text and text.strip():
+                self._number += 1
+                yield self._number - 1, text
+
+
+def _wrong_line(file: Path, field: str) -> int | None:
+    """Number of the first line of a file of JSON lines that is no document."""
+    if not file.name.endswith((".jsonl", ".jsonl.gz")):
+        return None
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+        wrong = (number for number, line in enumerate(lines, 1) if line.strip() and not _is_document(line, field))
+        return next(wrong, None)
+
+
+def _is_document(line: bytes, field: str) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and isinstance(record.get(field), str | None)
