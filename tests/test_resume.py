@@ -1,9 +1,11 @@
 """A resumed run does, to the last bit, what the uninterrupted one does."""
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from processes import run_in_processes
 
 from lightning_memo.data import TextDataModule
 from lightning_memo.models import CausalLM
@@ -34,7 +36,7 @@ class Record(Callback):
         )
 
 
-def run(folder, data, ckpt_path=None, **changes):
+def run(folder, data, ckpt_path=None, module=CausalLM, **changes):
     record = Record()
     trainer = Trainer(
         accelerator="cpu",
@@ -46,8 +48,22 @@ def run(folder, data, ckpt_path=None, **changes):
         default_root_dir=folder,
         **changes,
     )
-    trainer.fit(CausalLM({"config": MODEL}, lr=1e-2, warmup_steps=3), datamodule=data, ckpt_path=ckpt_path)
+    trainer.fit(module({"config": MODEL}, lr=1e-2, warmup_steps=3), datamodule=data, ckpt_path=ckpt_path)
     return record.batches
+
+
+class Apart(CausalLM):
+    """Draws other random numbers in each process."""
+
+    def on_train_start(self):
+        resumed = self._rng_state is not None
+        super().on_train_start()
+        if not resumed:
+            torch.manual_seed(self.global_rank)
+
+
+def run_apart(folder, text, ckpt_path=None):
+    return run(folder, TextDataModule(seq_len=32, path=str(text)), ckpt_path, Apart, strategy="ddp", devices=2)
 
 
 @pytest.fixture
@@ -102,3 +118,29 @@ def test_rows_of_earlier_metrics_come_once(tmp_path):
     earlier.on_train_start(trainer, None)
     again.save()
     assert path.read_text().splitlines(keepends=True) == lines[:5]
+
+
+def test_random_numbers_of_each_process_go_on(tmp_path, text):
+    whole = run_in_processes(2, run_apart, tmp_path / "whole", text)
+    resumed = run_in_processes(2, run_apart, tmp_path / "resumed", text, tmp_path / "whole" / "step=8.ckpt")
+    assert [group[8:] for group in whole] == resumed
+    states = torch.load(tmp_path / "whole" / "step=8.ckpt")["rng_states"]
+    assert len(states) == 2 and not torch.equal(states[0][0], states[1][0])
+
+
+@pytest.mark.parametrize("change", ["older", "more processes", "on a GPU"])
+def test_random_numbers_of_other_checkpoints_are_read(tmp_path, text, change):
+    def data():
+        return TextDataModule(seq_len=32, path=str(text))
+
+    whole, path = run(tmp_path, data()), tmp_path / "step=8.ckpt"
+    checkpoint = torch.load(path)
+    ((state, device),) = checkpoint.pop("rng_states")
+    assert device is None, "a run on a CPU"
+    others = {
+        "older": {"rng_state": state},
+        "more processes": {"rng_states": [(state, None), (state.roll(8), None)]},
+        "on a GPU": {"rng_states": [(state, torch.zeros(16, dtype=torch.uint8))]},
+    }
+    torch.save(checkpoint | others[change], path)
+    assert run(tmp_path / "resumed", data(), ckpt_path=path) == whole[8:]

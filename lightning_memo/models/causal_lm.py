@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from typing_extensions import override
 
+from lightning_memo.kernels.rng import RngState
 from lightning_memo.models.build import ModelConfig, build_model, check_vocabulary
+from lightning_memo.parallel.agree import gather
 
 
 class CausalLM(LightningModule):
@@ -45,7 +47,7 @@ class CausalLM(LightningModule):
         self.batch_tokens = 0
         self._config = ModelConfig(**model)
         self.model: nn.Module | None = None
-        self._rng_state: Tensor | None = None
+        self._rng_state: tuple[Tensor, Tensor | None] | None = None
 
     @override
     def setup(self, stage: str) -> None:
@@ -106,16 +108,23 @@ class CausalLM(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Lightning saves no random state; with dropout, a resumed run would else differ from the uninterrupted one.
-        checkpoint["rng_state"] = torch.get_rng_state()
+        present = RngState.capture(self.device)
+        checkpoint["rng_states"] = gather((present.cpu, present.accelerator))
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._rng_state = checkpoint.get("rng_state")
+        states = checkpoint.get("rng_states")
+        if states is not None:
+            # Of a run in another number of processes, the first one's, for all.
+            self._rng_state = states[self.global_rank if len(states) == self.trainer.world_size else 0]
+        elif "rng_state" in checkpoint:  # of older versions: that of the first CPU alone
+            self._rng_state = checkpoint["rng_state"], None
 
     @override
     def on_train_start(self) -> None:
         if self._rng_state is not None:
-            torch.set_rng_state(self._rng_state)
+            cpu, accelerator = self._rng_state
+            RngState(self.device, cpu, accelerator if self.device.type == "cuda" else None).restore()
             self._rng_state = None
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
