@@ -1,7 +1,7 @@
 """From the configuration to the objects of a run, with checks that name the setting to change."""
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from lightning_memo.cli import plain_settings
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.launch import started_processes
-from lightning_memo.models import ModelConfig, load_hf_config
 from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.strategy import MemoStrategy
 
@@ -99,26 +98,6 @@ def newest_checkpoint(paths: Iterable[Path]) -> str | None:
     complete = [path for path in paths if path.is_dir() or (path.exists() and zipfile.is_zipfile(path))]
     newest = max(complete, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else str(newest.resolve())
-
-
-def warn_of_long_sequences(model: Mapping[str, Any], seq_len: int) -> None:
-    """Tells when a saved model was trained on fewer positions than sequences have tokens.
-
-    Args:
-        model: Fields of :class:`~lightning_memo.models.ModelConfig`.
-        seq_len: Tokens of a sequence.
-    """
-    config = load_hf_config(ModelConfig(**model)).get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if model["path"] is None or limit is None or seq_len <= limit:
-        return
-    remedy = f"give model.rope_scaling=yarn model.max_position_embeddings={seq_len}, or lower data.seq_len"
-    if not getattr(config, "rope_parameters", None):
-        remedy = f"models of type {config.model_type} have no rotary positions to scale; lower data.seq_len"
-    rank_zero_warn(
-        f"data.seq_len={seq_len}: the model of model.path knows {limit} positions, and beyond them the loss starts far "
-        f"too high; {remedy}"
-    )
 
 
 def build_strategy(cfg: DictConfig) -> Strategy | str:

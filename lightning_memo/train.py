@@ -21,7 +21,6 @@ from lightning_memo.assemble import (
     count_processes,
     module_settings,
     trainer_settings,
-    warn_of_long_sequences,
 )
 from lightning_memo.cli import config_dir, run_command
 from lightning_memo.compare import measure_baselines
@@ -107,7 +106,6 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     goes_on = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
     settings = module_settings(cfg)
     check_vocabulary(ModelConfig(**settings["model"]), data.vocab_size)
-    warn_of_long_sequences(settings["model"], data.seq_len)
     stats, earlier = StepStats(goes_on=goes_on), EarlierMetrics()
     trainer = build_trainer(cfg, stats, earlier)
     processes = count_processes(trainer)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from test_models import TINY
 from torch import nn
+from torch.utils.data import DataLoader
+from trainer_harness import make_trainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lightning_memo.assemble import warn_of_long_sequences
-from lightning_memo.models import ModelConfig, build_model, load_hf_config
+from lightning_memo.models import CausalLM, ModelConfig, build_model, load_hf_config
 
 SAVED = TINY | {"max_position_embeddings": 32}
 GEMMA = TINY | {"model_type": "gemma3_text", "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -129,8 +131,13 @@ def warned(call: Callable[[], None]) -> list[str]:
 
 
 def test_sequences_longer_than_a_model_knows_are_told(trained: str) -> None:
-    def say(seq_len: int, **changes: Any) -> list[str]:
-        return warned(lambda: warn_of_long_sequences({"path": trained, **changes}, seq_len))
+    def say(seq_len: int, **model: Any) -> list[str]:
+        ids = torch.arange(seq_len) % SAVED["vocab_size"]
+        data = LightningDataModule()
+        data.seq_len, data.train_dataloader = seq_len, lambda: DataLoader([{"input_ids": ids, "labels": ids}])
+        trainer = make_trainer("auto", max_steps=1)
+        lines = warned(lambda: trainer.fit(CausalLM(model or {"path": trained}), datamodule=data))
+        return [line for line in lines if "seq_len" in line]
 
     (line,) = say(33)
     assert line == (
@@ -138,5 +145,5 @@ def test_sequences_longer_than_a_model_knows_are_told(trained: str) -> None:
         "give model.rope_scaling=yarn model.max_position_embeddings=33, or lower data.seq_len"
     )
     assert not say(32)
-    assert not say(64, rope_scaling="yarn", max_position_embeddings=64)
-    assert not warned(lambda: warn_of_long_sequences({"path": None, "config": SAVED}, 64))
+    assert not say(64, path=trained, rope_scaling="yarn", max_position_embeddings=64)
+    assert not say(64, config=SAVED)

@@ -11,7 +11,8 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from typing_extensions import override
 
 from lightning_memo.kernels.rng import RngState
-from lightning_memo.models.build import ModelConfig, build_model, check_vocabulary
+from lightning_memo.models.build import ModelConfig, build_model, check_vocabulary, load_hf_config
+from lightning_memo.models.context import warn_of_long_sequences
 from lightning_memo.parallel.agree import gather
 
 
@@ -51,14 +52,19 @@ class CausalLM(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Looks at the data module's vocabulary, if it tells one.
+        """Looks at the data module's vocabulary and `seq_len`, if it tells them.
+
+        Warns of sequences longer than a saved model knows.
 
         Raises:
-            ValueError: The model has no embeddings for all of it.
+            ValueError: The model has no embeddings for all of the vocabulary.
         """
-        vocab_size = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        data = getattr(self.trainer, "datamodule", None)
+        vocab_size, seq_len = getattr(data, "vocab_size", None), getattr(data, "seq_len", None)
         if isinstance(vocab_size, int):
             check_vocabulary(self._config, vocab_size)
+        if isinstance(seq_len, int) and self._config.path is not None and stage == "fit":
+            warn_of_long_sequences(load_hf_config(self._config), seq_len)
 
     @override
     def configure_model(self) -> None:

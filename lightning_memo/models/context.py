@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PretrainedConfig
 
 _ORIGINAL: Final = "original_max_position_embeddings"
@@ -50,6 +51,26 @@ def extend_context(
         text.rope_parameters = {**saved, "full_attention": own} if nested else own
         max_positions = max_positions or round(own["factor"] * original)
     text.max_position_embeddings = max_positions
+
+
+def warn_of_long_sequences(config: PretrainedConfig, seq_len: int) -> None:
+    """Tells when a saved model knows fewer positions than sequences have tokens.
+
+    Args:
+        config: Of the model, its context extended as it is going to be.
+        seq_len: Tokens of a sequence.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None or seq_len <= limit:
+        return
+    remedy = f"give model.rope_scaling=yarn model.max_position_embeddings={seq_len}, or lower data.seq_len"
+    if not getattr(text, "rope_parameters", None):
+        remedy = f"models of type {text.model_type} have no rotary positions to scale; lower data.seq_len"
+    rank_zero_warn(
+        f"data.seq_len={seq_len}: the model of model.path knows {limit} positions, and beyond them the loss starts far "
+        f"too high; {remedy}"
+    )
 
 
 def _scaled(
