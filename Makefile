@@ -8,9 +8,9 @@ QUANTIZED_TESTS := tests/test_quantised.py tests/test_float8.py
 .PHONY: demo test lint docs bench-cpu cuda-headers
 
 # One thread computes and leaves a core to the thread that copies; more gain little at this size, and lose much where
-# something else runs. The log level silences two lines of PyTorch's profiler for each step whose memory is measured.
+# something else runs.
 demo: $(INSTALLED)
-	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=99 $(RUN) -m lightning_memo.train experiment=demo
+	OMP_NUM_THREADS=1 $(RUN) -m lightning_memo.train experiment=demo
 
 # One thread per worker: the tests compare numbers bit by bit and share the cores.
 test: $(INSTALLED)

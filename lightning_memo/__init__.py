@@ -3,6 +3,7 @@
 Importing this package registers the strategy name "memo".
 """
 
+import os as _os
 import sys as _sys
 from typing import Any as _Any
 
@@ -30,10 +31,13 @@ def __getattr__(name: str) -> _Any:
 
 
 if _command().startswith(f"{__name__}."):
+    # Before torch is imported. In measured steps it warns of each older buffer that is freed, which is no fault.
+    _os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
     from lightning_memo.interrupts import heed as _heed
 
     _heed()  # before what takes seconds to import
 
-if _command() not in _WITHOUT_TORCH:  # torch and Lightning take seconds to import
+if _command() not in _WITHOUT_TORCH:  # which takes seconds to import
     from lightning_memo.plan import Plan
     from lightning_memo.strategy import MemoStrategy

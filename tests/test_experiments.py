@@ -1,11 +1,14 @@
-"""Experiments that no test machine can run: that they compose, and are accepted by all that reads them."""
+"""Experiments that no test machine can run: they are accepted by all that reads them, and run when they are small."""
 
 from __future__ import annotations
 
 import csv
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
@@ -19,6 +22,7 @@ from lightning_memo.estimate.command import answer
 from lightning_memo.estimate.settings import read_request
 from lightning_memo.models import ModelConfig, build_model, load_hf_config
 from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.train import main
 
 PAPER = Path(__file__).parent / "data" / "papers" / "memo_app_table7_memo.csv"
 
@@ -84,3 +88,87 @@ def test_finetuning_without_model_or_documents_is_refused(given: str, message: s
 
     with pytest.raises(ValueError, match=message):
         start()
+
+
+# ---- experiments run, small
+
+TINY_RUN = (
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.limit_val_batches=1",
+    "callbacks.progress_bar=null",
+    "+trainer.enable_progress_bar=false",
+    "+trainer.enable_model_summary=false",
+)
+"""Nothing of what an experiment is about: where, how long, and what is shown."""
+
+FINETUNING = Path(__file__).parents[1] / "docs" / "finetuning.md"
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> None:
+    """What the commands of the documentation name."""
+    build_model(ModelConfig(config=SAVED | {"vocab_size": 264})).save_pretrained(tmp_path / "my-model")
+    lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "documents.jsonl").write_text("".join(lines))
+
+
+def losses(folder: Path) -> list[float]:
+    (metrics,) = folder.glob("outputs/*/runs/*/csv/metrics.csv")
+    with metrics.open() as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+
+
+@pytest.mark.usefixtures("documents")
+@pytest.mark.parametrize("more", [[], ["data.streaming=true", "data.val_documents=6"]], ids=["whole", "streamed"])
+def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_path: Path) -> None:
+    (command,) = re.findall(r"^python -m lightning_memo\.train (experiment=.*)$", FINETUNING.read_text(), re.MULTILINE)
+    status, _, err = in_process(main, *command.split(), *TINY_RUN, "data.tokenizer=null", "data.seq_len=64", *more)
+    assert status == 0, err
+    assert "knows" not in err, "positions are extended to the length of rows"
+    # The uniform distribution over 264 tokens has 5.58 nats; two steps of LoRA change little.
+    assert losses(tmp_path) == pytest.approx([5.58] * 2, abs=0.2)
+
+
+@pytest.mark.parametrize("cell", cells_of_the_paper(), ids=name_of)
+def test_the_papers_experiments_run(cell: dict[str, str], in_process: Any, tmp_path: Path) -> None:
+    """In one process, with few weights and a ten-thousandth of the tokens; all else is theirs."""
+    small = {
+        "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
+        "data.max_bytes": 40000,
+        "model.config.hidden_size": 32,
+        "model.config.intermediate_size": 64,
+        "model.config.num_hidden_layers": 4,
+        "model.config.num_attention_heads": 2,
+        "trainer.devices": 1,
+        "strategy.tensor_parallel_size": 1,
+        "strategy.context_parallel_size": 1,
+    }
+    settings = [f"{name}={value}" for name, value in small.items()]
+    status, _, err = in_process(main, f"experiment={name_of(cell)}", *TINY_RUN, *settings)
+    assert status == 0, err
+    # The uniform distribution over GPT-2's vocabulary has 10.82 nats.
+    assert losses(tmp_path)[0] == pytest.approx(10.82, abs=0.2)
+
+
+def test_the_terminal_is_not_told_what_pytorch_says_to_itself(tmp_path: Path) -> None:
+    """In a new interpreter: what PyTorch logs is settled when it starts."""
+    command = ["python", "-m", "lightning_memo.train", *commands.TINY_RUN, "data.seq_len=64"]
+    status, out, err = commands.run(command, tmp_path, cold=True)
+    assert status == 0, err
+    assert "the first batch is profiled" in err + out
+    assert not re.search("USDT|CPUAllocator|SyncActivity", err + out)
+
+
+def test_the_commands_of_sweeps_run(in_process: Any, tmp_path: Path) -> None:
+    """A sweep, and that it goes on; the page's others need a machine with GPUs, or SLURM."""
+    text = (FINETUNING.parent / "sweeps.md").read_text()
+    found = re.findall(r"^python -m lightning_memo\.train -m (data.seq_len=.*)$", text, re.MULTILINE)
+    assert len(found) == 2 and found[1] == f"{found[0]} sweep=last"
+    for line in found:
+        short = line.replace("512,1024,2048", "16,24,32").split()
+        tiny = [setting for setting in commands.TINY_RUN if not setting.startswith("data.seq_len")]
+        status, _, err = in_process(main, "-m", *tiny, *short)
+        assert status == 0, err
+        assert len(list(tmp_path.glob("outputs/train/sweeps/2*/[0-9]/summary.json"))) == 6
+    assert len(list(tmp_path.glob("outputs/train/sweeps/2*"))) == 1, "the second one went on"

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
 from lightning_memo.data.document_stream import DocumentReader, DocumentStream, Place
+from lightning_memo.data.loader import end_with_parent
 from lightning_memo.data.packing import LEAST_TOKENS, DocumentRows
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
 from lightning_memo.parallel.agree import gather
@@ -174,7 +175,13 @@ class StreamLoader:
         self._batches.place = self._place
         # Its own random numbers: starting an iterator must not change those that the model sees.
         numbers = torch.Generator().manual_seed(0)
-        for item in DataLoader(self._batches, batch_size=None, num_workers=self._num_workers, generator=numbers):
+        for item in DataLoader(
+            self._batches,
+            batch_size=None,
+            num_workers=self._num_workers,
+            worker_init_fn=end_with_parent,
+            generator=numbers,
+        ):
             if isinstance(item, ValueError):
                 raise item
             self._before, (self._place, batch) = self._place, item

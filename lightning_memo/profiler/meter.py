@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class AllocationRecorder:
     def __init__(self) -> None:
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
+        # Read when a process profiles first: two lines about each measured step tell a user nothing.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         settings, activities = profile(profile_memory=True).config(), {torch.profiler.ProfilerActivity.CPU}
         torch._C._autograd._prepare_profiler(settings, activities)
         torch._C._autograd._enable_profiler(settings, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
