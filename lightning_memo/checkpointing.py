@@ -87,6 +87,9 @@ class CheckpointingStrategy(ModelParallelStrategy):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the Hugging Face model of the run as a folder that `from_pretrained` reads; all processes call it.
 
+        The tokenizer of the folder that the model was loaded from is there too. Of a model with an adapter, the adapter
+        is written; where it was trained with extended positions, a warning says how to load it.
+
         Args:
             folder: New or empty, on a file system that the first process writes to.
 

@@ -13,10 +13,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_memo.cli import USER_ERROR_EXIT, user_message
 from lightning_memo.config import format_bytes
+from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.parallel.checkpoint import find_checkpoint, load_sharded
 from lightning_memo.parallel.checkpoint_source import CheckpointSource, open_checkpoint
 from lightning_memo.parallel.export import check_free, export_huggingface
+
+_NO_TOKENIZER = "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,10 +70,9 @@ def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
         status.update("writing ...")
         export_huggingface(module.model, folder, merge=merge)
     size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(  # noqa: T201
-        f"{folder}: {format_bytes(size_bytes)} in {str(_dtype(source)).removeprefix('torch.')}; "
-        "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
-    )
+    tokenizer = "with the tokenizer of the model's folder" if has_tokenizer(str(folder)) else _NO_TOKENIZER
+    dtype = str(_dtype(source)).removeprefix("torch.")
+    print(f"{folder}: {format_bytes(size_bytes)} in {dtype}; {tokenizer}")  # noqa: T201
 
 
 def _build(source: CheckpointSource, merge: bool) -> CausalLM:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import HalfPrecision
+from peft import AutoPeftModelForCausalLM, PeftModel
 from processes import run_in_processes
 from test_distributed_checkpoint import checkpoint_of, shard
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_memo.export import main
 from lightning_memo.models import CausalLM
@@ -104,7 +108,6 @@ def test_shards(tmp_path, name):
 @pytest.fixture
 def adapted(tmp_path):
     """A LoRA module on a saved base model, and its checkpoint."""
-    pytest.importorskip("peft")
     trained({"config": LLAMA}, seed=1).model.save_pretrained(tmp_path / "base")
     module = trained({"path": str(tmp_path / "base"), "lora": LORA})
     save_file(module, tmp_path / "c.ckpt")
@@ -112,13 +115,36 @@ def adapted(tmp_path):
 
 
 def test_adapter(tmp_path, adapted):
-    from peft import AutoPeftModelForCausalLM
-
     assert export(tmp_path / "c.ckpt", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == LORA["r"]
     assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(model), logits(adapted.model))
+
+
+def save_tokenizer(folder):
+    backend = Tokenizer(WordLevel({"[UNK]": 0, "[EOS]": 3, "one": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]").save_pretrained(folder)
+
+
+def test_adapter_of_other_positions(tmp_path, adapted, capsys):
+    """PEFT loads the base as it was saved: its configuration lies beside the adapter, and a warning has the code."""
+    longer = {"rope_scaling": "yarn", "max_position_embeddings": 4 * 2048}
+    module = trained({"path": str(tmp_path / "base"), "lora": LORA, **longer})
+    save_file(module, tmp_path / "c.ckpt")
+    save_tokenizer(tmp_path / "base")
+    with pytest.warns(UserWarning, match="positions that its base model was not saved with") as told:
+        assert export(tmp_path / "c.ckpt", tmp_path / "out") == 0
+    (line,) = [str(each.message) for each in told if "positions" in str(each.message)]
+    code = re.search(r"AutoModelForCausalLM\.from_pretrained\(.*\)\)", line)[0]
+    base = eval(code, {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoConfig": AutoConfig})
+    model = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert model.config.max_position_embeddings == 4 * 2048
+    assert torch.equal(logits(model), logits(module.model))
+    assert not torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")), logits(module.model))
+    assert "with the tokenizer of the model's folder" in capsys.readouterr().out
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 3
 
 
 def test_merged_adapter(tmp_path, adapted):
@@ -163,7 +189,6 @@ def test_bad_input(tmp_path, capsys):
 
 
 def test_adapter_of_random_weights_needs_merging(tmp_path, capsys):
-    pytest.importorskip("peft")
     module = trained({"config": LLAMA, "lora": LORA})
     save_file(module, tmp_path / "c.ckpt")
     assert "use --merge" in refusal(capsys, tmp_path / "c.ckpt", tmp_path / "out")

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 
+_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -33,6 +35,11 @@ def load_tokenizer(folder: str | None) -> Tokenizer:
         ValueError: The folder does not exist, holds no tokenizer, or its tokenizer has no end-of-sequence token.
     """
     return _byte_tokenizer() if folder is None else _hf_tokenizer(folder)
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether a tokenizer of Hugging Face was saved in ``folder``; an empty name is no folder."""
+    return bool(folder) and any((Path(folder) / name).is_file() for name in _FILES)
 
 
 def _byte_tokenizer() -> Tokenizer:

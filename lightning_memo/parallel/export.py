@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.parallel import publish
 from lightning_memo.parallel.agree import is_first_rank
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def gather_state(model: nn.Module) -> dict[str, Any] | None:
@@ -29,10 +34,12 @@ def gather_state(model: nn.Module) -> dict[str, Any] | None:
 def export_huggingface(
     model: nn.Module, folder: str | Path, state_dict: dict[str, Any] | None = None, merge: bool = False
 ) -> None:
-    """Writes a folder that `from_pretrained` reads: safetensors, configuration and generation configuration.
+    """Writes a folder that `from_pretrained` reads: safetensors, configuration, generation configuration, tokenizer.
 
-    Of a PEFT model the adapter is written, or with `merge` the whole model with the adapter added to its weights.
-    One process calls it. The folder appears when it is complete. A tokenizer is not included.
+    Of a PEFT model the adapter is written, or with `merge` the whole model with the adapter added to its weights. Where
+    the adapter was trained with other positions than its base model was saved with, the base's configuration lies
+    beside it, and a warning says how to load the two. The tokenizer is that of the folder that the model was loaded
+    from, if it has one. One process calls it. The folder appears when it is complete.
 
     Args:
         model: Hugging Face model, or PEFT's around one; it may be sharded if `state_dict` is given.
@@ -55,10 +62,21 @@ def export_huggingface(
         with _cache_in_use(model):
             # A copy, because tensors are taken out of it as they are written.
             model.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
+            base = _base_of_other_positions(model)
+            if base is not None:
+                base.config.save_pretrained(unfinished)
+        _save_tokenizer(model, unfinished)
         publish.publish(unfinished, target)
     except BaseException:
         publish.abandon(target)
         raise
+    if base is not None:
+        rank_zero_warn(
+            f"{folder}: the adapter was trained with positions that its base model was not saved with, and PEFT loads"
+            f' the base as it was saved; give it the configuration: AutoModelForCausalLM.from_pretrained("'
+            f'{base.config.name_or_path}", config=AutoConfig.from_pretrained("{folder}")), and then '
+            f'PeftModel.from_pretrained(model, "{folder}")'
+        )
 
 
 def check_free(folder: str | Path) -> Path:
@@ -71,6 +89,32 @@ def check_free(folder: str | Path) -> Path:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{folder}: exists already; give a new or an empty folder")
     return target
+
+
+def _base_of_other_positions(model: nn.Module) -> Any | None:
+    """The model under an adapter, where the folder that it was loaded from says other positions."""
+    if not hasattr(model, "peft_config"):
+        return None
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    if not (Path(base.config.name_or_path) / "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    saved = AutoConfig.from_pretrained(base.config.name_or_path, local_files_only=True)
+    return None if _positions(saved) == _positions(base.config) else base
+
+
+def _positions(config: PretrainedConfig) -> tuple[Any, Any]:
+    text = config.get_text_config()
+    return getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
+
+
+def _save_tokenizer(model: nn.Module, folder: Path) -> None:
+    origin = getattr(getattr(model, "config", None), "name_or_path", "")
+    if has_tokenizer(origin):
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(origin, local_files_only=True).save_pretrained(folder)
 
 
 def _is_sharded(model: nn.Module) -> bool:
