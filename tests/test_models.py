@@ -75,6 +75,19 @@ def test_lora_trains_the_adapters_alone():
     assert all("lora_" in name for name in trained)
 
 
+def test_lora_settings_without_a_rank_are_refused():
+    """They would train all weights, silently."""
+    with pytest.raises(ValueError, match=r"model.lora has rank, lora_alpha, but no r: give .* r=0 to train"):
+        CausalLM({"config": TINY, "lora": {"rank": 4, "lora_alpha": 8}})
+    assert all(p.requires_grad for p in build_model(ModelConfig(config=TINY, lora={"r": 0})).parameters())
+
+
+def test_unknown_lora_settings_are_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"model.lora.alpha: .* one of r, target_modules, .*lora_alpha, ") as caught:
+        build_model(ModelConfig(config=TINY, lora={"r": 2, "alpha": 4}))
+    assert "\n" not in str(caught.value) and "task_type" not in str(caught.value)
+
+
 def test_lora_without_peft_is_explained(monkeypatch):
     monkeypatch.setattr("lightning_memo.models.build._PEFT", False)
     with pytest.raises(ValueError, match=r"model.lora.r=2: LoRA needs peft; pip install"):

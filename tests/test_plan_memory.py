@@ -328,7 +328,7 @@ def test_a_given_plan_has_its_trace_if_it_was_made_here(tmp_path):
     first.plan.save(tmp_path / "plan.json")
     second, _ = run(strategy={"alpha": "auto", "plan": tmp_path / "plan.json"})
     assert second.trainer.strategy.memory.trace.same_requests(first.trainer.strategy.memory.trace)
-    files = second.trainer.strategy.memory.draw(tmp_path / "pictures")
+    files = second.trainer.strategy.memory.draw(str(tmp_path / "pictures"))
     assert len(files) == 3 and all(file.stat().st_size for file in files)
 
 

@@ -304,7 +304,7 @@ class PlanMemory(Callback):
 
     # ---- the end
 
-    def draw(self, folder: Path) -> list[Path]:
+    def draw(self, folder: str | Path) -> list[Path]:
         """Writes pictures of the memory plan: its map and its curves as PNG, and both as a page to look around in.
 
         Args:
@@ -323,7 +323,7 @@ class PlanMemory(Callback):
         plan = self._planning.plan
         if self.use is None or self.trace is None or plan is None or plan.placement is None:
             return []
-        files = [folder / name for name in ("memory_map.png", "memory_curve.png", "memory.html")]
+        files = [Path(folder) / name for name in ("memory_map.png", "memory_curve.png", "memory.html")]
         for write, file in zip((memory_map, memory_curve, memory_page), files, strict=True):
             write(self.trace, plan.placement, file)
         return files

@@ -1,7 +1,7 @@
 """Hugging Face causal language models: random weights from a configuration, or a local checkpoint; LoRA on top."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from lightning_memo.models.context import extend_context
 from lightning_memo.models.liger import apply_liger, check_liger, restore_rotary
 
 _PEFT = RequirementCache("peft>=0.18")
+_PEFTS_OWN = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"
+)  # fmt: skip
+"""Arguments of `peft.LoraConfig` that are no settings of a training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class ModelConfig:
     """Which model is trained.
 
     Raises:
-        ValueError: Neither ``config`` nor ``path`` is given.
+        ValueError: Neither ``config`` nor ``path`` is given, or ``lora`` has no ``r``.
     """
 
     config: Mapping[str, Any] | None = None
@@ -35,7 +39,7 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Tokens of the longest sequence; None: as saved, or what ``rope_scaling`` gives."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `peft.LoraConfig`; none, or ``r`` 0, trains all weights."""
+    """Arguments of `peft.LoraConfig`, `r` among them; none, or ``r`` 0, trains all weights."""
     liger: bool = False
     """Norms, rotary positions and feed-forwards by the kernels of liger-kernel, on a GPU; see
     `apply_liger` in `lightning_memo.models.liger`."""
@@ -45,6 +49,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.config is None and self.path is None:
             raise ValueError("model: give model.config (random weights) or model.path (the folder of a saved model)")
+        if self.lora and "r" not in self.lora:
+            raise ValueError(
+                f"model.lora has {', '.join(self.lora)}, but no r: give the rank of the adapters, r, or r=0 to train"
+                " all weights"
+            )
 
 
 def load_hf_config(model: ModelConfig) -> PretrainedConfig:
@@ -97,12 +106,13 @@ def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Mo
         device: Where it is going to run; None: on a GPU if there is one.
 
     Raises:
-        ValueError: See `load_hf_config`; LoRA is asked for and peft is not installed; or liger's kernels are, and
-            can't run.
+        ValueError: See `load_hf_config`; LoRA is asked for and peft is not installed, or has no such argument; or
+            liger's kernels are, and can't run.
     """
     if model.liger:
         check_liger(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config, dtype = load_hf_config(model), torch.get_default_dtype()
+    adapters = _lora_config(model.lora)  # before weights are read
     if model.path is None:
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
@@ -112,14 +122,30 @@ def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Mo
     if model.gradient_checkpointing:
         # The second name is the one of older releases of transformers 5.
         getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)()
-    return _with_lora(network, model.lora) if model.lora.get("r") else network
+    return network if adapters is None else _with_adapters(network, adapters)
 
 
-def _with_lora(network: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+def _lora_config(settings: Mapping[str, Any]) -> Any | None:
+    """The `peft.LoraConfig` of the settings; None where all weights are trained."""
+    if not settings.get("r"):
+        return None
     if not _PEFT:
         raise ValueError(
             f"model.lora.r={settings['r']}: LoRA needs peft; pip install 'lightning-memo[peft]', or set it to 0"
         )
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
-    return get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", **settings))
+    allowed = [each.name for each in fields(LoraConfig) if each.init and each.name not in _PEFTS_OWN]
+    unknown = sorted(settings.keys() - {*allowed})
+    if unknown:
+        raise ValueError(
+            f"model.lora.{unknown[0]}: peft.LoraConfig has no such argument; leave it out, or give one of"
+            f" {', '.join(allowed)}"
+        )
+    return LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
+def _with_adapters(network: nn.Module, config: Any) -> nn.Module:
+    from peft import get_peft_model
+
+    return get_peft_model(network, config)
