@@ -1,10 +1,12 @@
 """What the command lines share: where the configuration lies, and errors that people can act on."""
 
 import os
+import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning_memo.setting_names import check_appended, explain
 
 USER_ERROR_EXIT = 2
 _HYDRAS_OWN = ("_target_", "defaults")
+_SETTING = re.compile(r"[a-z_]+[=:]")
 _LONGEST_MESSAGE = 600  # libraries list all that they know
 
 
@@ -79,7 +82,8 @@ def user_message(error: BaseException) -> str | None:
         cause = error.__cause__
         # The arguments come from the configuration, so wrong names and values are the user's wherever they are found.
         own = isinstance(cause, (TypeError, ValueError, ImportError, *_misconfiguration()))
-        return _with_section(str(error), _one_line(cause)) if own else None
+        section = str(error).rpartition("full_key: ")[2].strip()
+        return _with_section(section, _one_line(cause)) if own else None
     if type(error).__module__.partition(".")[0] == "submitit":  # a job of SLURM's was killed: memory, time, a node
         return (
             f"{str(error).splitlines()[0]}: it died; when all others are over, the same command with sweep=last goes on"
@@ -101,10 +105,26 @@ def _is_own_refusal(error: BaseException) -> bool:
     return bool(frames) and frames[-1][0].f_globals.get("__name__", "").split(".")[0] == __package__
 
 
-def _with_section(instantiation: str, message: str) -> str:
+@contextmanager
+def settings_of(section: str) -> Iterator[None]:
+    """Inside, what a class says of its arguments is said of the settings of a section: `path` is `data.path`.
+
+    Raises:
+        ValueError: Whatever mistake of the user's is found inside.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not _is_own_refusal(error):
+            raise
+        raise ValueError(_with_section(section, str(error))) from error
+
+
+def _with_section(section: str, message: str) -> str:
     """Puts the section of the configuration before a message that does not name it."""
-    section = instantiation.rpartition("full_key: ")[2].strip()
-    return message if message.startswith(section) else f"{section}: {message}"
+    if message.startswith(section):
+        return message
+    return f"{section}.{message}" if _SETTING.match(message) else f"{section}: {message}"
 
 
 def _one_line(error: BaseException) -> str:

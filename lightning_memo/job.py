@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +19,7 @@ from lightning_memo.restarts import Launch
 from lightning_memo.summary import RunSummary
 from lightning_memo.sweeps.folder import finished
 from lightning_memo.sweeps.processes import is_apart, run_apart
+from lightning_memo.units import read_length
 
 log = logging.getLogger(__name__)
 
@@ -117,5 +117,9 @@ def _own_checkpoint(cfg: DictConfig) -> str | None:
 
 def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:
     message = user_message(error) or " ".join(f"{type(error).__name__}: {error}".split())
-    sizes: dict[str, Any] = {name: OmegaConf.select(cfg, f"data.{name}") for name in ("seq_len", "batch_size")}
-    return RunSummary(overrides=overrides, status="failed", message=message, **sizes)
+    try:
+        seq_len = read_length("seq_len", OmegaConf.select(cfg, "data.seq_len"))
+    except ValueError:  # which may be why it failed
+        seq_len = None
+    batch_size = OmegaConf.select(cfg, "data.batch_size")
+    return RunSummary(overrides=overrides, status="failed", message=message, seq_len=seq_len, batch_size=batch_size)

@@ -22,12 +22,12 @@ from lightning_memo.assemble import (
     module_settings,
     trainer_settings,
 )
-from lightning_memo.cli import config_dir, run_command
+from lightning_memo.cli import config_dir, run_command, settings_of
 from lightning_memo.compare import measure_baselines
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.job import run_job
 from lightning_memo.launch import arguments_of_process, ending_together, is_first_process
-from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary
+from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary, load_hf_config
 from lightning_memo.plan import Plan, SwapPlan
 from lightning_memo.reports.comparison import Measurement, comparison_table
 from lightning_memo.reports.memory_use import MemoryUse, memory_table
@@ -69,8 +69,12 @@ def train(cfg: DictConfig) -> RunSummary:
     if not is_first_process():
         warnings.simplefilter("ignore")  # the first one gives them, too
     seed_everything(cfg.seed, verbose=False)
+    model = ModelConfig(**module_settings(cfg)["model"])
+    load_hf_config(model)  # before the text is read
     data: SequenceDataModule = instantiate(cfg.data)
-    data.setup()
+    with settings_of("data"):
+        data.check_model(model.path)
+        data.setup()
     fitted = fit(cfg, data)
     stats = fitted.stats
     summary = RunSummary(
@@ -105,7 +109,8 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     ckpt_path = cfg.ckpt_path
     goes_on = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
     settings = module_settings(cfg)
-    check_vocabulary(ModelConfig(**settings["model"]), data.vocab_size)
+    with settings_of("data"):
+        check_vocabulary(ModelConfig(**settings["model"]), data.vocab_size)
     stats, earlier = StepStats(goes_on=goes_on), EarlierMetrics()
     trainer = build_trainer(cfg, stats, earlier)
     processes = count_processes(trainer)

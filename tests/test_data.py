@@ -265,16 +265,16 @@ def test_batches_of_the_module(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"path": "/nowhere"}, r"data.path=/nowhere: no such folder; give"),
-        ({"suffix": ".nothing"}, r"no file ends with data.suffix=.nothing; set"),
+        ({"path": "/nowhere"}, r"path=/nowhere: no such folder; give"),
+        ({"suffix": ".nothing"}, r"no file ends with suffix=.nothing; set"),
         ({"max_bytes": 100}, r"1 document\(s\) with text.*give more files"),
-        ({"val_fraction": 0.0}, r"data.val_fraction=0.0: give a number between"),
-        ({"seq_len": 100_000}, r"data.seq_len=100000 x .*the training text has \d+; lower"),
+        ({"val_fraction": 0.0}, r"val_fraction=0.0: give a number between"),
+        ({"seq_len": 100_000}, r"seq_len=100000 x .*the training text has \d+; lower"),
         ({"seq_len": 500}, r"the validation text has \d+; lower"),
-        ({"seq_len": 1}, r"data.seq_len=1: give 2 or more"),
-        ({"batch_size": 0}, r"data.batch_size=0: give 1 or more"),
-        ({"tokenizer": "/nowhere"}, r"data.tokenizer=/nowhere: no such folder"),
-        ({"tokenizer": "."}, r"data.tokenizer=.: not a Hugging Face tokenizer"),
+        ({"seq_len": 1}, r"seq_len=1: give 2 or more"),
+        ({"batch_size": 0}, r"batch_size=0: give 1 or more"),
+        ({"tokenizer": "/nowhere"}, r"tokenizer=/nowhere: no such folder"),
+        ({"tokenizer": "."}, r"tokenizer=.: not a Hugging Face tokenizer"),
     ],
 )
 def test_mistakes_are_named_in_one_line(folder, monkeypatch, changes, message):

@@ -162,7 +162,7 @@ def test_the_length_of_a_run_is_the_trainers(jsonl: Path) -> None:
 
     assert batches(max_steps=7, accumulate_grad_batches=2) == 14
     assert batches(max_epochs=3, limit_train_batches=5) == 5
-    with pytest.raises(ValueError, match=r"data.streaming=true: a stream has no end; give trainer.max_steps"):
+    with pytest.raises(ValueError, match=r"streaming=True: a stream has no end; give trainer.max_steps"):
         batches(max_epochs=3)
 
 
@@ -172,19 +172,19 @@ def test_the_length_of_a_run_is_the_trainers(jsonl: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_workers": 2}, r"data.num_workers=2: with data.streaming=true give 0, or 1"),
-        ({"buffer_rows": 0}, r"data.buffer_rows=0: give 1 or more"),
-        ({"val_documents": 0}, r"data.val_documents=0: give 1 or more"),
+        ({"num_workers": 2}, r"num_workers=2: with streaming=True give 0, or 1"),
+        ({"buffer_rows": 0}, r"buffer_rows=0: give 1 or more"),
+        ({"val_documents": 0}, r"val_documents=0: give 1 or more"),
         (
             {"val_documents": 24},
-            r"24 document\(s\) with text in data.field=text, but validation takes 24, and training",
+            r"24 document\(s\) with text in field=text, but validation takes 24, and training",
         ),
-        ({"field": "body"}, r"data.field=body: the documents of data.path=documents.jsonl have number, text$"),
-        ({"path": "nowhere"}, r"data.path=nowhere: no such file or folder; give"),
-        ({"path": "empty.jsonl"}, r"data.path=empty.jsonl: there is no document in it"),
-        ({"path": "broken.jsonl"}, r"data.path=broken.jsonl, line 2: not readable as json: JSON parse error"),
-        ({"path": "number.jsonl"}, r"data.path=number.jsonl, line 2: data.field=text holds int, not text"),
-        ({"path": "broken.parquet"}, r"data.path=broken.parquet: not readable as parquet"),
+        ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give"),
+        ({"path": "nowhere"}, r"path=nowhere: no such file or folder; give"),
+        ({"path": "empty.jsonl"}, r"path=empty.jsonl: no documents in it"),
+        ({"path": "broken.jsonl"}, r"path=broken.jsonl, line 2: not readable as json: JSON parse error"),
+        ({"path": "number.jsonl"}, r"path=number.jsonl, line 2: field=text holds int, not text"),
+        ({"path": "broken.parquet"}, r"path=broken.parquet: not readable as parquet"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, *value.items())),
 )
@@ -207,7 +207,7 @@ def test_a_mistake_that_comes_late_is_named_in_one_line(num_workers: int, jsonl:
     seed = next(seed for seed in range(9) if np.random.default_rng(seed).permutation(2)[0] == 0)
     data = stream(jsonl.parent, num_workers=num_workers, seed=seed)
     with pytest.raises(
-        ValueError, match=r"data.path=.*/last.jsonl, line 2: not readable as json: JSON parse error"
+        ValueError, match=r"path=.*/last.jsonl, line 2: not readable as json: JSON parse error"
     ) as caught:
         list(islice(data.train_dataloader(), 200))
     assert "\n" not in str(caught.value)
@@ -225,5 +225,5 @@ def test_other_settings_do_not_resume(jsonl: Path) -> None:
     data.load_state_dict(state(**STREAM))
     with pytest.raises(ValueError, match=r"resume with the same data settings and as many data-parallel groups"):
         data.load_state_dict(state(**STREAM | {"seed": 3}))
-    with pytest.raises(ValueError, match=r"saved with data.streaming=false, now it is true; resume"):
+    with pytest.raises(ValueError, match=r"saved with streaming=False, now it is True; resume"):
         data.load_state_dict(state())

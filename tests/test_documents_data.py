@@ -28,7 +28,7 @@ from trainer_harness import make_trainer
 from transformers import PreTrainedTokenizerFast
 
 from lightning_memo import MemoStrategy
-from lightning_memo.data import DocumentsDataModule
+from lightning_memo.data import DocumentsDataModule, TextDataModule
 from lightning_memo.data.packing import IGNORED, PackedRows, PaddedRows, best_fit
 from lightning_memo.models import CausalLM
 
@@ -248,40 +248,72 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"path": None}, r"data.path: give the file or folder of your documents"),
-        ({"path": "nowhere"}, r"data.path=nowhere: no such file or folder; give"),
-        ({"path": "empty"}, r"data.path=empty: no file there ends with \.jsonl, .*; set data.suffix"),
+        ({"path": None}, r"^path: give the file or folder of your documents"),
+        ({"path": "nowhere"}, r"path=nowhere: no such file or folder; give"),
+        ({"path": "empty"}, r"path=empty: no file there ends with \.jsonl, .*; set suffix"),
         (
             {"path": "several"},
-            r"data.path=several: files of several formats \(a.jsonl, b.txt\); choose one",
+            r"path=several: files of several formats \(a.jsonl, b.txt\); choose one",
         ),
-        ({"path": "broken.jsonl"}, r"data.path=broken.jsonl: not readable as json: JSON parse error"),
-        ({"path": "blank.jsonl"}, r"data.path=blank.jsonl: 1 document\(s\) with text in data.field=text, and 2 empty"),
-        ({"field": "body"}, r"data.field=body: the documents of data.path=documents.jsonl have number, text$"),
-        ({"field": "number"}, r"data.field=number: it holds int64, not text; .* have number, text$"),
+        ({"path": "broken.jsonl"}, r"path=broken.jsonl, line 2: not readable as json: JSON parse error"),
+        ({"path": "nothing.jsonl"}, r"^path=nothing.jsonl: no documents in it; give a file"),
+        ({"path": "lines.jsonl"}, r"^path=lines.jsonl: no documents in it; give a file"),
+        ({"path": "list.json"}, r"^path=list.json: no documents in it; give a file"),
+        ({"seq_len": "many"}, r"^seq_len='many' is not a number of tokens .* 128K or 1M"),
+        ({"path": "blank.jsonl"}, r"path=blank.jsonl: 1 document\(s\) with text in field=text, and 2 without"),
+        ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give the one"),
+        ({"path": "other.jsonl"}, r"field=text: the documents of path=other.jsonl have body; give field=body$"),
+        ({"field": "number"}, r"field=number: it holds int64, not text; .* have number, text$"),
         (
             {"seq_len": 5000},
-            r"data.seq_len=5000 x data.batch_size=2: one batch needs 10000 tokens, the training",
+            r"seq_len=5000 x batch_size=2: one batch needs 10000 tokens, the training",
         ),
-        ({"val_fraction": 1.0}, r"data.val_fraction=1.0: give a number between 0 and 1"),
-        ({"tokenizer": "nowhere"}, r"data.tokenizer=nowhere: no such folder; give"),
-        ({"tokenizer": "several"}, r"data.tokenizer=several: not a Hugging Face tokenizer"),
+        ({"val_fraction": 1.0}, r"val_fraction=1.0: give a number between 0 and 1"),
+        ({"tokenizer": "nowhere"}, r"tokenizer=nowhere: no such folder; give"),
+        ({"tokenizer": "several"}, r"tokenizer=several: not a Hugging Face tokenizer"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, *value.items())),
 )
 def test_mistakes_are_named_in_one_line(
-    changes: dict[str, Any], message: str, jsonl: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    message: str,
+    jsonl: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(jsonl.parent)
     for folder in ("empty", "several"):
         Path(folder).mkdir()
     Path("several/a.jsonl").write_text('{"text": "a"}\n')
     Path("several/b.txt").write_text("b")
+    for name, content in {"nothing.jsonl": "", "lines.jsonl": "\n\n", "list.json": "[]"}.items():
+        Path(name).write_text(content)
+    Path("other.jsonl").write_text('{"body": "a"}\n')
     Path("broken.jsonl").write_text('{"text": "a"}\n{"te')
     Path("blank.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "", None)))
     with pytest.raises(ValueError, match=message) as caught:
         module(changes.pop("path", jsonl.name), **changes).setup()
     assert "\n" not in str(caught.value)
+    assert "ERROR" not in capfd.readouterr().err, "datasets tells it as well"
+
+
+def test_lengths_are_numbers_or_words(jsonl: Path) -> None:
+    assert module(jsonl, seq_len="128K").seq_len == 131072
+    assert TextDataModule(seq_len="1m").seq_len == 2**20
+
+
+def test_a_model_with_a_tokenizer_gets_no_bytes(jsonl: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer=None: .* has a tokenizer of its own; give tokenizer=") as caught:
+        make_trainer("auto").fit(CausalLM({"path": str(tmp_path)}), datamodule=module(jsonl))
+    assert "\n" not in str(caught.value)
+
+
+def test_documents_without_text_are_counted_with_their_field(jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jsonl.open("a") as file:
+        file.write(json.dumps({"body": "text", "number": 0}) + "\n")
+    module(jsonl).setup()
+    assert f"1 of {len(TEXTS) + 1} documents have no text in field=text, and are left out." in caplog.text
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -19,8 +19,8 @@ from lightning_memo.estimate import Question, constants_of, load_cluster, load_m
 from lightning_memo.estimate.command import main
 from lightning_memo.estimate.hf_config import _FAMILIES, shape_of
 from lightning_memo.estimate.presets import cluster_of, load_preset
-from lightning_memo.estimate.settings import read_length
 from lightning_memo.estimate.swept import SweptEstimate
+from lightning_memo.units import read_length
 
 KEYS = [
     "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "step_seconds", "mfu", "hfu",

@@ -135,12 +135,17 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["demo"], "demo: give SETTING=VALUE"),
         (["data.seq_len=["], "See https://hydra.cc"),
         (["+trainer.nothing=1"], "trainer: Trainer.__init__() got an unexpected keyword argument 'nothing'"),
-        (["strategy.alpha=2"], "alpha=2"),
+        (["strategy.alpha=2"], "strategy.alpha=2"),
         (["data.path=/nowhere"], "data.path=/nowhere: no such folder"),
         (["data.seq_len=1"], "data.seq_len=1: give 2 or more"),
-        (["data.seq_len=90000"], "the training text has"),
-        (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
-        (["model.config.vocab_size=100"], "ids go up to 256, but the model has embeddings for 100"),
+        (["data.seq_len=lots"], "data.seq_len='lots' is not a number of tokens"),
+        (
+            ["data.seq_len=90K"],
+            "data.seq_len=92160 x batch_size=1: one batch needs 92160 tokens, the",
+        ),
+        (["data.suffix=.nothing"], "data.path="),
+        (["model.path=/nowhere", "data.tokenizer=/nowhere"], "error: model.path=/nowhere: no config.json"),
+        (["model.config.vocab_size=100"], "data.tokenizer: its ids go up to 256, but the model has embeddings for 100"),
         (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
         (["strategy.plan=/nowhere.json"], "/nowhere.json"),
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
@@ -154,6 +159,14 @@ def test_mistakes_end_with_one_line(train, overrides, message):
     assert len(errors) == 1
     assert message in errors[0]
     assert "Traceback" not in err
+
+
+def test_a_model_with_a_tokenizer_gets_no_bytes(train, tmp_path):
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    status, _, err = train(f"model.path={tmp_path}")
+    assert status == 2
+    assert f"error: data.tokenizer=None: that is one token per byte, and the model of {tmp_path} has" in err
 
 
 def test_checkpoint_of_other_data_is_refused(train, tmp_path):

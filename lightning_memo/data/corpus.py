@@ -44,14 +44,14 @@ def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
         ValueError: No such folder, fewer than two documents in it, or a fraction outside (0, 1).
     """
     if not 0 < config.val_fraction < 1:
-        raise ValueError(f"data.val_fraction={config.val_fraction}: give a number between 0 and 1, both excluded")
+        raise ValueError(f"val_fraction={config.val_fraction}: give a number between 0 and 1, both excluded")
     paths = find_documents(config)
     order = np.random.default_rng(config.seed).permutation(len(paths))
     documents = read_documents([paths[i] for i in order], config.max_bytes)
     if len(documents) < 2:
         raise ValueError(
-            f"data.path={_root(config)}: {len(documents)} document(s) with text, but training and validation need one"
-            f" each; give more files, or raise data.max_bytes={config.max_bytes}"
+            f"path={_root(config)}: {len(documents)} document(s) with text, but training and validation need one"
+            f" each; give more files, or raise max_bytes={config.max_bytes}"
         )
     n_val = min(max(1, round(len(documents) * config.val_fraction)), len(documents) - 1)
     return Corpus(train=pack(documents[n_val:], tokenizer), val=pack(documents[:n_val], tokenizer))
@@ -66,8 +66,8 @@ def find_documents(config: CorpusConfig) -> list[Path]:
     root = _root(config)
     if not root.is_dir():
         raise ValueError(
-            f"data.path={root}: no such folder; give a folder with *{config.suffix} files,"
-            " or null for the source of Python's standard library"
+            f"path={root}: no such folder; give a folder with *{config.suffix} files,"
+            " or none for the source of Python's standard library"
         )
     excluded = set(config.exclude)
     paths = sorted(
@@ -76,9 +76,7 @@ def find_documents(config: CorpusConfig) -> list[Path]:
         if path.is_file() and excluded.isdisjoint(path.relative_to(root).parts[:-1])
     )
     if not paths:
-        raise ValueError(
-            f"data.path={root}: no file ends with data.suffix={config.suffix}; set the suffix of your files"
-        )
+        raise ValueError(f"path={root}: no file ends with suffix={config.suffix}; set the suffix of your files")
     return paths
 
 

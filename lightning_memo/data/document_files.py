@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,8 @@ _FORMATS = {
     ".md": "text",
 }
 """What `datasets` calls the format of files that end so; all other files are text."""
+_NOTHING = "corresponds to no data"
+"""What `datasets` says of files without records."""
 
 
 def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
@@ -39,7 +43,7 @@ def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
     """
     check_installed()
     kind, files = find_files(path, suffix)
-    with readable(lambda: f"data.path={path}", kind):
+    with readable(lambda: _where(path, files, field), kind):
         documents: Dataset = load_files(kind, files, streaming=False)
     check_field(path, field, documents.features)
     _check_text(path, field, documents.features)
@@ -53,7 +57,7 @@ def check_installed() -> None:
         ValueError: It is not installed.
     """
     if not _DATASETS:
-        raise ValueError("data=documents reads files with datasets; pip install 'lightning-memo[datasets]'")
+        raise ValueError("DocumentsDataModule reads files with datasets; pip install 'lightning-memo[datasets]'")
 
 
 def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
@@ -78,12 +82,21 @@ def readable(what: Callable[[], str], kind: str) -> Iterator[None]:
     Raises:
         ValueError: It can't.
     """
+    import datasets  # takes seconds
     from datasets.exceptions import DatasetGenerationError
 
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it tells the same, by the row of a part of a file
     try:
         yield
+    except StopIteration:
+        raise ValueError(f"{what()}: no documents in it; give a file or folder that has some") from None
     except (DatasetGenerationError, OSError, ValueError) as error:
+        if _NOTHING in str(error):
+            raise ValueError(f"{what()}: no documents in it; give a file or folder that has some") from error
         raise ValueError(f"{what()}: not readable as {kind}: {_reason(error)}") from error
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
@@ -93,22 +106,20 @@ def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
         ValueError: There is none, or there are several formats.
     """
     if path is None:
-        raise ValueError("data.path: give the file or folder of your documents (JSON lines, Parquet or text)")
+        raise ValueError("path: give the file or folder of your documents (JSON lines, Parquet or text)")
     root = Path(path).expanduser()
     if not root.exists():
-        raise ValueError(f"data.path={path}: no such file or folder; give one with documents")
+        raise ValueError(f"path={path}: no such file or folder; give one with documents")
     if root.is_file():
         return _format(root), [root]
     endings = tuple(_FORMATS) if suffix is None else (suffix,)
     files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.endswith(endings))
     if not files:
-        raise ValueError(
-            f"data.path={path}: no file there ends with {', '.join(endings)}; set data.suffix to that of your files"
-        )
+        raise ValueError(f"path={path}: no file there ends with {', '.join(endings)}; set suffix to that of your files")
     kinds = {_format(file): file for file in files}
     if len(kinds) > 1:
         names = ", ".join(sorted(str(file.relative_to(root)) for file in kinds.values()))
-        raise ValueError(f"data.path={path}: files of several formats ({names}); choose one by data.suffix")
+        raise ValueError(f"path={path}: files of several formats ({names}); choose one by suffix")
     return next(iter(kinds)), files
 
 
@@ -123,16 +134,41 @@ def check_field(path: str | None, field: str, names: Iterable[str]) -> None:
         ValueError: It is not among the names that they have.
     """
     if field not in names:
-        raise ValueError(f"data.field={field}: the documents of data.path={path} have {', '.join(sorted(names))}")
+        known = sorted(names)
+        remedy = f"give field={known[0]}" if len(known) == 1 else "give the one that holds the text"
+        raise ValueError(f"field={field}: the documents of path={path} have {', '.join(known)}; {remedy}")
 
 
 def _check_text(path: str | None, field: str, features: dict[str, Any]) -> None:
     kind = getattr(features[field], "dtype", None)
     if kind not in ("string", "large_string", "null"):
         raise ValueError(
-            f"data.field={field}: it holds {kind or features[field]}, not text; the documents of data.path={path} have "
+            f"field={field}: it holds {kind or features[field]}, not text; the documents of path={path} have "
             f"{', '.join(sorted(features))}"
         )
+
+
+def wrong_line(file: Path, field: str) -> int | None:
+    """Number of the first line of a file of JSON lines that is no document."""
+    if not file.name.endswith((".jsonl", ".jsonl.gz")):
+        return None
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+        wrong = (number for number, line in enumerate(lines, 1) if line.strip() and not _is_document(line, field))
+        return next(wrong, None)
+
+
+def _is_document(line: bytes, field: str) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and isinstance(record.get(field), str | None)
+
+
+def _where(path: str | None, files: Sequence[Path], field: str) -> str:
+    """The file and line that is wrong, if there is one; else what the user gave."""
+    found = ((file, line) for file in files if (line := wrong_line(file, field)) is not None)
+    return next((f"path={file}, line {line}" for file, line in found), f"path={path}")
 
 
 def _reason(error: BaseException) -> str:

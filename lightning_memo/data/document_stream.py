@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_memo.data.document_files import check_field, check_installed, find_files, load_files, readable
+from lightning_memo.data.document_files import (
+    check_field,
+    check_installed,
+    find_files,
+    load_files,
+    readable,
+    wrong_line,
+)
 
 Place = Mapping[str, Any]
 """Where reading goes on; plain data."""
@@ -36,16 +40,13 @@ class DocumentStream:
         self.files = [files[n] for n in np.random.default_rng(seed).permutation(len(files))]
         first = next(self.records(self.open()), None)
         if first is None:
-            raise ValueError(f"data.path={path}: there is no document in it; give more")
+            raise ValueError(f"path={path}: no documents in it; give a file or folder that has some")
         check_field(path, field, first)
 
     def open(self) -> Any:
         """The records, as an `IterableDataset` of `datasets`, which reads the first file to know what they have."""
-        try:
-            with readable(lambda: self.where(0), self.kind):
-                return load_files(self.kind, self.files, streaming=True)
-        except StopIteration:
-            raise ValueError(f"data.path={self.path}: there is no document in it; give more") from None
+        with readable(lambda: self.where(0), self.kind):
+            return load_files(self.kind, self.files, streaming=True)
 
     def records(self, opened: Any) -> Iterator[dict[str, Any]]:
         """The records of what was opened.
@@ -67,10 +68,10 @@ class DocumentStream:
     def where(self, file: int) -> str:
         """The file and line that is wrong, from a file's number on: it may be the next one. Else what the user gave."""
         for path in self.files[file : file + 2]:
-            line = _wrong_line(path, self.field)
+            line = wrong_line(path, self.field)
             if line is not None:
-                return f"data.path={path}, line {line}"
-        return f"data.path={self.path}"
+                return f"path={path}, line {line}"
+        return f"path={self.path}"
 
 
 def _file(opened: Any) -> int:
@@ -118,24 +119,7 @@ class DocumentReader:
             text = record.get(self._stream.field)
             if text is not None and not isinstance(text, str):
                 where, kind = self._stream.where(_file(self._records)), type(text).__name__
-                raise ValueError(f"{where}: data.field={self._stream.field} holds {kind}, not text")
+                raise ValueError(f"{where}: field={self._stream.field} holds {kind}, not text")
             if text and text.strip():
                 self._number += 1
                 yield self._number - 1, text
-
-
-def _wrong_line(file: Path, field: str) -> int | None:
-    """Number of the first line of a file of JSON lines that is no document."""
-    if not file.name.endswith((".jsonl", ".jsonl.gz")):
-        return None
-    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
-        wrong = (number for number, line in enumerate(lines, 1) if line.strip() and not _is_document(line, field))
-        return next(wrong, None)
-
-
-def _is_document(line: bytes, field: str) -> bool:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(record, dict) and isinstance(record.get(field), str | None)

@@ -36,7 +36,7 @@ class DocumentsDataModule(SequenceDataModule):
     Args:
         path: A file, or a folder that is searched: ``.jsonl``, ``.json``, ``.parquet``, or text files of one document
             each.
-        seq_len: Tokens of a row.
+        seq_len: Tokens of a row, as a number or like "128K".
         batch_size: Rows per batch of one data-parallel process.
         field: The documents' text in records of JSON or Parquet.
         suffix: Which files of the folder are read; None: all that have one of the formats.
@@ -59,7 +59,7 @@ class DocumentsDataModule(SequenceDataModule):
     def __init__(
         self,
         path: str | None,
-        seq_len: int,
+        seq_len: int | str,
         batch_size: int = 1,
         field: str = "text",
         suffix: str | None = None,
@@ -72,25 +72,24 @@ class DocumentsDataModule(SequenceDataModule):
         buffer_rows: int = 32,
         val_documents: int = 100,
     ) -> None:
-        super().__init__(seq_len, batch_size, seed, num_workers)
+        super().__init__(seq_len, batch_size, seed, num_workers, tokenizer)
         if not 0 < val_fraction < 1:
-            raise ValueError(f"data.val_fraction={val_fraction}: give a number between 0 and 1, both excluded")
+            raise ValueError(f"val_fraction={val_fraction}: give a number between 0 and 1, both excluded")
         if streaming and num_workers > 1:
-            raise ValueError(f"data.num_workers={num_workers}: with data.streaming=true give 0, or 1 that reads ahead")
+            raise ValueError(f"num_workers={num_workers}: with streaming=True give 0, or 1 that reads ahead")
         for name, value in {"buffer_rows": buffer_rows, "val_documents": val_documents}.items():
             if value < 1:
-                raise ValueError(f"data.{name}={value}: give 1 or more")
+                raise ValueError(f"{name}={value}: give 1 or more")
         self._path, self._field, self._suffix = path, field, suffix
-        self._tokenizer_folder = tokenizer
         self._rows = PackedRows if packing else PaddedRows
         self._val_fraction = val_fraction
         self._streaming, self._buffer_rows, self._val_documents = streaming, buffer_rows, val_documents
         if streaming:
-            self.more_text = "data.path, data.val_documents"
+            self.more_text = "path, val_documents"
 
     @override
     def load(self) -> Loaded:
-        tokenizer = load_tokenizer(self._tokenizer_folder)
+        tokenizer = load_tokenizer(self.tokenizer)
         return self._stream(tokenizer) if self._streaming else self._whole(tokenizer)
 
     def _whole(self, tokenizer: Tokenizer) -> Loaded:
@@ -116,8 +115,8 @@ class DocumentsDataModule(SequenceDataModule):
         left = sum(1 for _ in islice(reader, groups))
         if left < groups:
             raise ValueError(
-                f"data.path={self._path}: {len(kept) + left} document(s) with text in data.field={self._field}, but"
-                f" validation takes {self._val_documents}, and training needs {groups}; lower data.val_documents, or"
+                f"path={self._path}: {len(kept) + left} document(s) with text in field={self._field}, but"
+                f" validation takes {self._val_documents}, and training needs {groups}; lower val_documents, or"
                 " give more documents"
             )
 
@@ -158,11 +157,14 @@ class DocumentsDataModule(SequenceDataModule):
         empty = len(records) - len(documents)
         if len(documents) < 2:
             raise ValueError(
-                f"data.path={self._path}: {len(documents)} document(s) with text in data.field={self._field}, and"
-                f" {empty} empty, but training and validation need one each; give more documents"
+                f"path={self._path}: {len(documents)} document(s) with text in field={self._field}, and"
+                f" {empty} without, but training and validation need one each; give more documents"
             )
         if empty:
-            log.warning("data.path=%s: %d of %d documents are empty and left out.", self._path, empty, len(records))
+            log.warning(
+                "path=%s: %d of %d documents have no text in field=%s, and are left out.",
+                *(self._path, empty, len(records), self._field),
+            )
         return documents.with_format("numpy")
 
 

@@ -17,7 +17,7 @@ class TextDataModule(SequenceDataModule):
     `lightning_memo.data.sequences.SequenceDataModule`.
 
     Args:
-        seq_len: Tokens per sequence.
+        seq_len: Tokens per sequence, as a number or like "128K".
         batch_size: Sequences per batch of one data-parallel process.
         path: Folder of text; None is the source of Python's standard library.
         suffix: Which files under it are documents.
@@ -32,11 +32,11 @@ class TextDataModule(SequenceDataModule):
         ValueError: ``seq_len`` or ``batch_size`` below their least values.
     """
 
-    more_text = "data.path, data.max_bytes, data.val_fraction"
+    more_text = "path, max_bytes, val_fraction"
 
     def __init__(
         self,
-        seq_len: int,
+        seq_len: int | str,
         batch_size: int = 1,
         path: str | None = None,
         suffix: str = CorpusConfig.suffix,
@@ -47,15 +47,14 @@ class TextDataModule(SequenceDataModule):
         seed: int = CorpusConfig.seed,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(seq_len, batch_size, seed, num_workers)
-        self._tokenizer_folder = tokenizer
+        super().__init__(seq_len, batch_size, seed, num_workers, tokenizer)
         self._config = CorpusConfig(
             path=path, suffix=suffix, exclude=exclude, max_bytes=max_bytes, val_fraction=val_fraction, seed=seed
         )
 
     @override
     def load(self) -> Loaded:
-        tokenizer = load_tokenizer(self._tokenizer_folder)
+        tokenizer = load_tokenizer(self.tokenizer)
         corpus = load_corpus(self._config, tokenizer)
         return Loaded(
             train=ChunkDataset(corpus.train, self.seq_len),

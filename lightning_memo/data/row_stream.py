@@ -92,8 +92,8 @@ class RowStream:
             rows = self._next_rows(reader, rank, count)
             if not rows:
                 raise ValueError(
-                    f"data.path={self.documents.path}: no document is left for data-parallel group {rank + 1} of"
-                    f" {count}; give more documents, or lower data.val_documents"
+                    f"path={self.documents.path}: no document is left for data-parallel group {rank + 1} of"
+                    f" {count}; give more documents, or lower val_documents"
                 )
             while rows:
                 order = np.random.default_rng((self.seed, place["round"], block["number"])).permutation(len(rows))

@@ -15,6 +15,8 @@ from typing_extensions import override
 
 from lightning_memo.data.loader import ResumableLoader, SequenceDataset, end_with_parent
 from lightning_memo.data.row_stream import RowStream, StreamLoader
+from lightning_memo.data.tokenizer import refuse_bytes
+from lightning_memo.units import read_length
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,31 @@ class SequenceDataModule(LightningDataModule):
     the uninterrupted one would have got. Under data parallelism each process gets batches of its own.
 
     Args:
-        seq_len: Tokens per sequence.
+        seq_len: Tokens per sequence, as a number or like "128K".
         batch_size: Sequences per batch of one data-parallel process.
         seed: Chooses the order.
         num_workers: Processes that prepare batches.
+        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
 
     Raises:
         ValueError: ``seq_len`` or ``batch_size`` below their least values.
     """
 
-    more_text = "data.path, data.val_fraction"
+    more_text = "path, val_fraction"
     """Settings that bring more tokens."""
 
-    def __init__(self, seq_len: int, batch_size: int, seed: int, num_workers: int) -> None:
+    def __init__(
+        self, seq_len: int | str, batch_size: int, seed: int, num_workers: int, tokenizer: str | None = None
+    ) -> None:
         super().__init__()
+        seq_len = read_length("seq_len", seq_len)
         if seq_len < 2:
-            raise ValueError(f"data.seq_len={seq_len}: give 2 or more, a token and the next one to predict")
+            raise ValueError(f"seq_len={seq_len}: give 2 or more, a token and the next one to predict")
         if batch_size < 1:
-            raise ValueError(f"data.batch_size={batch_size}: give 1 or more")
+            raise ValueError(f"batch_size={batch_size}: give 1 or more")
         self.seq_len = seq_len
         self.batch_size = batch_size
+        self.tokenizer = tokenizer
         self.num_workers = num_workers
         self._seed = seed
         self._loaded: Loaded | None = None
@@ -74,10 +81,12 @@ class SequenceDataModule(LightningDataModule):
         """Reads the text, once.
 
         Raises:
-            ValueError: The text is missing or too short for one batch each of training and validation.
+            ValueError: The text is missing or too short for one batch each of training and validation, or is to be
+                read as bytes for a model that has a tokenizer.
         """
         if self._loaded is not None:
             return
+        self.check_model(getattr(self.trainer and self.trainer.lightning_module, "model_folder", None))
         loaded = self.load()
         _, count = self._data_parallel()
         if not isinstance(loaded.train, RowStream):
@@ -87,6 +96,18 @@ class SequenceDataModule(LightningDataModule):
         self.vocab_size = loaded.vocab_size
         self.unigram_entropy = loaded.unigram_entropy
         self._loaded = loaded
+
+    def check_model(self, folder: str | None) -> None:
+        """Refuses ids of bytes for a model that has a tokenizer.
+
+        Args:
+            folder: That the model is loaded from; None: it has random weights, or is not known here.
+
+        Raises:
+            ValueError: There is a tokenizer, and none was given.
+        """
+        if folder is not None and self.tokenizer is None:
+            refuse_bytes(folder)
 
     @property
     def train_sequences(self) -> float:
@@ -156,8 +177,8 @@ class SequenceDataModule(LightningDataModule):
         streamed, streams = "places" in position, isinstance(self._loader, StreamLoader)
         if streamed != streams:
             raise ValueError(
-                f"ckpt_path: the checkpoint was saved with data.streaming={str(streamed).lower()}, now it is"
-                f" {str(streams).lower()}; resume with the same, or start anew from its weights"
+                f"ckpt_path: the checkpoint was saved with streaming={streamed}, now it is"
+                f" {streams}; resume with the same, or start anew from its weights"
             )
         self._loader.load_state_dict(position)
 
@@ -178,7 +199,7 @@ class SequenceDataModule(LightningDataModule):
             _, count = self._data_parallel()
             processes = f" on {count} data-parallel processes" if count > 1 else ""
             raise ValueError(
-                f"data.seq_len={self.seq_len} x data.batch_size={self.batch_size}{processes}: one batch needs"
+                f"seq_len={self.seq_len} x batch_size={self.batch_size}{processes}: one batch needs"
                 f" {self.seq_len * sequences} tokens, the {use} text has {dataset.tokens}; lower one of them, or give"
                 f" more text ({self.more_text})"
             )
@@ -190,4 +211,4 @@ def _batches_of_run(trainer: Trainer) -> int:
         return trainer.max_steps * trainer.accumulate_grad_batches
     if isinstance(trainer.limit_train_batches, int):
         return trainer.limit_train_batches
-    raise ValueError("data.streaming=true: a stream has no end; give trainer.max_steps, or trainer.limit_train_batches")
+    raise ValueError("streaming=True: a stream has no end; give trainer.max_steps, or trainer.limit_train_batches")

@@ -42,6 +42,22 @@ def has_tokenizer(folder: str) -> bool:
     return bool(folder) and any((Path(folder) / name).is_file() for name in _FILES)
 
 
+def refuse_bytes(model: str) -> None:
+    """Refuses ids of bytes for a model that has a tokenizer: they would mean other text to it.
+
+    Args:
+        model: The folder that it is loaded from.
+
+    Raises:
+        ValueError: A tokenizer lies there.
+    """
+    if has_tokenizer(model):
+        raise ValueError(
+            f"tokenizer=None: that is one token per byte, and the model of {model} has a tokenizer of its own; give "
+            f'tokenizer="{model}"'
+        )
+
+
 def _byte_tokenizer() -> Tokenizer:
     """Every UTF-8 byte is a token, 256 ends a document."""
     return Tokenizer(encode=_encode_bytes, vocab_size=257, eos_id=256)
@@ -53,20 +69,16 @@ def _encode_bytes(text: str) -> Tokens:
 
 def _hf_tokenizer(folder: str) -> Tokenizer:
     if not Path(folder).is_dir():
-        raise ValueError(
-            f"data.tokenizer={folder}: no such folder; give the folder of a saved tokenizer, or null for bytes"
-        )
+        raise ValueError(f"tokenizer={folder}: no such folder; give the folder of a saved tokenizer, or none for bytes")
     from transformers import AutoTokenizer  # takes seconds, and bytes don't need it
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"data.tokenizer={folder}: not a Hugging Face tokenizer ({reason})") from error
+        raise ValueError(f"tokenizer={folder}: not a Hugging Face tokenizer ({reason})") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"data.tokenizer={folder}: it has no eos token, which separates documents; set one and save it"
-        )
+        raise ValueError(f"tokenizer={folder}: it has no eos token, which separates documents; set one and save it")
 
     def encode(text: str) -> Tokens:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from lightning_memo.documents import check_range
 from lightning_memo.estimate.cluster import Cluster
@@ -17,9 +17,6 @@ Status = Literal["ok", "oom", "oohm"]
 """It fits; the device is out of memory; the host is."""
 
 Method = Literal["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
-
-MOST_TOKENS: Final = 2**30
-"""Of a sequence; longer ones are neither asked nor tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,10 @@ from lightning_memo.estimate.constants import Constants, constants_of
 from lightning_memo.estimate.fitting import EFFICIENCIES, LayerMeasurement, Measurement, Residual, fit
 from lightning_memo.estimate.measurements import read_measurements
 from lightning_memo.estimate.presets import cluster_of, model_of
-from lightning_memo.estimate.settings import read_count, read_length
+from lightning_memo.estimate.settings import read_count
 from lightning_memo.estimate.shape import ModelShape
 from lightning_memo.files import replacing
+from lightning_memo.units import read_length
 
 
 def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple[Residual, ...]]:

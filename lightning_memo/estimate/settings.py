@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from lightning_memo.config import parse_bytes
-from lightning_memo.estimate.answer import MOST_TOKENS, Method, Question
+from lightning_memo.estimate.answer import Method, Question
 from lightning_memo.estimate.candidates import near
 from lightning_memo.estimate.cluster import MOST_DEVICES
 from lightning_memo.estimate.constants import Constants, constants_of, read_constants
@@ -17,15 +16,13 @@ from lightning_memo.estimate.methods import check_question
 from lightning_memo.estimate.precision import Precision
 from lightning_memo.estimate.presets import cluster_of, model_of
 from lightning_memo.estimate.slices import Slices
+from lightning_memo.units import read_length
 
 HostBackedSetting = Literal["auto", "attention", "all"]
 ScheduleSetting = Literal["auto", "layer", "slice"]
 _MOST: Final = 2**20
 SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
 """Of `parallel`."""
-
-_LENGTH: Final = re.compile(r"\s*([0-9]{1,12})\s*([KkMm]?)\s*", re.ASCII)
-_TIMES: Final = {"": 1, "k": 2**10, "m": 2**20}
 
 Output = Literal["table", "json"]
 
@@ -89,22 +86,6 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
         output=_choice("output", settings["output"], get_args(Output)),
         alternatives=read_count("alternatives", settings["alternatives"], least=0),
     )
-
-
-def read_length(name: str, value: Any, or_else: str = "") -> int:
-    """A number of tokens: 131072, "128K" or "1M", in powers of 1024.
-
-    Raises:
-        ValueError: it is none, or 0.
-    """
-    match = _LENGTH.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
-    tokens = int(match[1]) * _TIMES[match[2].lower()] if match else 0
-    if not 1 <= tokens <= MOST_TOKENS:
-        raise ValueError(
-            f"{name}={value!r} is not a number of tokens from 1 to {MOST_TOKENS}: give one like 131072, 128K or 1M"
-            f"{or_else}"
-        )
-    return tokens
 
 
 def _constants(path: str, cluster: str) -> Constants:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from lightning_memo.models.context import extend_context
 from lightning_memo.models.liger import apply_liger, check_liger, restore_rotary
+from lightning_memo.units import read_length
 
 _PEFT = RequirementCache("peft>=0.18")
 _PEFTS_OWN = (
@@ -36,8 +37,8 @@ class ModelConfig:
     rope_scaling: str | Mapping[str, Any] | None = None
     """Scales rotary positions for sequences longer than those that the model was trained on, see
     `lightning_memo.models.context.extend_context`; None: as saved."""
-    max_position_embeddings: int | None = None
-    """Tokens of the longest sequence; None: as saved, or what ``rope_scaling`` gives."""
+    max_position_embeddings: int | str | None = None
+    """Tokens of the longest sequence, as a number or like "128K"; None: as saved, or what ``rope_scaling`` gives."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `peft.LoraConfig`, `r` among them; none, or ``r`` 0, trains all weights."""
     liger: bool = False
@@ -76,7 +77,9 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             )
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
     config.use_cache = False
-    extend_context(config, model.rope_scaling, model.max_position_embeddings)
+    longest = model.max_position_embeddings
+    positions = None if longest is None else read_length("model.max_position_embeddings", longest)
+    extend_context(config, model.rope_scaling, positions)
     return config
 
 
@@ -93,7 +96,7 @@ def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
     embeddings = load_hf_config(model).get_text_config().vocab_size
     if vocab_size > embeddings:
         raise ValueError(
-            f"data.tokenizer: its ids go up to {vocab_size - 1}, but the model has embeddings for {embeddings};"
+            f"tokenizer: its ids go up to {vocab_size - 1}, but the model has embeddings for {embeddings};"
             " give the model's own tokenizer, or a larger model.config.vocab_size"
         )
 
@@ -148,4 +151,5 @@ def _lora_config(settings: Mapping[str, Any]) -> Any | None:
 def _with_adapters(network: nn.Module, config: Any) -> nn.Module:
     from peft import get_peft_model
 
-    return get_peft_model(network, config)
+    adapted: nn.Module = get_peft_model(network, config)
+    return adapted

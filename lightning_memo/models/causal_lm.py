@@ -50,6 +50,11 @@ class CausalLM(LightningModule):
         self.model: nn.Module | None = None
         self._rng_state: tuple[Tensor, Tensor | None] | None = None
 
+    @property
+    def model_folder(self) -> str | None:
+        """The folder that the model is loaded from; None where its weights are random."""
+        return self._config.path
+
     @override
     def setup(self, stage: str) -> None:
         """Looks at the data module's vocabulary and `seq_len`, if it tells them.
