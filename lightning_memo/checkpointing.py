@@ -18,8 +18,10 @@ from lightning_memo.parallel.checkpoint import (
     load_sharded,
     model_state,
     optimizer_state,
+    refuse_other_model,
     remove_checkpoint,
     save_sharded,
+    sizes_of,
 )
 from lightning_memo.parallel.export import export_huggingface, gather_state
 
@@ -28,6 +30,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     """Saves and loads whole models in one process, and parts of them in several."""
 
     _loaded_in_place = False
+    _checkpoint_path: str | Path = "checkpoint"
 
     @property
     @abstractmethod
@@ -51,8 +54,15 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._loaded_in_place:
+        if self._loaded_in_place:
+            return
+        try:
             Strategy.load_model_state_dict(self, checkpoint, strict)
+        except RuntimeError:  # torch lists all that differs
+            assert self.lightning_module is not None
+            own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
+            refuse_other_model(self._checkpoint_path, sizes_of(saved), sizes_of(own), strict)
+            raise
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -75,7 +85,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
+        path = self._checkpoint_path = Path(self.broadcast(checkpoint_path))
         self._loaded_in_place = self.distributed or not path.is_file()
         if not self._loaded_in_place:
             return Strategy.load_checkpoint(self, checkpoint_path, weights_only)

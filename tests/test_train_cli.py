@@ -176,6 +176,15 @@ def test_checkpoint_of_other_data_is_refused(train, tmp_path):
     assert "resume with the same data settings" in err
 
 
+def test_checkpoint_of_another_model_is_refused(train, tmp_path):
+    assert train("strategy=plain")[0] == 0
+    status, _, err = train("ckpt_path=last", "model.config.hidden_size=32")
+    assert status == 2
+    line = only(line for line in err.splitlines() if line.startswith("error: "))
+    assert "last.ckpt: of another model: model.model.embed_tokens.weight is [264, 16] in the checkpoint" in line
+    assert "size mismatch" not in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug")])
 def test_bugs_keep_their_tracebacks(train, monkeypatch, error):
     class Broken(command.CausalLM):

@@ -8,7 +8,7 @@ which rank held what is forgotten. A folder is a pickle, as a file is: load only
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from lightning_memo.parallel.checkpoint_source import (
     check_complete,
     open_checkpoint,
 )
+
+Sizes = Mapping[str, torch.Size | None]
+"""Of a state's tensors, by name; None where something else is saved."""
 
 _SHOWN = 3  # names in an error
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper: part of no name
@@ -125,6 +128,33 @@ def remove_checkpoint(path: str | Path) -> None:
     publish.remove(Path(path))
 
 
+def sizes_of(state: Mapping[str, Any]) -> Sizes:
+    """Sizes of the tensors of a state dict, by name."""
+    return {name: value.size() if isinstance(value, Tensor) else None for name, value in state.items()}
+
+
+def refuse_other_model(path: str | Path, saved: Sizes, own: Sizes, strict: bool) -> None:
+    """Refuses the weights of a model that has others.
+
+    Args:
+        path: Of the checkpoint.
+        saved: What it holds.
+        own: What the model has.
+        strict: Refuse names that only one of them has.
+
+    Raises:
+        ValueError: Names or sizes differ; one line.
+    """
+    if strict:
+        _refuse(Path(path), "the model", missing=own.keys() - saved.keys(), unexpected=saved.keys() - own.keys())
+    for name, size in own.items():
+        theirs = saved.get(name)
+        if size is not None and theirs is not None and theirs != size:
+            raise ValueError(
+                f"{path}: of another model: {name} is {list(theirs)} in the checkpoint and {list(size)} in the model"
+            )
+
+
 # ---- saving
 
 
@@ -163,16 +193,9 @@ def _read(
 def _read_model(source: CheckpointSource, model: nn.Module, strict: bool) -> None:
     own = get_model_state_dict(model)
     saved = {path[1]: entry for path, entry in source.entries("state_dict").items()}
-    if strict:
-        _refuse(source.path, "the model", missing=own.keys() - saved.keys(), unexpected=saved.keys() - own.keys())
+    sizes = {name: entry.size if isinstance(entry, TensorStorageMetadata) else None for name, entry in saved.items()}
+    refuse_other_model(source.path, sizes, sizes_of(own), strict)
     shared = {name: value for name, value in own.items() if name in saved}
-    for name, value in shared.items():
-        entry = saved[name]
-        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.size():
-            raise ValueError(
-                f"{source.path}: of another model: {name} is {list(entry.size)} in the checkpoint and "
-                f"{list(value.size())} in the model"
-            )
     read = source.read({("state_dict", name): value for name, value in shared.items()})
     # The tensors are the model's own. This is for modules that do more on loading, and for other values.
     set_model_state_dict(
@@ -246,7 +269,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     return names
 
 
-def _refuse(path: Path, of: str, missing: set[str], unexpected: set[str]) -> None:
+def _refuse(path: Path, of: str, missing: Set[str], unexpected: Set[str]) -> None:
     if missing or unexpected:
         raise ValueError(
             f"{path}: of another model: {_list(missing)} of {of} not in the checkpoint, "
@@ -254,7 +277,7 @@ def _refuse(path: Path, of: str, missing: set[str], unexpected: set[str]) -> Non
         )
 
 
-def _list(names: set[str]) -> str:
+def _list(names: Set[str]) -> str:
     if not names:
         return "none"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
