@@ -12,12 +12,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_memo.cli import plain_settings
+from lightning_memo.config import PRECISIONS
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.launch import started_processes
 from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.strategy import MemoStrategy
-
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 
 
 def module_settings(cfg: DictConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
 SCHEDULES: Final = ("auto", "layer", "nest", "slice")
 STORAGES: Final = ("alpha", "kinds")
+PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
 
 

@@ -30,6 +30,16 @@ def replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def check_writable(folder: Path) -> None:
+    """Makes the folder if it is missing, and looks whether files can be made in it.
+
+    Raises:
+        OSError: They can't.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def user_cache(name: str) -> Path:
     """A folder for what later runs can use again: in ``$XDG_CACHE_HOME``, else ``~/.cache``.
 

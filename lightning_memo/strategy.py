@@ -13,7 +13,9 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -25,7 +27,7 @@ from typing_extensions import override
 
 from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
-from lightning_memo.config import MemoConfig
+from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.find import find_layers
 from lightning_memo.engine.intercept import set_layout
@@ -177,6 +179,8 @@ class MemoStrategy(CheckpointingStrategy):
         if spill_path is not None:
             open_unnamed(Path(str(spill_path))).close()
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        # Not `_accelerator`: where that is set, Lightning tells of devices, and not that the strategy is another's.
+        self._given_accelerator: Accelerator | None = None
         self.engine: Engine | None = None
         self._test_mode = test_mode
         self._planning: PlanAfterFirstStep | None = None
@@ -243,6 +247,30 @@ class MemoStrategy(CheckpointingStrategy):
             self.config, module, batch_of, span, trainer, steps_per_trial=steps_per_trial, results=path, resume=resume
         )
         return found.tokens
+
+    # ---- what a trainer gives
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._given_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        if self._given_accelerator is not None:
+            raise ValueError("a MemoStrategy is for one Trainer: make a new MemoStrategy for the next one")
+        self._given_accelerator = accelerator
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and str(plugin.precision).startswith("16-"):
+            raise ValueError(f'precision="{plugin.precision}": give one of {", ".join(PRECISIONS)}')
+        self._precision_plugin = plugin
 
     # ---- processes
 

@@ -65,7 +65,6 @@ def train(cfg: DictConfig) -> RunSummary:
     # Batches are views of text in memory: worker processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own use of torch
-    warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")  # the module only looks
     if not is_first_process():
         warnings.simplefilter("ignore")  # the first one gives them, too
     seed_everything(cfg.seed, verbose=False)
@@ -195,7 +194,13 @@ def main() -> None:
 
     def command() -> None:
         sys.argv[1:] = arguments_of_process(sys.argv[1:])
-        hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
+        try:
+            hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
+        except OSError as error:  # of a run itself, the job tells
+            raise ValueError(
+                f"{error.filename}: {error.strerror}: a run's folder is made there; give paths.root=FOLDER, one that"
+                " can be written"
+            ) from error
 
     try:
         run_command(command)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import warm
 from families import PlainBlock, PlainModel, make_batch
+from lightning.pytorch import Trainer
 from trainer_harness import (
     LanguageModel,
     batches,
@@ -126,13 +127,32 @@ def test_precision(precision):
     assert_one_line(caught.value, precision, "bf16-mixed")
 
 
+def test_float16():
+    """Lightning refuses 16-mixed itself, of what it calls ModelParallelStrategy, and would take 16-true."""
+    with pytest.raises(ValueError, match="16-true") as caught:
+        make_trainer(MemoStrategy(), precision="16-true")
+    assert_one_line(caught.value, 'precision="16-true": give one of 32-true, bf16-true, bf16-mixed')
+    assert make_trainer(MemoStrategy(), precision="bf16-true").precision == "bf16-true"
+
+
+def test_a_folder_that_cannot_be_written():
+    """It is found before the first step, not after."""
+    Path("file").touch()
+    trainer = make_trainer(MemoStrategy(), default_root_dir="file/folder")
+    with pytest.raises(ValueError, match="memo_plan") as caught:
+        trainer.fit(LanguageModel(), batches([make_batch(2, 16)]))
+    assert_one_line(caught.value, "file/folder: memo_plan.json can't be written there", "default_root_dir")
+    assert trainer.global_step == 0
+
+
 def test_strategy_object_belongs_to_one_trainer():
-    """Lightning refuses a strategy object that another Trainer has; a new object works."""
+    """A strategy object that another Trainer has is refused; a new object works."""
     strategy = MemoStrategy(alpha=1.0)
     fit(strategy)
-    with pytest.raises(Exception, match="strategy class") as caught:
-        make_trainer(strategy)
-    assert_one_line(caught.value, "accelerator")
+    for accelerator in ("cpu", "auto"):
+        with pytest.raises(ValueError, match="one Trainer") as caught:
+            Trainer(strategy=strategy, accelerator=accelerator)
+        assert_one_line(caught.value, "make a new MemoStrategy")
     assert fit(MemoStrategy(alpha=1.0)).losses == plain().losses
 
 

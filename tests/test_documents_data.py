@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from families import FAMILIES, VOCABULARY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.trainer.connectors import data_connector
 from processes import run_in_processes
 from test_resume import MODEL, Record
 from test_resume import run as run_recorded
@@ -307,6 +309,15 @@ def test_a_model_with_a_tokenizer_gets_no_bytes(jsonl: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"tokenizer=None: .* has a tokenizer of its own; give tokenizer=") as caught:
         make_trainer("auto").fit(CausalLM({"path": str(tmp_path)}), datamodule=module(jsonl))
     assert "\n" not in str(caught.value)
+
+
+def test_parts_of_this_package_warn_of_nothing_in_each_other(jsonl: Path) -> None:
+    data_connector.warning_cache.clear()  # of earlier tests
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "You have overridden")
+        make_trainer("auto", max_steps=1, limit_val_batches=1).fit(
+            CausalLM({"config": MODEL}), datamodule=module(jsonl)
+        )
 
 
 def test_documents_without_text_are_counted_with_their_field(jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:

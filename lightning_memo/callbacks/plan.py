@@ -23,6 +23,8 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
 from lightning_memo.engine.spill_file import SpillError
+from lightning_memo.files import check_writable
+from lightning_memo.parallel.agree import on_first_rank
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.plan import HostBacked, Plan, StreamedBytes
 from lightning_memo.planner import plan_swap
@@ -87,6 +89,7 @@ class PlanAfterFirstStep(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning asks all processes for it at once, and plans are saved by one.
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        on_first_rank(lambda: _check_folder(self._folder))
         if self._config.plan is not None or self._resumed is not None:
             self._use_earlier_plan(trainer, pl_module)
         if self.plan is None:
@@ -323,3 +326,14 @@ class PlanAfterFirstStep(Callback):
         path = self._folder / PLAN_FILE
         plan.save(path)
         return path
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuses a folder that the plan cannot be written to, before the first step rather than after it."""
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: {PLAN_FILE} can't be written there ({error.strerror}); give Trainer a default_root_dir, or a "
+            "logger, whose folder can be written"
+        ) from None

@@ -1,5 +1,6 @@
 """A plain Lightning module for causal language models: nothing in it knows of the strategy."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,6 +65,8 @@ class CausalLM(LightningModule):
         Raises:
             ValueError: The model has no embeddings for all of the vocabulary.
         """
+        # The hook only looks at batches.
+        warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule` but")
         data = getattr(self.trainer, "datamodule", None)
         vocab_size, seq_len = getattr(data, "vocab_size", None), getattr(data, "seq_len", None)
         if isinstance(vocab_size, int):
