@@ -224,8 +224,10 @@ def test_two_forwards_slice_by_slice_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
-@pytest.mark.parametrize("schedule", ["auto", "slice"])
-def test_nothing_on_the_device_grows_with_the_sequence(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("schedule", "amp"), [("auto", False), ("slice", False), ("slice", True)])
+def test_nothing_on_the_device_grows_with_the_sequence(
+    schedule: str, amp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # How many of the two rows that may be on their way to the host are alive would hang on how busy the machine is.
     copy = ThreadCopyStream.copy
 
@@ -238,7 +240,7 @@ def test_nothing_on_the_device_grows_with_the_sequence(schedule: str, monkeypatc
     model = build("llama_gqa")
     del model.model.layers[2:]
     detach = attach_chunked_loss(model, 128)
-    peaks = {tokens: peak_bytes(model, schedule, tokens) for tokens in (512, 2048)}
+    peaks = {tokens: peak_bytes(model, schedule, tokens, amp) for tokens in (512, 2048)}
     for undo in detach:
         undo()
     # Schedule "layer" keeps the positions, of 8 bytes each. A table for rotary embedding would be 32 bytes a token.
@@ -246,16 +248,18 @@ def test_nothing_on_the_device_grows_with_the_sequence(schedule: str, monkeypatc
     assert peaks[2048] <= 1.05 * peaks[512], peaks
 
 
-def peak_bytes(model: nn.Module, schedule: str, tokens: int) -> int:
+def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:
     """Of a step, beside weights and gradients; the plan is made from a step of two slices."""
     with EngineUnderTest(model, schedule, None, slice_tokens=128, host_backed="all") as under_test:
         under_test.engine.attention.block_tokens = 128
-        under_test.profile_step(make_batch(1, 256))
+        under_test.profile_step(make_batch(1, 256), amp)
         under_test.load(0.0, tokens=tokens)
         model.zero_grad(set_to_none=False)
         batch = make_batch(1, tokens)
         with PeakMeter(CPU) as meter:
-            model(**batch).loss.backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp, cache_enabled=False):  # as Lightning enters it
+                loss = model(**batch).loss
+            loss.backward()
         under_test.assert_as_planned()
         assert under_test.engine.swap is not None
         return meter.peak_bytes + 2 * under_test.engine.swap.slot_bytes

@@ -13,6 +13,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memo.engine.weight_copies import WeightCopies
+
 BATCH = make_batch(2, 48)
 FEW = ("llama", "gpt2_dropout")
 
@@ -77,6 +79,33 @@ def test_no_copy_of_a_layers_weight_waits_for_the_backward(
         assert_equal(actual, expected)
     else:
         assert actual.distance(expected) <= 4 * 2**-9  # a few roundings of bf16, 2**-9 of a value at most, differ
+
+
+@pytest.mark.parametrize("schedule", ["layer", "slice"])
+def test_no_copy_for_a_slice_waits_for_the_backward(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, accumulated over two batches, are in every bit those of copies that are kept for each slice."""
+    model, weights = build("llama")
+    batches = BATCH, make_batch(2, 40)
+    with EngineUnderTest(model, schedule, slice_tokens=12, host_backed="all") as under_test:
+        under_test.profile_step(BATCH, amp=True)
+        under_test.load(0.5)
+
+        def accumulate(copies_of_a_weight: int) -> Step:
+            model.zero_grad()
+            for batch in batches:
+                with CopiesOf(weights) as copies:
+                    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                        loss = model(**batch).loss
+                    assert len(copies.made) == 4 * len(weights)  # one for each slice
+                    assert copies.alive == copies_of_a_weight * len(weights)
+                    loss.backward()
+                assert copies.alive == 0
+            return Step(loss.detach().clone(), gradients_of(model))
+
+        made_again = accumulate(copies_of_a_weight=0)
+        monkeypatch.setattr(WeightCopies, "find_trained", staticmethod(lambda t: None))
+        kept = accumulate(copies_of_a_weight=4)
+    assert_equal(made_again, kept)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

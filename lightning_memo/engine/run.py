@@ -211,12 +211,10 @@ class LayerRun:
 
     def shared_handle(self, t: Tensor) -> Handle:
         """The handle of a saved tensor that `stays`."""
-        if (frozen := self._weight_copies.find_frozen(t)) is not None:
-            return frozen
-        # All slices of a sequence share autocast's copies of what is trained: they are short, and copies made again for
-        # each would take as long as their products.
-        copy = WeightCopies.find_trained(t) if self._arguments is None else self._arguments.view_of(t)
-        return t if copy is None else copy
+        copy = self._weight_copies.find_frozen(t) or WeightCopies.find_trained(t)
+        if copy is None and self._arguments is not None:
+            return self._arguments.view_of(t) or t
+        return copy or t
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, copies of frozen weights are made so that the backward can make them again."""
