@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def told_by_the_first(find: Callable[[], T]) -> T:
     found, error = outcome
     if error is not None:
         raise error
-    return found
+    return cast(T, found)
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -103,7 +103,8 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def _environment() -> Any:
     """Lightning's knowledge of the launcher that has started all processes, None where there is none."""
-    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     found = next((each for each in (TorchElasticEnvironment, SLURMEnvironment) if each.detect()), None)
     return None if found is None else found()
@@ -112,7 +113,7 @@ def _environment() -> Any:
 @functools.cache
 def _meeting_point() -> Any:
     """The store at which the processes of a launcher find each other; the process group then takes the same one."""
-    from torch.distributed import rendezvous
+    from torch.distributed.rendezvous import rendezvous
 
     environment = _environment()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)

@@ -134,5 +134,5 @@ def _why_not_sliced(question: Question) -> str:
     if question.slices.schedule == "slice" and question.gpus > 1:
         return f"schedule=slice is estimated for one GPU: give gpus=1, not {question.gpus}, or host_backed=all"
     if question.slices.schedule == "slice" and sizes_of(question).copies_weights:
-        return "schedule=slice keeps autocast's copies of weights for each slice: give precision=bf16-true"
+        return "schedule=slice is not estimated for precision=bf16-mixed: give bf16-true, or host_backed=all"
     return ""

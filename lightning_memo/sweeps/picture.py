@@ -51,11 +51,11 @@ def draw(runs: Sequence[RunSummary], path: Path) -> None:
 
 
 def _draw_lines(axes: Any, column: Column, runs: Sequence[RunSummary], axis: str, others: Sequence[str]) -> None:
-    ticks = sorted({_number(run, axis) for run in runs})
+    ticks = sorted({number for run in runs if (number := _number(run, axis)) is not None})
     for line in dict.fromkeys(tuple(setting_values(run, others)) for run in runs):
         own = [run for run in runs if tuple(setting_values(run, others)) == line]
         own.sort(key=lambda run: _number(run, axis) or 0.0)
-        positions = [ticks.index(_number(run, axis)) for run in own]
+        positions = [ticks.index(number) for run in own if (number := _number(run, axis)) is not None]
         axes.plot(positions, [_height(column, run) for run in own], marker="o", label=", ".join(line))
     failed = {_number(run, axis) for run in runs if run.status == "failed"}
     texts = {_number(run, axis): setting_values(run, [axis])[0] for run in runs}
