@@ -21,7 +21,7 @@ from rich.table import Table
 from trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks import Monitor, ScheduleRecorder, StepProgressBar, WriteReport
+from lightning_memo.callbacks import Monitor, ScheduleRecorder, StepProgressBar, WriteReport, progress_bar
 from lightning_memo.callbacks.monitor import shape_of_module
 from lightning_memo.engine import TestMode
 from lightning_memo.reports.run_page import RunReport, curve_svg
@@ -163,6 +163,20 @@ def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_p
     assert shown.startswith(first) and done in shown
     for name in ("train_loss: ", "tokens/s: ", "alpha: 0.50", "peak: "):
         assert name in shown, shown
+
+
+@pytest.mark.usefixtures("rich_console")
+def test_without_a_terminal_there_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bar, "_LINE_SECONDS", 0.0)
+    out = io.StringIO()
+    trainer = make_trainer(
+        MemoStrategy(alpha=0.5, plan_memory=False), max_steps=3, enable_progress_bar=True, log_every_n_steps=1,
+        callbacks=[Monitor(), StepProgressBar(console_kwargs={"file": out})], default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    trainer.fit(Logging("llama"), data(3))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.partition(":")[0] for line in lines] == ["step 1 of 3", "step 2 of 3", "step 3 of 3"]
+    assert re.fullmatch(r"step 3 of 3: train_loss \d\.\d{3}, tokens/s [\d,]+, alpha 0\.50, peak [\d.]+ \wiB", lines[-1])
 
 
 # ---- the page
