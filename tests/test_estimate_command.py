@@ -102,6 +102,10 @@ def test_what_does_not_fit_is_an_answer(run):
     none = answer_of(run("model=llama3_70b", "gpus=1", "batch_size=1", "seq_len=max", "output=json"))
     assert none["status"] == "oom"
     assert "No length fits with this parallelism." in none["limits"]
+    assert "The model's state alone takes 1.0 TiB of 71.3 GiB: give more gpus," in none["limits"][-1]
+    shown = run("model=llama3_8b", "gpus=8", "seq_len=4M")
+    assert "does not fit: the device and the host are out of memory" in shown[1]
+    assert "TiB of 1.5 TiB usable on a node" in shown[1]
 
 
 def test_slices_are_asked_for_and_offered(run):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_memo.cli import config_dir, exit_for_user, plain_settings, run_command, user_message
+from lightning_memo.config import format_bytes
 from lightning_memo.estimate.answer import Estimate, Question
 from lightning_memo.estimate.layer_costs import budget
 from lightning_memo.estimate.offer import offer, offer_sentence
@@ -49,8 +50,21 @@ def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:
     offered = _offer(request, question, ranking.best)
     fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
     told = "No length fits" if fitting is None else f"Up to {fitting:,} tokens of a sequence fit"
-    best = replace(ranking.best, limits=[*ranking.best.limits, f"{told} with this parallelism.", *offered])
+    last = [f"{told} with this parallelism.", *_too_much_state(question, ranking.best), *offered]
+    best = replace(ranking.best, limits=[*ranking.best.limits, *last])
     return question, replace(ranking, best=best)
+
+
+def _too_much_state(question: Question, best: Estimate) -> list[str]:
+    """A sentence where no sequence is short enough."""
+    state = sum(best.device_bytes.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+    room = budget(question, best.parallel).device_bytes
+    if state <= room:
+        return []
+    return [
+        f"The model's state alone takes {format_bytes(state)} of {format_bytes(room)}: give more gpus, "
+        "model.lora.r=16, or precision=bf16-true."
+    ]
 
 
 def _offer(request: Request, question: Question, best: Estimate) -> list[str]:

@@ -30,7 +30,8 @@ def swap(question: Question, parallel: Parallelism) -> Outcome:
     try:
         plan = _plan(question, parallel, costs, limits_of_alpha, _wanted_alpha(question))
     except HostMemoryError as error:
-        return _too_much_for_host(question, parallel, costs, str(error))
+        told = str(error).replace("host_memory", "cluster.host_bytes")  # the setting of training
+        return _too_much_for_host(question, parallel, costs, told)
     limits = [plan.reason]
     if question.constants.published and _wanted_alpha(question) == "auto":
         plan, rule = _as_published(question, parallel, plan)

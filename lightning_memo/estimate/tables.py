@@ -15,12 +15,6 @@ from lightning_memo.estimate.search import Ranking
 from lightning_memo.estimate.shape import ModelShape
 from lightning_memo.estimate.shares import format_alpha
 
-_STATUS = {
-    "ok": "fits",
-    "oom": "does not fit: the device is out of memory",
-    "oohm": "does not fit: the host is out of memory",
-}
-
 
 def print_answer(question: Question, ranking: Ranking, alternatives: int) -> None:
     """Prints an estimate, its bytes by kind, the alternatives, and what limits it.
@@ -53,7 +47,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
         "cluster": where,
         "method": answer.method if answer.slices is None else f"{answer.method}, {answer.slices}",
         "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} a step",
-        "status": _STATUS[answer.status],
+        "status": _status(question, answer),
         "parallelism": format_parallelism(answer.parallel),
         "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
         "activations": answer.limits[0],
@@ -61,7 +55,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
         "MFU": _percent(answer.mfu, "attention causal, nothing recomputed counted"),
         "HFU": _percent(answer.hfu, "what is recomputed counted"),
         "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
-        "host": f"{format_bytes(answer.host_bytes)} of a node's {format_bytes(cluster.host_bytes)}",
+        "host": f"{format_bytes(answer.host_bytes)} of {format_bytes(_usable(question))} usable on a node",
     }
     if question.spill_bytes:
         room = format_bytes(question.spill_bytes)
@@ -69,6 +63,18 @@ def answer_table(question: Question, answer: Estimate) -> Table:
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
+
+
+def _status(question: Question, answer: Estimate) -> str:
+    if answer.status == "ok":
+        return "fits"
+    device = answer.device_bytes["total"] > budget(question, answer.parallel).device_bytes
+    names = [name for name, lacks in (("device", device), ("host", answer.status == "oohm")) if lacks]
+    return f"does not fit: the {' and the '.join(names)} {'is' if len(names) == 1 else 'are'} out of memory"
+
+
+def _usable(question: Question) -> int:
+    return round(question.cluster.host_bytes * question.constants.host_share)
 
 
 def bytes_table(question: Question, answer: Estimate) -> Table:
