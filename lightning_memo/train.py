@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities import rank_zero_warn
@@ -197,6 +198,8 @@ def main() -> None:
         try:
             hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
         except OSError as error:  # of a run itself, the job tells
+            if isinstance(error, HydraException):
+                raise
             raise ValueError(
                 f"{error.filename}: {error.strerror}: a run's folder is made there; give paths.root=FOLDER, one that"
                 " can be written"

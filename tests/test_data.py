@@ -238,7 +238,7 @@ def test_text_must_suffice_for_all_processes(folder):
 
     module().setup()
     shared = module()
-    shared.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 0, "num_replicas": 9})
+    shared.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 0, "num_replicas": 9}, lightning_module=None)
     with pytest.raises(ValueError, match=r"on 9 data-parallel processes: one batch needs 6300 tokens, the training"):
         shared.setup()
 

@@ -30,10 +30,10 @@ def costs(write: float = FAST, read: float = FAST, copies: float = 2.0 * GIB) ->
 
 
 def plan(costs: LayerCosts, host: float, disk: float, alpha: float | str = "auto") -> Plan:
-    budget = Budget(device_bytes=0, host_bytes=int(host * GIB), spill_bytes=int(disk * GIB))
+    budget = Budget(device_bytes=2**50, host_bytes=int(host * GIB), spill_bytes=int(disk * GIB))
     return plan_swap(
         costs, budget, FINGERPRINT, alpha=alpha, schedule="layer", slice_tokens=None,
-        slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
+        slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction), may_be_plain=False,
     )  # fmt: skip
 
 

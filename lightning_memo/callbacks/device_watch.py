@@ -46,7 +46,7 @@ class WatchDevice(Callback):
         self._metered, self._taken_bytes = plan.swap, 0
         if plan.device_excess_bytes == 0:  # else it is told already
             try:
-                self._meter = StepMeter(self._engine)
+                self._meter = StepMeter(self._engine, gives_way=True)
             except RuntimeError:  # another profiler runs
                 self._meter = None
 

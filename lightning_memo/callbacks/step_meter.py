@@ -15,13 +15,15 @@ class StepMeter:
 
     Args:
         engine: Runs the step.
+        gives_way: On a CPU, end without an answer, and without a word, where something else is measured meanwhile.
 
     Raises:
         RuntimeError: On a CPU, another profiler is running.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._meter = WorkingSetMeter(engine.device)
+    def __init__(self, engine: Engine, gives_way: bool = False) -> None:
+        self._gives_way = gives_way
+        self._meter = WorkingSetMeter(engine.device, gives_way)
         self._engine, self._listener = engine, engine.on_mark
         engine.on_mark = self._mark
 
@@ -39,7 +41,8 @@ class StepMeter:
         try:
             return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
         except RuntimeError:
-            rank_zero_info(_ONLY_ESTIMATED)
+            if not self._gives_way:
+                rank_zero_info(_ONLY_ESTIMATED)
             return None
 
     def _mark(self, key: int, name: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile
@@ -29,11 +30,19 @@ class AllocationRecorder:
     The profiler is asked for memory only, not for operations, so that it hardly slows them: a step of many tiny ones
     takes a tenth longer. What it saw is kept in memory until `stop`.
 
+    Args:
+        gives_way: End without an answer where another recorder starts, which else could not.
+
     Raises:
         RuntimeError: Another profiler is running.
     """
 
-    def __init__(self) -> None:
+    _giving_way: ClassVar[AllocationRecorder | None] = None
+
+    def __init__(self, gives_way: bool = False) -> None:
+        if AllocationRecorder._giving_way is not None:
+            with contextlib.suppress(RuntimeError):  # it had been ended before
+                AllocationRecorder._giving_way.stop()
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
         # Read when a process profiles first: two lines about each measured step tell a user nothing.
@@ -41,6 +50,9 @@ class AllocationRecorder:
         settings, activities = profile(profile_memory=True).config(), {torch.profiler.ProfilerActivity.CPU}
         torch._C._autograd._prepare_profiler(settings, activities)
         torch._C._autograd._enable_profiler(settings, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+        self._gave_way = False
+        if gives_way:
+            AllocationRecorder._giving_way = self
 
     def stop(self) -> list[Request]:
         """The requests since the start, in the order of time.
@@ -48,6 +60,10 @@ class AllocationRecorder:
         Raises:
             RuntimeError: Another profiler was started meanwhile, which ended this one.
         """
+        if self._gave_way:
+            raise RuntimeError("peak memory was not measured: another measurement was started meanwhile")
+        if AllocationRecorder._giving_way is self:
+            AllocationRecorder._giving_way, self._gave_way = None, True
         if torch.autograd.profiler._is_profiler_enabled or not torch._C._autograd._profiler_enabled():
             raise RuntimeError("peak memory was not measured: another profiler was started meanwhile, turn it off")
         requests = []
@@ -121,18 +137,19 @@ class WorkingSetMeter:
 
     Args:
         device: A CPU or a GPU of CUDA.
+        gives_way: On the CPU, end without an answer where something else is measured meanwhile.
 
     Raises:
         ValueError: Another device.
         RuntimeError: On the CPU, another profiler is running.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gives_way: bool = False) -> None:
         _check_device(device)
         self._device = device
         self._times = StepTimes()
         self._levels: dict[str, int] = {}  # on CUDA: peaks by phase, and the level at the end of the backward
-        self._recorder = AllocationRecorder() if device.type == "cpu" else None
+        self._recorder = AllocationRecorder(gives_way) if device.type == "cpu" else None
         if self._recorder is None:
             self._entry_bytes = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
