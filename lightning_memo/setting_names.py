@@ -46,7 +46,11 @@ def check_appended(overrides: Sequence[str], folder: Path) -> None:
 
 
 def no_such_setting(name: str, folder: Path) -> str:
-    """Returns one line for a name that is unknown, with the known one that is nearest."""
+    """Returns one line for a name that is unknown, with the known one that is nearest, or the option that has it."""
+    group = name.partition(".")[0]
+    having = sorted(path.stem for path in (folder / group).glob("*.yaml") if name in _of_option(path))
+    if having:
+        return f"{name}: no such setting of the {group} that is chosen; {group}={having[0]} has it"
     near = difflib.get_close_matches(name, sorted(set(_names(folder))), n=1)
     return f"{name}: no such setting; " + (f"did you mean {near[0]}? --help lists all" if near else "--help lists all")
 
@@ -57,7 +61,11 @@ def _names(folder: Path) -> Iterator[str]:
     for path in folder.glob("*/*.yaml"):
         if path.parent.name not in ("experiment", "hydra"):
             yield path.parent.name
-            yield from _dotted(OmegaConf.load(path), f"{path.parent.name}.")
+            yield from _of_option(path)
+
+
+def _of_option(path: Path) -> Iterator[str]:
+    return _dotted(OmegaConf.load(path), f"{path.parent.name}.")
 
 
 def _dotted(settings: object, prefix: str) -> Iterator[str]:

@@ -131,6 +131,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["model=nothing"], "Could not find 'model/nothing' Available options"),
         (["nothing=1"], "nothing: no such setting; --help lists all"),
         (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
+        (["data=documents"], "data.max_bytes: no such setting of the data that is chosen; data=text has it"),
         (["+datum=1"], "datum: no such setting; did you mean data"),
         (["demo"], "demo: give SETTING=VALUE"),
         (["data.seq_len=["], "See https://hydra.cc"),
