@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.callbacks.plan import PlanAfterFirstStep
-from lightning_memo.callbacks.step_meter import StepMeter
+from lightning_memo.callbacks.step_meter import MeteringCallback, meter_step
 from lightning_memo.engine import Engine
 from lightning_memo.plan import SwapPlan
 from lightning_memo.reports.shortage import step_shortage
 
 
-class WatchDevice(Callback):
+class WatchDevice(MeteringCallback):
     """Measures the first batch of each plan, and tells once where it takes more of the device than the user gave.
 
     A plan is made from a step in which every layer was recomputed: what others take is an estimate. Where memory is
@@ -32,7 +30,6 @@ class WatchDevice(Callback):
 
     def __init__(self, engine: Engine, planning: PlanAfterFirstStep) -> None:
         self._engine, self._planning = engine, planning
-        self._meter: StepMeter | None = None
         self._metered: SwapPlan | None = None
         self._taken_bytes = 0  # by the batch that was metered, model state included
 
@@ -45,20 +42,7 @@ class WatchDevice(Callback):
             return
         self._metered, self._taken_bytes = plan.swap, 0
         if plan.device_excess_bytes == 0:  # else it is told already
-            try:
-                self._meter = StepMeter(self._engine, gives_way=True)
-            except RuntimeError:  # another profiler runs
-                self._meter = None
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self._meter is not None:
-            self._meter.begin_backward()
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None:
-            self._meter.end_backward()
+            self._meter = meter_step(self._engine, gives_way=True)
 
     @override
     def on_train_batch_end(

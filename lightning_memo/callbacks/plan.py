@@ -11,14 +11,13 @@ from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from typing_extensions import override
 
 from lightning_memo.callbacks.earlier_plan import EarlierPlan
 from lightning_memo.callbacks.kinds import plan_by_kind
-from lightning_memo.callbacks.step_meter import StepMeter, meter_step
+from lightning_memo.callbacks.step_meter import MeteringCallback, meter_step
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.profile import StepProfile
@@ -46,7 +45,7 @@ _LEAST_ALPHA = 1 / 16
 T = TypeVar("T")
 
 
-class PlanAfterFirstStep(Callback):
+class PlanAfterFirstStep(MeteringCallback):
     """The engine profiles the first batch (and any larger one); when it is over, a plan is made and loaded.
 
     Args:
@@ -64,7 +63,6 @@ class PlanAfterFirstStep(Callback):
         self._config = config
         self._ranks = ranks or Ranks()
         self._started_seconds = 0.0
-        self._meter: StepMeter | None = None
         self._is_first = True
         self._resumed: str | None = None
         self._folder = Path()
@@ -117,16 +115,6 @@ class PlanAfterFirstStep(Callback):
             self._meter = meter_step(self._engine)
         self._is_first = False
         self._started_seconds = time.perf_counter()
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self._meter is not None:
-            self._meter.begin_backward()
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None:
-            self._meter.end_backward()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

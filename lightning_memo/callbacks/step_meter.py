@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.meter import WorkingSet, WorkingSetMeter
@@ -52,10 +56,27 @@ class StepMeter:
             self._listener(key, name)
 
 
-def meter_step(engine: Engine) -> StepMeter | None:
+def meter_step(engine: Engine, gives_way: bool = False) -> StepMeter | None:
     """Starts measuring; `None` where another profiler is running already."""
     try:
-        return StepMeter(engine)
+        return StepMeter(engine, gives_way)
     except RuntimeError:
-        rank_zero_info(_ONLY_ESTIMATED)
+        if not gives_way:
+            rank_zero_info(_ONLY_ESTIMATED)
         return None
+
+
+class MeteringCallback(Callback):
+    """Tells a meter, where one measures the batch, when the backward begins and ends."""
+
+    _meter: StepMeter | None = None
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self._meter is not None:
+            self._meter.begin_backward()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._meter is not None:
+            self._meter.end_backward()

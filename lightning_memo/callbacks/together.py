@@ -20,7 +20,7 @@ class Together(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         for name in vars(Callback):
-            hooks = [getattr(callback, name) for callback in callbacks if name in vars(type(callback))]
+            hooks = [getattr(c, name) for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)]
             if name.startswith("on_") and hooks:
                 setattr(self, name, functools.partial(_call_each, hooks))
 
