@@ -25,10 +25,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo import native
 from lightning_memo.allocator import PlannedAllocator
-from lightning_memo.allocator.library import Library
-from lightning_memo.files import replacing
+from lightning_memo.allocator.allocator_library import Library
+from lightning_memo.utils import native_build as native
+from lightning_memo.utils.files import replacing
 
 _KIB = 1024
 _CASES = [(size * _KIB, live) for size in (4, 64, 256, 1024, 8192) for live in (1, 16, 256)]

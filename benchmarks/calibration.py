@@ -21,16 +21,16 @@ from circumstances import circumstances
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.costs import LayerCosts
-from lightning_memo.estimate.answer import Question
-from lightning_memo.estimate.constants import constants_of
-from lightning_memo.estimate.fitting import LayerMeasurement, fit
-from lightning_memo.estimate.layer_costs import layer_costs
-from lightning_memo.estimate.own_machine import fastest
-from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
-from lightning_memo.files import replacing
-from lightning_memo.planner.step_time import steady
+from lightning_memo.artifacts.layer_costs import LayerCosts
+from lightning_memo.cli.runs.calibration_runs import fastest
+from lightning_memo.estimate.calibration.fitting import LayerMeasurement, fit
+from lightning_memo.estimate.inputs.constants import constants_of
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
+from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.planner.alpha.step_time import steady
+from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 

@@ -20,14 +20,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pages.markdown import table
 
-from lightning_memo.cli import config_dir
+from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.config import format_bytes
-from lightning_memo.estimate.answer import Estimate
 from lightning_memo.estimate.command import answer
+from lightning_memo.estimate.question.question import Estimate
+from lightning_memo.estimate.question.request import Request, read_request
 from lightning_memo.estimate.search import search
-from lightning_memo.estimate.settings import Request, read_request
-from lightning_memo.estimate.shares import format_alpha
-from lightning_memo.files import replacing
+from lightning_memo.estimate.step.activation_shares import format_alpha
+from lightning_memo.utils.files import replacing
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "choosing.md"
 _MARKS: Final = ("<!-- Made by benchmarks/choosing.py. -->", "<!-- The end of what was made. -->")

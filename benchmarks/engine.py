@@ -33,7 +33,7 @@ from output import draw, table
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 _ALPHAS = ("0", "1/8", "1/4", "1/2", "3/4", "1")
 _DEFAULT_METHODS = (PLAIN, CHECKPOINTING, SAVE_ON_CPU, *(f"alpha={alpha}" for alpha in _ALPHAS))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import paper_cells
 
-from lightning_memo.estimate.model import estimate
+from lightning_memo.estimate.step.step_estimate import estimate
 
 FITTED = {
     "dense_efficiency": 0.7,

@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.config import format_bytes
-from lightning_memo.engine.clock import Clock
-from lightning_memo.estimate.presets import preset_names
-from lightning_memo.files import replacing
+from lightning_memo.engine.copies.clock import Clock
+from lightning_memo.estimate.inputs.presets import preset_names
+from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results" / "kernels"
 _TRIED = Path("outputs") / "benchmarks" / "kernels"

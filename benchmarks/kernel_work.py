@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memo.engine.find import find_hugging_face, find_layers
-from lightning_memo.estimate.presets import load_model, load_preset
+from lightning_memo.estimate.inputs.presets import load_model, load_preset
 from lightning_memo.kernels import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.select import candidates
+from lightning_memo.kernels.select_kernel import candidates
 from lightning_memo.models import ModelConfig, build_model
+from lightning_memo.utils.find_layers import find_hugging_face, find_layers
 
 _WORDS = 256  # of the model, whose embedding and head are not looked at
 Works = Iterator[tuple[str, str, Callable[[], "Work"]]]

@@ -13,7 +13,7 @@ import torch
 from methods import PLAIN, Method, Workload
 from torch import Tensor
 
-from lightning_memo.profiler.meter import PeakMeter
+from lightning_memo.profiler.memory_meter import PeakMeter
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from peers import checkpointing
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
+from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine import Engine
-from lightning_memo.engine.find import find_layers
-from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.profile import StepProfile
-from lightning_memo.plan import SwapPlan
-from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.utils.find_layers import find_layers
 
 PLAIN = "plain"
 CHECKPOINTING = "checkpointing"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.config import format_bytes
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 Row = dict[str, Any]  # a result as it is in the JSON file
 

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import Monitor
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _PLAIN, _METHODS = "plain", ("again", "memo", "unplanned", "monitor")

@@ -9,17 +9,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.estimate.answer import Estimate, Method, Question
-from lightning_memo.estimate.constants import constants_of
-from lightning_memo.estimate.device_bytes import model_state
-from lightning_memo.estimate.layer_costs import budget, layer_costs
-from lightning_memo.estimate.model import estimate
-from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.presets import load_cluster, load_model
-from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.inputs.constants import constants_of
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.presets import load_cluster, load_model
+from lightning_memo.estimate.question.question import Estimate, Method, Question
+from lightning_memo.estimate.step.device_bytes import model_state
+from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
+from lightning_memo.shapes.model_shape import ModelShape
 
-TABLES = Path(__file__).parent.parent / "tests" / "data" / "papers"
+TABLES = Path(__file__).parent.parent / "tests" / "reference" / "papers"
 BATCH_SIZE = 16
 GPUS = {"7B": 8, "13B": 16, "30B": 32, "65B": 64}
 MODELS = ("7B", "13B")

@@ -8,10 +8,10 @@ from typing import Final
 
 from paper_cells import CORRECTED, Cell, appendix, question, rows
 
-from lightning_memo.estimate.answer import Estimate, Method
-from lightning_memo.estimate.model import estimate
-from lightning_memo.estimate.parallelism import Parallelism
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.question.question import Estimate, Method
 from lightning_memo.estimate.search import Ranking, search
+from lightning_memo.estimate.step.step_estimate import estimate
 
 PEERS: Final[dict[str, Method]] = {"Memo": "memo", "Mega": "megatron", "DS": "deepspeed_ulysses"}
 """Methods, as table 3 calls them."""

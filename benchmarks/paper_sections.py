@@ -11,7 +11,7 @@ import paper_cells
 import paper_runs
 from paper_cells import Cell
 
-from lightning_memo.estimate.alpha_rule import PUBLISHED_ALPHAS
+from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS
 
 _RULE: Final = """The linear program of training has one alpha for a cell. The runs of MEMO's paper had others, for
 which no physical rule was found. What describes them: alpha is 1, 1/2 or 1/8 where the linear program's is at least

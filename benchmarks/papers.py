@@ -18,13 +18,13 @@ import paper_cells
 from paper_cells import Cell
 from paper_sections import Section, sections
 
-from lightning_memo.estimate.constants import constants_of
-from lightning_memo.files import replacing
+from lightning_memo.estimate.inputs.constants import constants_of
+from lightning_memo.utils.files import replacing
 
 _INTRODUCTION: Final = """# The papers' tables, recomputed
 
 Written by `python benchmarks/papers.py --write docs/papers.md`. The tables are those of MEMO (7B and 13B), FPDT and
-ZeRO, in `tests/data/papers`. Nothing is looked up: each cell is an estimate, forced to the paper's parallelism and
+ZeRO, in `tests/reference/papers`. Nothing is looked up: each cell is an estimate, forced to the paper's parallelism and
 alpha where the paper gives them, and to the fastest parallelism that is found where it does not.
 
 "Error" is ours less the paper's, or its share of the paper's where the unit is %. "Error of the mean" is that of the

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from lightning_memo.engine.find import find_hugging_face, find_layers
-from lightning_memo.engine.layer_forward import replace_forward
-from lightning_memo.loss.attach import CHUNK_BYTES
+from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.loss.attach_loss import CHUNK_BYTES
+from lightning_memo.utils.find_layers import find_hugging_face, find_layers
 
 _IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
 

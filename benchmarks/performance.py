@@ -21,7 +21,7 @@ from pages.comparison import Group, groups_of, speedups
 from pages.gpu_page import NOT_MEASURED, SPEEDUPS, device_section, speedup_cells
 from pages.markdown import table
 
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 ROOT = Path(__file__).parents[1]
 _MARKS = ("<!-- Made by benchmarks/performance.py. -->", "<!-- The end of what was made. -->")

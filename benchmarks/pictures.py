@@ -18,7 +18,7 @@ from typing import Final
 
 from PIL import Image
 
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 _IMAGES: Final = Path(__file__).parents[1] / "docs" / "images"
 _RUN: Final = (

@@ -35,12 +35,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.files import replacing
-from lightning_memo.native import BuildError
 from lightning_memo.planner.placement import Placement, Problem, heuristics, place, validate
-from lightning_memo.planner.placement.core import available_library, load_library, opened
+from lightning_memo.planner.placement.csv_tables import ProblemTable, read_problem
+from lightning_memo.planner.placement.one_pass import available_library, load_library, opened
 from lightning_memo.planner.placement.sections import section
-from lightning_memo.planner.placement.tables import ProblemTable, read_problem
+from lightning_memo.utils.files import replacing
+from lightning_memo.utils.native_build import BuildError
 
 _RESULTS = Path(__file__).parent / "results"
 _CAPACITY = re.compile(r".+\.([0-9]{1,18})\.csv")

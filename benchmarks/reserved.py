@@ -1,6 +1,6 @@
 """What PyTorch's own CUDA allocator reserves for recorded training steps, beside the planned arena. Needs no GPU.
 
-    python tests/cuda_stub/fetch.py 2.13.0
+    python tests/allocator/cuda_stub/fetch.py 2.13.0
     python benchmarks/reserved.py step.csv another.csv
     python benchmarks/reserved.py --quick step.csv
 
@@ -8,8 +8,8 @@ The traces are files that `Trace.save` wrote. The real libc10_cuda.so of a CUDA 
 stub of the CUDA runtime, step after step until it reserves no more: with its default settings, with
 expandable_segments:True, and with a plan, where it serves the arena and the requests that have no place. The arena and
 its lower bound are of `plan_memory`, with offsets that are multiples of 512 bytes. "exact" says whether the model in
-lightning_memo/planner/caching.py gives the same bytes at every request. Parameters and whatever else is not in a trace
-is not on the device either. The results are printed, and written to a JSON file.
+lightning_memo/planner/placement/caching_allocator.py gives the same bytes at every request. Parameters and whatever
+else is not in a trace is not on the device either. The results are printed, and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memo.artifacts.trace import Trace
 from lightning_memo.config import format_bytes
-from lightning_memo.files import replacing
-from lightning_memo.planner import caching
-from lightning_memo.planner.memory import plan_memory
 from lightning_memo.planner.placement import Placement
-from lightning_memo.trace import Trace
+from lightning_memo.planner.placement import caching_allocator as caching
+from lightning_memo.planner.placement.step_placement import plan_memory
+from lightning_memo.utils.files import replacing
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "allocator"))
 
 from cuda_stub.real_allocator import Curves, Replay, replay  # noqa: E402  lies beside the tests, which use it too
 
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="CSV files of Trace.save")
     parser.add_argument(
-        "--cuda", type=Path, default=ROOT / ".cuda", help="where tests/cuda_stub/fetch.py put its parts"
+        "--cuda", type=Path, default=ROOT / ".cuda", help="where tests/allocator/cuda_stub/fetch.py put its parts"
     )
     parser.add_argument("--torch", default="2.13.0", help="version of torch, one of those that were fetched")
     parser.add_argument("--seconds", type=float, default=60.0, help="for planning each trace")
@@ -75,7 +75,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if not (options.cuda / options.torch / "complete").exists():
         parser.error(
-            f"--torch={options.torch} is not in {options.cuda}: python tests/cuda_stub/fetch.py {options.torch}"
+            f"--torch={options.torch} is not in {options.cuda}: "
+            f"python tests/allocator/cuda_stub/fetch.py {options.torch}"
         )
     try:
         options.traces = [(path, Trace.load(path)) for path in options.traces]

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> _Any:
 
         return MemoStrategy
     if name == "Plan":
-        from lightning_memo.plan import Plan
+        from lightning_memo.artifacts.plan import Plan
 
         return Plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -34,10 +34,10 @@ if _command().startswith(f"{__name__}."):
     # Before torch is imported. In measured steps it warns of each older buffer that is freed, which is no fault.
     _os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from lightning_memo.interrupts import heed as _heed
+    from lightning_memo.cli.interrupts import heed as _heed
 
     _heed()  # before what takes seconds to import
 
 if _command() not in _WITHOUT_TORCH:  # which takes seconds to import
-    from lightning_memo.plan import Plan
+    from lightning_memo.artifacts.plan import Plan
     from lightning_memo.strategy import MemoStrategy

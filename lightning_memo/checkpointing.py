@@ -12,9 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memo.engine.find import find_hugging_face
+from lightning_memo.models.export_hugging_face import export_huggingface, gather_state
 from lightning_memo.parallel.agree import on_first_rank
-from lightning_memo.parallel.checkpoint import (
+from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     load_sharded,
     model_state,
     optimizer_state,
@@ -23,7 +23,7 @@ from lightning_memo.parallel.checkpoint import (
     save_sharded,
     sizes_of,
 )
-from lightning_memo.parallel.export import export_huggingface, gather_state
+from lightning_memo.utils.find_layers import find_hugging_face
 
 
 class CheckpointingStrategy(ModelParallelStrategy):

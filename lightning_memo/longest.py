@@ -8,11 +8,11 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_memo.assemble import build_strategy, check_precision, module_settings, trainer_settings
-from lightning_memo.cli import config_dir, run_command
-from lightning_memo.lengths.trial import RandomTokens
+from lightning_memo.cli.hydra_command import config_dir, run_command
+from lightning_memo.cli.runs.assemble import build_strategy, check_precision, module_settings, trainer_settings
 from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
 from lightning_memo.strategy import MemoStrategy
+from lightning_memo.trials.trial import RandomTokens
 
 
 def longest(cfg: DictConfig) -> int:

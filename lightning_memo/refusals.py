@@ -9,8 +9,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from lightning_memo.engine.checkpointed import TURN_IT_OFF
-from lightning_memo.engine.find import find_hugging_face
+from lightning_memo.engine.forward.activation_checkpointing import TURN_IT_OFF
+from lightning_memo.utils.find_layers import find_hugging_face
 
 
 def refuse_averaging(callbacks: Iterable[Callback]) -> None:

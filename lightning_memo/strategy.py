@@ -25,21 +25,20 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_memo.artifacts.plan import Attention, HostBacked, Plan
 from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.find import find_layers
-from lightning_memo.engine.intercept import set_layout
-from lightning_memo.engine.spill_file import open_unnamed
-from lightning_memo.kernels.select import check_available
-from lightning_memo.loss.attach import attach_chunked_loss
-from lightning_memo.parallel.data import accumulating
+from lightning_memo.engine.forward.intercept import set_layout
+from lightning_memo.engine.memory.spill_file import open_unnamed
+from lightning_memo.kernels.select_kernel import check_available
+from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.precision import MeshPrecision
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.parallel.sizes import resolve_sizes
-from lightning_memo.plan import Attention, HostBacked, Plan
+from lightning_memo.parallel.zero import accumulating
 from lightning_memo.refusals import (
     refuse_averaging,
     refuse_gradient_checkpointing,
@@ -47,6 +46,7 @@ from lightning_memo.refusals import (
     tell_fused_loss,
     tell_resting,
 )
+from lightning_memo.utils.find_layers import find_layers
 
 
 class MemoStrategy(CheckpointingStrategy):
@@ -239,7 +239,7 @@ class MemoStrategy(CheckpointingStrategy):
             ValueError: A setting is wrong, or nothing fits.
             RuntimeError: An attempt failed for another reason than memory.
         """
-        from lightning_memo.lengths.find import find_longest  # it trains by this strategy
+        from lightning_memo.trials.longest_sequence import find_longest  # it trains by this strategy
 
         path = None if results is None else Path(results)
         span = (low, high, multiple_of)

@@ -16,26 +16,26 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_memo.assemble import (
+from lightning_memo.artifacts.plan import Plan, SwapPlan
+from lightning_memo.callbacks.step_stats import StepStats
+from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
+from lightning_memo.cli.launch import arguments_of_process, ending_together, is_first_process
+from lightning_memo.cli.run_summary import RunSummary
+from lightning_memo.cli.runs.assemble import (
     build_trainer,
     check_data,
     count_processes,
     module_settings,
     trainer_settings,
 )
-from lightning_memo.cli import config_dir, run_command, settings_of
-from lightning_memo.compare import measure_baselines
+from lightning_memo.cli.runs.compare import measure_baselines
+from lightning_memo.cli.runs.earlier_metrics import EarlierMetrics
+from lightning_memo.cli.runs.training_job import run_job
+from lightning_memo.cli.sweeps.job_processes import is_apart
 from lightning_memo.data import SequenceDataModule
-from lightning_memo.job import run_job
-from lightning_memo.launch import arguments_of_process, ending_together, is_first_process
 from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary, load_hf_config
-from lightning_memo.plan import Plan, SwapPlan
-from lightning_memo.reports.comparison import Measurement, comparison_table
+from lightning_memo.reports.comparison_table import Measurement, comparison_table
 from lightning_memo.reports.memory_use import MemoryUse, memory_table
-from lightning_memo.resumed_metrics import EarlierMetrics
-from lightning_memo.step_stats import StepStats
-from lightning_memo.summary import RunSummary
-from lightning_memo.sweeps.processes import is_apart
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     # What launchers like submitit's send to other processes has to be found there by the module's own name.
-    from lightning_memo.interrupts import heed
+    from lightning_memo.cli.interrupts import heed
     from lightning_memo.train import main as _main
 
     heed()

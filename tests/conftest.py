@@ -7,11 +7,11 @@ import torch
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which Lightning does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from benchmark_modules import benchmark_modules
-from commands import TINY_RUN
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
-from trainer_harness import shorten_measurements
+from support.benchmark_modules import benchmark_modules
+from support.commands import TINY_RUN
+from support.trainer_harness import shorten_measurements
 
 
 @pytest.fixture(scope="session", autouse=True)

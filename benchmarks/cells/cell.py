@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 Result = dict[str, Any]
 """What the JSON file of a cell holds."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cells.cell import Cell
-from lightning_memo.estimate.presets import load_model
-from lightning_memo.estimate.shape import ModelShape
+from lightning_memo.estimate.inputs.presets import load_model
+from lightning_memo.shapes.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

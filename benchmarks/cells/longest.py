@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cells.cell import UNFINISHED, Cell, Result, load
-from lightning_memo.lengths.search import Attempt, LengthSearch
+from lightning_memo.trials.length_search import Attempt, LengthSearch
 
 
 def next_length(folder: Path, cell: Cell, low: int, high: int, multiple_of: int) -> int | None:

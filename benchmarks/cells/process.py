@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cells.cell import Cell, Effort, Result
-from lightning_memo.lengths.process import end_with_parent
+from lightning_memo.trials.trial_process import end_with_parent
 
 _IMPORTS = ["cells.training", "transformers.models.llama.modeling_llama", "peft"]
 _LONGEST_OUTPUT = 4000
@@ -145,7 +145,7 @@ def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
     from peers import Unavailable
 
     from cells.training import train
-    from lightning_memo.lengths.trial import is_out_of_memory
+    from lightning_memo.trials.trial import is_out_of_memory
 
     if cell.device == "cpu":
         torch.set_num_threads(1)

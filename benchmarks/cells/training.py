@@ -23,10 +23,10 @@ from cells.flops import shape_of, step_flops
 from cells.methods import Method, method_of
 from cells.peak import Peak, peak_of
 from cells.steps import Steps
-from lightning_memo.estimate.presets import load_preset
-from lightning_memo.lengths.trial import QUIET, RandomTokens
-from lightning_memo.loss.attach import attach_chunked_loss
+from lightning_memo.estimate.inputs.presets import load_preset
+from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.models import ModelConfig, build_model
+from lightning_memo.trials.trial import QUIET, RandomTokens
 
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 _BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

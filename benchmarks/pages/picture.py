@@ -7,7 +7,7 @@ from pathlib import Path
 from cells.methods import METHODS
 from matplotlib.figure import Figure
 
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 from pages.comparison import Group
 from pages.markdown import tokens
 

@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from typing_extensions import override
 
-from lightning_memo.engine.find import find_hugging_face
-from lightning_memo.engine.recorder import StepRecorder
-from lightning_memo.estimate.hf_config import shape_of
-from lightning_memo.estimate.shape import ModelShape
-from lightning_memo.plan import Plan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.shapes.hf_config import shape_of
+from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.find_layers import find_hugging_face
 
 
 class Monitor(Callback):

@@ -1,8 +1,8 @@
 """Long token sequences from files of text."""
 
 from lightning_memo.data.corpus import unigram_entropy
-from lightning_memo.data.documents import DocumentsDataModule
-from lightning_memo.data.module import TextDataModule
-from lightning_memo.data.sequences import SequenceDataModule
+from lightning_memo.data.document_module import DocumentsDataModule
+from lightning_memo.data.sequence_module import SequenceDataModule
+from lightning_memo.data.text_module import TextDataModule
 
 __all__ = ["DocumentsDataModule", "SequenceDataModule", "TextDataModule", "unigram_entropy"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning_memo.launch import is_first_process
+from lightning_memo.cli.launch import is_first_process
 
 if TYPE_CHECKING:
     from datasets import Dataset

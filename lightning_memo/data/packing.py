@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memo.data.loader import SequenceDataset
+from lightning_memo.data.resumable_loader import SequenceDataset
 from lightning_memo.data.tokenizer import Tokens
 
 IGNORED = -100

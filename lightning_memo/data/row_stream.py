@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
 from lightning_memo.data.document_stream import DocumentReader, DocumentStream, Place
-from lightning_memo.data.loader import end_with_parent
 from lightning_memo.data.packing import LEAST_TOKENS, DocumentRows
+from lightning_memo.data.resumable_loader import end_with_parent
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
 from lightning_memo.parallel.agree import gather
 
@@ -149,7 +149,7 @@ class StreamLoader:
         num_workers: 0, or 1: a process that reads ahead.
         rank: Data-parallel rank of this process.
         count: Data-parallel size; each process gets its own documents.
-        unfinished: As in `lightning_memo.data.loader.ResumableLoader`.
+        unfinished: As in `lightning_memo.data.resumable_loader.ResumableLoader`.
     """
 
     def __init__(

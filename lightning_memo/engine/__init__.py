@@ -1,7 +1,7 @@
 """The token-wise engine: slices, swapping, recomputation. Knows nothing of Lightning."""
 
-from lightning_memo.engine.checked import RestoredError
+from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.engine import Engine
-from lightning_memo.engine.test_mode import TestMode
+from lightning_memo.engine.memory.restored_checks import RestoredError
 
 __all__ = ["Engine", "RestoredError", "TestMode"]

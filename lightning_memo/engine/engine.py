@@ -13,43 +13,43 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memo.artifacts.plan import Attention, HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.config import format_bytes
-from lightning_memo.engine.attach import attach_attention
-from lightning_memo.engine.attention import attend
-from lightning_memo.engine.attention_kernels import AttentionKernels
-from lightning_memo.engine.block_reader import BlockReader
-from lightning_memo.engine.checkpointed import refuse_layer_in_backward
-from lightning_memo.engine.compiled import rest_compiled
-from lightning_memo.engine.divided_batch import check_bounds, check_tokens, divided_by_slices
-from lightning_memo.engine.first_step import first_plan
-from lightning_memo.engine.intercept import handling
-from lightning_memo.engine.layer_forward import needs_grad, read_call, replace_forward
-from lightning_memo.engine.layer_kinds import LayerKinds
-from lightning_memo.engine.lazy_inputs import attach_lazy_inputs
-from lightning_memo.engine.lazy_tensor import LazyTensor, real
-from lightning_memo.engine.memory import SlotMemory
-from lightning_memo.engine.probe import LayerTraits
-from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.recorder import StepRecorder, Subject
-from lightning_memo.engine.rotary import attach_rotary
-from lightning_memo.engine.run import LayerCall, LayerRun
-from lightning_memo.engine.schedule import run_layer_schedule, run_nested, run_without_backward
-from lightning_memo.engine.sequence import SequenceRun, SlicedModel
-from lightning_memo.engine.sequence_layers import find_causal_lm, run_slice, slice_by_slice
-from lightning_memo.engine.slice_arguments import parkable
-from lightning_memo.engine.spill import Spill
-from lightning_memo.engine.stored_slices import stored_slices, why_not_stored
-from lightning_memo.engine.streamed_attention import StreamedAttention, UlyssesCore
-from lightning_memo.engine.test_mode import TestMode
-from lightning_memo.engine.unit import Unit
-from lightning_memo.engine.wishes import Wishes
+from lightning_memo.engine.attention.attention_core import attend
+from lightning_memo.engine.attention.choose_core import AttentionKernels
+from lightning_memo.engine.attention.hugging_face import attach_attention
+from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.engine.bootstrap_plan import first_plan
+from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
+from lightning_memo.engine.copies.test_mode import TestMode
+from lightning_memo.engine.forward.activation_checkpointing import refuse_layer_in_backward
+from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.layers.check_layout import check_bounds, check_tokens, divided_by_slices
+from lightning_memo.engine.layers.layer_run import LayerCall, LayerRun
+from lightning_memo.engine.layers.slice_schedules import run_layer_schedule, run_nested, run_without_backward
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.layers.storage_slices import stored_slices, why_not_stored
+from lightning_memo.engine.memory.block_reader import BlockReader
+from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.spill import Spill
+from lightning_memo.engine.modules.layer_forward import needs_grad, read_call, replace_forward
+from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.modules.layer_traits import LayerKinds
+from lightning_memo.engine.modules.lazy_inputs import attach_lazy_inputs
+from lightning_memo.engine.modules.requested_settings import Wishes
+from lightning_memo.engine.modules.rotary_tables import attach_rotary
+from lightning_memo.engine.modules.torch_compile import rest_compiled
+from lightning_memo.engine.saved.offload_group import Unit
+from lightning_memo.engine.saved.parked_arguments import parkable
+from lightning_memo.engine.sequence.layer_calls import find_causal_lm, run_slice, slice_by_slice
+from lightning_memo.engine.sequence.sliced_model import SequenceRun, SlicedModel
 from lightning_memo.kernels import AttentionSpec
-from lightning_memo.parallel.context import ContextGroups
-from lightning_memo.parallel.layout import TokenLayout, slice_multiple
+from lightning_memo.parallel.batches.token_layout import TokenLayout, slice_multiple
+from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.plan import Attention, HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.planner.slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
-from lightning_memo.planner.streamed import streamed_sizes
+from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
+from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -73,8 +73,8 @@ class Engine:
         context: Processes that share the tokens of a sequence, if several do.
         shards: Processes that share the tokens between the blocks of a layer (sequence parallelism).
         slice_tokens: Longest slice in a profiled step of which no more may be on the device; `None`: no limit.
-        host_backed: What lives on the host in a profiled step: see :class:`~lightning_memo.plan.SwapPlan`; "auto" is
-            "attention" where `slice_tokens` are given and the layers can run slice after slice.
+        host_backed: What lives on the host in a profiled step: see :class:`~lightning_memo.artifacts.plan.SwapPlan`;
+            "auto" is "attention" where `slice_tokens` are given and the layers can run slice after slice.
         by_kind: Whether plans say kind by kind what is stored; matrix products are profiled then.
         spill_path: Folder on a disk for the layer calls that a plan spills.
         ranks: Processes that have to agree on an attention kernel; `None`: this one alone.

@@ -3,16 +3,16 @@
 Pure: imports neither torch nor Lightning. Plans come from the same planner as in training.
 """
 
-from lightning_memo.estimate.answer import Estimate, Question
-from lightning_memo.estimate.cluster import Cluster
-from lightning_memo.estimate.constants import Constants, constants_of, read_constants
-from lightning_memo.estimate.hf_config import load_shape
-from lightning_memo.estimate.model import estimate
-from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.inputs.cluster import Cluster
+from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.presets import load_cluster, load_model
+from lightning_memo.estimate.memory.slice_settings import Slices
+from lightning_memo.estimate.question.question import Estimate, Question
 from lightning_memo.estimate.search import Alternative, Ranking, longest, longest_with, search
-from lightning_memo.estimate.shape import ModelShape
-from lightning_memo.estimate.slices import Slices
+from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.shapes.hf_config import load_shape
+from lightning_memo.shapes.model_shape import ModelShape
 
 __all__ = [
     "Alternative",

@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["calibrate"]:
-        from lightning_memo.estimate.calibrate import main
+        from lightning_memo.estimate.calibration.calibrate import main
 
         del sys.argv[1]
     else:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.estimate.answer import Estimate, Question
-from lightning_memo.estimate.candidates import candidates, left_out
-from lightning_memo.estimate.model import estimate
-from lightning_memo.estimate.parallelism import Parallelism
-from lightning_memo.estimate.reasons import reason
-from lightning_memo.units import MOST_TOKENS
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.question.candidates import candidates, left_out
+from lightning_memo.estimate.question.question import Estimate, Question
+from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.why_slower import reason
+from lightning_memo.utils.units import MOST_TOKENS
 
 _SAME_TIME: Final = 1.001
 """Stages of ZeRO whose times differ by less count as equally fast, and the one that takes least memory is taken."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memo.estimate.activations import layer_activations
-from lightning_memo.estimate.precision import ElementBytes
-from lightning_memo.estimate.shape import ModelShape
-from lightning_memo.estimate.slices import saved_bytes
-from lightning_memo.estimate.working_set import HuggingFaceStep
-from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.memory.activations import layer_activations
+from lightning_memo.estimate.memory.slice_settings import saved_bytes
+from lightning_memo.estimate.memory.working_set import HuggingFaceStep
+from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.shapes.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, sees_nothing_result, side_by_side
+from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, sees_nothing_result, side_by_side
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import (
+from lightning_memo.kernels.attention_kernel import (
     AttentionResult,
     AttentionSpec,
     additive,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec, side_by_side, token_major
+from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, side_by_side, token_major
 from lightning_memo.kernels.banded import AtenFlash
 
 _LARGEST_HEAD = 128  # larger ones work on some GPUs only

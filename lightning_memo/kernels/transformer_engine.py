@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention import AttentionResult, AttentionSpec
+from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec
 from lightning_memo.kernels.banded import AtenFlash
-from lightning_memo.kernels.packages import TRANSFORMER_ENGINE
+from lightning_memo.kernels.kernel_packages import TRANSFORMER_ENGINE
 
 _LAYOUT = "bshd_bshd_bshd"
 _BACKEND = "F16_arbitrary_seqlen"

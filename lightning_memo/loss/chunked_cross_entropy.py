@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor
-from lightning_memo.engine.sharded import awaited
-from lightning_memo.engine.token_local import GradientSums, TokenLocal, chunks, noting_saved
+from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
+from lightning_memo.engine.modules.token_local_modules import GradientSums, TokenLocal, chunks, noting_saved
+from lightning_memo.parallel.local_tensors import awaited
 
 Pointwise = Callable[[Tensor], Tensor]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_memo.engine.layer_forward import replace_forward
-from lightning_memo.engine.lazy_tensor import Assembly, LazyTensor
-from lightning_memo.engine.sharded import awaited
-from lightning_memo.engine.token_local import Forward, GradientSums, TokenLocal, chunk_tokens_of, chunks
+from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
+from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.engine.modules.token_local_modules import Forward, GradientSums, TokenLocal, chunk_tokens_of, chunks
+from lightning_memo.parallel.local_tensors import awaited
 
 
 def attach_chunks(module: nn.Module, chunk_tokens: int) -> Callable[[], None]:

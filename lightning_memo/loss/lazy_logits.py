@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self, override
 
-from lightning_memo.engine.sharded import awaited
-from lightning_memo.engine.token_local import ambient_autocast
+from lightning_memo.engine.modules.token_local_modules import ambient_autocast
 from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
-from lightning_memo.loss.recipe import Head, Recipe, leaves_vocabulary
+from lightning_memo.loss.logits_recipe import Head, Recipe, leaves_vocabulary
+from lightning_memo.parallel.local_tensors import awaited
 
 # Names of functions, as methods and in `torch`.
 _CASTS = ("float", "bfloat16", "half", "double", "to", "type")

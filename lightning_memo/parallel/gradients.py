@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_memo.engine.sharded import local_part
+from lightning_memo.parallel.local_tensors import local_part
 
 
 def resolve_partial(parameters: Iterable[nn.Parameter]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_memo.parallel.context import ContextGroups
+from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.sizes import ParallelSizes
 
 DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"

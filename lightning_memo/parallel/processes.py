@@ -16,18 +16,18 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
-from lightning_memo.engine.find import find_hugging_face
 from lightning_memo.kernels import RngState
-from lightning_memo.parallel.batch import BatchSharder, check_same_batch, takes_loss_arguments
-from lightning_memo.parallel.context import ContextGroups
-from lightning_memo.parallel.data import forget_unfinished, shard_state
-from lightning_memo.parallel.layout import TokenLayout
-from lightning_memo.parallel.loaders import seed_workers, split_iterable
-from lightning_memo.parallel.loss_arguments import LossArguments
+from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
+from lightning_memo.parallel.batches.divide_loader import seed_workers, split_iterable
+from lightning_memo.parallel.batches.loss_arguments import LossArguments
+from lightning_memo.parallel.batches.token_layout import TokenLayout
+from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.sizes import resolve_sizes, ulysses_size
-from lightning_memo.parallel.tensor import check_divisible, shard_tensors
+from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
+from lightning_memo.parallel.zero import forget_unfinished, shard_state
+from lightning_memo.utils.find_layers import find_hugging_face
 
 # Batches are compared often at first, and then from time to time: a mistake in the data shows at once or never.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
@@ -165,7 +165,7 @@ class Processes:
         Args:
             model: What is trained.
             bounds_of: Where slices of a training batch end, from its rows and the tokens between blocks.
-            slices_outside: As `outside` of :class:`~lightning_memo.parallel.layout.TokenLayout`.
+            slices_outside: As `outside` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
 
         Raises:
             ValueError: The model's heads cannot be spread over the processes as wished.

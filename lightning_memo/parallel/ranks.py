@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.parallel.agree import gather
 from lightning_memo.parallel.sizes import ParallelSizes
-from lightning_memo.plan import Plan
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

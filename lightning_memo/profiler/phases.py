@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lightning_memo.profiler.requests import Events, RecordedStep
+from lightning_memo.profiler.step_trace import Events, RecordedStep
 
 
 class StepPhases:

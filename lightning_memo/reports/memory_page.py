@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memo.files import replacing
-from lightning_memo.plan import StepPlacement
+from lightning_memo.artifacts.plan import StepPlacement
+from lightning_memo.artifacts.trace import Trace
 from lightning_memo.reports.memory_step import MemoryStep
-from lightning_memo.trace import Trace
+from lightning_memo.utils.files import replacing
 
 _TEMPLATE: Final = Path(__file__).with_name("memory_page.html")
 """The page, with placeholders like @DATA@ for what depends on the step."""

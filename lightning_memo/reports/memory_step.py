@@ -10,11 +10,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from lightning_memo.artifacts.plan import StepPlacement
+from lightning_memo.artifacts.trace import Trace
 from lightning_memo.config import format_bytes
-from lightning_memo.plan import StepPlacement
-from lightning_memo.planner.caching import replay
+from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.planner.placement.problem import Integers, Problem
-from lightning_memo.trace import Trace
 
 KINDS: Final = {
     "input": "#e69f00",

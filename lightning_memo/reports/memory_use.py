@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lightning_memo.config import format_bytes
-from lightning_memo.reports.comparison import ratio_text
+from lightning_memo.reports.comparison_table import ratio_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

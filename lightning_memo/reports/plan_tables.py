@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import format_bytes, format_seconds
-from lightning_memo.plan import Plan
 from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
 
 _MOST_CALLS = 8  # named in a line

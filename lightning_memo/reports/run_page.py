@@ -14,7 +14,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.files import replacing
+from lightning_memo.utils.files import replacing
 
 NAME: Final = "report.html"
 _TEMPLATE: Final = Path(__file__).with_name("run_page.html")

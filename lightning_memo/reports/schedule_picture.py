@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 from lightning_memo.config import format_bytes
-from lightning_memo.files import replacing
-from lightning_memo.timeline import COMPUTE, RECOMPUTE, Span, Timeline
+from lightning_memo.utils.files import replacing
 
 _COLORS: Final = {
     "forward": "#56a0d3",

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.files import replacing
-from lightning_memo.timeline import Span, Timeline
+from lightning_memo.artifacts.timeline import Span, Timeline
+from lightning_memo.utils.files import replacing
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:

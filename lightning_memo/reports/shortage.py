@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import format_bytes
-from lightning_memo.plan import Plan
 
 
 def plan_shortage(plan: Plan, can_have_more: bool) -> str:

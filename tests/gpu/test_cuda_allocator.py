@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import VOCABULARY
 from lightning.pytorch import Callback
+from support.families import VOCABULARY
+from support.trainer_harness import LanguageModel, Result, fit, loader
 from torch import Tensor, nn
-from trainer_harness import LanguageModel, Result, fit, loader
 
-from lightning_memo import MemoStrategy, native
+from lightning_memo import MemoStrategy
 from lightning_memo.allocator import FREE, MALLOC, AllocatorStats, PlannedAllocator
-from lightning_memo.callbacks import memory as planning
+from lightning_memo.callbacks.planning import plan_memory as planning
+from lightning_memo.utils import native_build as native
 
 KIB, MIB = 2**10, 2**20
 ALIGNMENT = 512

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.arena import HostArena
-from lightning_memo.engine.cuda_copies import CudaCopyStream
-from lightning_memo.engine.find import find_layers
-from lightning_memo.plan import SwapPlan
-from lightning_memo.planner.slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
+from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.utils.find_layers import find_layers
 
 TOKENS, VOCABULARY = 512, 96
 MIB = 2**20

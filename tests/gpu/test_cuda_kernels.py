@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
+from support.attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_memo.engine.attention_kernels import AttentionKernels
+from lightning_memo.engine.attention.choose_core import AttentionKernels
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.kernels.attention import repeat_heads
+from lightning_memo.kernels.attention_kernel import repeat_heads
 from lightning_memo.kernels.banded import AtenFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.select import check_available
+from lightning_memo.kernels.select_kernel import check_available
 
 TOKENS = 200  # no multiple of a kernel's block
 # Output and gradients are rounded to 8 or 11 bits, the weights between them too.

@@ -9,13 +9,13 @@ import torch
 from test_cuda_engine import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.storage_costs import Place
+from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.find import find_layers
-from lightning_memo.engine.profile import StepProfile
-from lightning_memo.engine.stored_slices import stored_bytes, stored_slices
-from lightning_memo.plan import SwapPlan
-from lightning_memo.storage_costs import Place
-from lightning_memo.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
+from lightning_memo.utils.find_layers import find_layers
 
 Row = tuple[str, Place, int, int]
 NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_reference import Attended, Inputs, attend
+from support.attention_reference import Attended, Inputs, attend
 from test_cuda_kernels import choice  # noqa: F401  (a fixture)
 
-from lightning_memo.engine.arena import HostArena
-from lightning_memo.engine.cuda_copies import CudaCopyStream
-from lightning_memo.engine.slot import Part, Slot
+from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
+from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.engine.memory.slot import Part, Slot
 from lightning_memo.kernels import AttentionSpec, select_backend
 
 GIB = 2**30

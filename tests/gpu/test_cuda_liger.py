@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Batch, EngineUnderTest, loss_and_gradients
+from support.harness import Batch, EngineUnderTest, loss_and_gradients
 from torch import nn
 
 from lightning_memo.models import ModelConfig, build_model

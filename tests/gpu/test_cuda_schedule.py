@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
-from harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
+from support.harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
 from test_cuda_engine import make_batch, make_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_memo.plan import HostBacked
-from lightning_memo.timeline import COMPUTE, RECOMPUTE, Span, Timeline
+from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 
 LAYERS, TOKENS = 8, 8192
 _BEGIN, _END = "the first layer begins", "the backward is over"

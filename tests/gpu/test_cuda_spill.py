@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_memo.artifacts.spill_sizes import SpillSizes
 from lightning_memo.engine import TestMode
-from lightning_memo.engine.spill import Spill
-from lightning_memo.spill_sizes import SpillSizes
+from lightning_memo.engine.memory.spill import Spill
 
 MIB = 2**20
 SLOT_BYTES = 20 * MIB + 100  # four chunks, the last one not full

@@ -29,7 +29,7 @@ inline Lane& this_lane() {
   return lane;
 }
 
-// Read by Python; lightning_memo/allocator/library.py has the same fields. All are counts or bytes.
+// Read by Python; lightning_memo/allocator/allocator_library.py has the same fields. All are counts or bytes.
 struct Stats {
   int64_t hits = 0;
   int64_t miss_size = 0;

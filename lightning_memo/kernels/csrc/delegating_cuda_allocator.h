@@ -1,7 +1,7 @@
 // A CUDA allocator that passes every call on to another one.
 //
 // The list of virtual functions differs between versions of torch, and one that is missing here would silently get the
-// base class's default. So each version is looked through before it is allowed; tests/test_allocator_cuda.py compares
+// base class's default. So each version is looked through before it is allowed; tests/allocator/test_allocator_cuda.py compares
 // the virtual tables.
 #pragma once
 #include <c10/cuda/CUDACachingAllocator.h>

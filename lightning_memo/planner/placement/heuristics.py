@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.core import NativeCore, PythonCore, Ranks
+from lightning_memo.planner.placement.one_pass import NativeCore, PythonCore, Ranks
 from lightning_memo.planner.placement.problem import Integers
 from lightning_memo.planner.placement.sections import Sectioned
 

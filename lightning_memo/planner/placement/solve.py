@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.planner.placement import heuristics, mip
-from lightning_memo.planner.placement.core import NativeCore, Outcome, PythonCore, Ranks, available_library, opened
+from lightning_memo.planner.placement.one_pass import NativeCore, Outcome, PythonCore, Ranks, available_library, opened
 from lightning_memo.planner.placement.problem import Integers, Placement, Problem, peak_bytes
 from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
 from lightning_memo.planner.placement.validate import validate

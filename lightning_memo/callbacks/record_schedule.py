@@ -1,0 +1,107 @@
+"""Records the schedule of one step, and writes it as a picture and as a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_memo.artifacts.timeline import Timeline
+from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.reports.schedule_picture import draw_schedule
+from lightning_memo.reports.schedule_trace import write_trace
+
+PICTURE_FILE, TRACE_FILE = "schedule.png", "schedule.trace.json"
+_DEFAULT_STEP = 6
+
+
+class ScheduleRecorder(Callback):
+    """Records what a step computes and copies when; see `docs/schedule.md`.
+
+    A step is all micro-batches of an optimizer step. Nothing is recorded of others, and the numbers of the one that is
+    are the same. Of several processes the first one records itself.
+
+    Args:
+        step: Which optimizer step of this run, counted from 0: the first is profiled, and planning of memory may record
+            the next three. `None`: 6, or the last one of a shorter run; the files are written when training ends, and
+            nothing is said where there is nothing to write.
+        folder: Where the files go; `None` is the run's folder of logs.
+
+    Attributes:
+        timeline: The step, once it is over.
+
+    Raises:
+        ValueError: A negative step.
+    """
+
+    def __init__(self, step: int | None = 6, folder: str | Path | None = None) -> None:
+        if step is not None and step < 0:
+            raise ValueError(f"step={step}: give the number of an optimizer step, 0 or more")
+        self.timeline: Timeline | None = None
+        self._given_step, self._given_folder = step, folder
+        self._step = step or 0
+        self._recorder: StepRecorder | None = None
+        self._folder = Path()
+        self._first_step = 0
+        self._written = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning asks all processes for its folder at once.
+        self._folder = Path(self._given_folder or trainer.log_dir or trainer.default_root_dir)
+        self._first_step, self._written, self.timeline = trainer.global_step, False, None
+        if self._given_step is None:
+            self._step = int(min(_DEFAULT_STEP, trainer.estimated_stepping_batches - trainer.global_step - 1))
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is None and self._given_step is not None:
+            rank_zero_warn(
+                f"ScheduleRecorder: {type(trainer.strategy).__name__} has no schedule to record; train with "
+                "MemoStrategy, or leave the callback out."
+            )
+        long_enough = self._given_step is not None or self._step > 0
+        self._recorder = engine.recorder if engine is not None and trainer.is_global_zero and long_enough else None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._given_step is not None:
+            self._write()  # here it is in no step's time
+        if self._recorder is not None and self._is_now(trainer) and not self._recorder.on:
+            self._recorder.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recorder is not None and self._recorder.on and not self._is_now(trainer):
+            self.timeline = self._recorder.stop()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write()
+        if self._recorder is not None and self.timeline is None and self._given_step is not None:
+            rank_zero_warn(f"ScheduleRecorder: training ended before step {self._step} was over: nothing is written.")
+
+    def _is_now(self, trainer: pl.Trainer) -> bool:
+        return trainer.global_step == self._first_step + self._step
+
+    def _write(self) -> None:
+        if self.timeline is None or self._written:
+            return
+        self._written = True
+        if not self.timeline.spans:
+            if self._given_step is None:
+                return
+            rank_zero_warn(
+                f"ScheduleRecorder: layers ran plainly in step {self._step}, with nothing swapped or recomputed, so "
+                "there is no schedule to write. Longer sequences, or less device_memory, have one."
+            )
+            return
+        draw_schedule(self.timeline, self._folder / PICTURE_FILE, f"Step {self._step}")
+        write_trace(self.timeline, self._folder / TRACE_FILE)
+        rank_zero_info(f"MemoStrategy: schedule of step {self._step}: {self._folder / PICTURE_FILE}, {TRACE_FILE}")

@@ -1,0 +1,134 @@
+"""The time and the memory of optimizer steps, as a Lightning callback."""
+
+import time
+from collections import deque
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_memo.profiler.memory_meter import PeakMeter
+from lightning_memo.reports.comparison_table import Measurement
+
+METERED_STEP = 2
+"""Steps before it: one that may be profiled for planning, and one in which buffers and optimizer state appear."""
+
+
+class StepStats(Callback):
+    """Times the last optimizer steps of a :class:`~lightning_memo.models.CausalLM`, and measures the memory of one.
+
+    A step is all its micro-batches, without loading data, logging, validation or checkpoints. Time and memory come from
+    different steps, because measuring memory takes time. With several processes, both are this process's own; tokens
+    and losses are those of all.
+
+    Args:
+        last: How many of the last steps count for time and loss.
+        goes_on: The checkpoint resumed from is of this very run: what was measured before it counts, too.
+    """
+
+    def __init__(self, last: int = 20, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
+        self.peak_device_bytes: int | None = None  # above what is allocated between steps
+        self.tokens_per_step = 0
+        self.train_loss: float | None = None  # mean of the last micro-batches; when training is over
+        self._seconds: deque[float] = deque(maxlen=last)
+        self._losses: deque[torch.Tensor] = deque(maxlen=last)
+        self._steps_done = 0
+        self._step_seconds = 0.0
+        self._step_tokens = 0
+        self._batch_start = 0.0
+        self._global_step = 0
+        self._meter: PeakMeter | None = None
+        self._open = ExitStack()
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median time of the last steps; None before a step was timed."""
+        return median(self._seconds) if self._seconds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of a step over its median time."""
+        return self.tokens_per_step / self.step_seconds if self.step_seconds else None
+
+    def measurement(self, name: str, peak_device_bytes: int | None, host_bytes: int) -> Measurement | None:
+        """Returns a row for the comparison; None where the run was too short to be measured."""
+        if self.step_seconds is None or self.tokens_per_second is None or peak_device_bytes is None:
+            return None
+        return Measurement(
+            name=name,
+            step_seconds=self.step_seconds,
+            peak_device_bytes=peak_device_bytes,
+            host_bytes=host_bytes,
+            tokens_per_second=self.tokens_per_second,
+        )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._global_step = trainer.global_step
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._steps_done == METERED_STEP and self._meter is None:
+            # Stale gradients would go during the step and hide as many bytes of its peak.
+            trainer.optimizers[0].zero_grad()
+            self._meter = self._open.enter_context(PeakMeter(pl_module.device))
+        _wait(pl_module.device)
+        self._batch_start = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        _wait(pl_module.device)
+        self._step_seconds += time.perf_counter() - self._batch_start
+        self._step_tokens += pl_module.batch_tokens
+        self._losses.append(trainer.callback_metrics["train_loss"].detach().clone())  # the mean over all processes
+        if trainer.global_step > self._global_step:
+            self._end_step(trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._losses:
+            self.train_loss = torch.stack([loss.float().cpu() for loss in self._losses]).mean().item()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": [loss.item() for loss in self._losses],
+            "seconds": list(self._seconds),
+            "tokens_per_step": self.tokens_per_step,
+            "peak_device_bytes": self.peak_device_bytes,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.goes_on:
+            self._losses.extend(torch.tensor(loss) for loss in state_dict["losses"])
+            self._seconds.extend(state_dict["seconds"])
+            self.tokens_per_step = state_dict["tokens_per_step"]
+            self.peak_device_bytes = state_dict["peak_device_bytes"]
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._open.close()
+
+    def _end_step(self, global_step: int) -> None:
+        self._open.close()
+        if self._steps_done == METERED_STEP and self._meter is not None:
+            self.peak_device_bytes = self._meter.peak_bytes
+        if self._steps_done > METERED_STEP:
+            self._seconds.append(self._step_seconds)
+        self.tokens_per_step = self._step_tokens
+        self._steps_done += 1
+        self._global_step = global_step
+        self._step_seconds, self._step_tokens = 0.0, 0
+
+
+def _wait(device: torch.device) -> None:
+    """Waits until the device has done all that it was asked for; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

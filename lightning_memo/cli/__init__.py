@@ -1,0 +1,1 @@
+"""Code behind the command lines: Hydra, several processes, interrupts and restarts."""

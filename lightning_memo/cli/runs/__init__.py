@@ -1,0 +1,1 @@
+"""One run of the training command, from its configuration to its summary."""

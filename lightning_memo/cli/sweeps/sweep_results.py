@@ -1,0 +1,47 @@
+"""What a sweep shows of its jobs: the settings that differ, and the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_memo.cli.run_summary import RunSummary
+from lightning_memo.config import format_bytes
+
+
+@dataclass(frozen=True)
+class Column:
+    """A result that the table and the picture show."""
+
+    title: str
+    value: Callable[[RunSummary], float | None]
+    text: Callable[[float], str]
+    axis: str | None = None
+    """Title in the picture, where it is another."""
+    axis_unit: float = 1
+    from_zero: bool = True
+    """Whether the picture's axis begins at zero."""
+
+
+COLUMNS = (
+    Column("step (s)", lambda run: run.step_seconds, "{:.3f}".format, "step time (s)"),
+    Column("tokens/s", lambda run: run.tokens_per_second, "{:,.0f}".format, "tokens per second"),
+    Column("device peak", lambda run: run.peak_device_bytes, format_bytes, "device peak (MiB)", 2**20),
+    Column("host", lambda run: run.host_bytes, format_bytes, "swapped to the host (MiB)", 2**20),
+    Column("alpha", lambda run: run.alpha, "{:.2f}".format),
+    Column("train loss", lambda run: run.train_loss, "{:.3f}".format, "train loss (nats)", from_zero=False),
+    Column("val loss", lambda run: run.val_loss, "{:.3f}".format, "validation loss (nats)", from_zero=False),
+)
+
+
+def swept_settings(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns the names of the settings that differ between the jobs."""
+    settings = [dict(override.split("=", 1) for override in run.overrides) for run in runs]
+    names = dict.fromkeys(name for job in settings for name in job)
+    return [name for name in names if len({job.get(name) for job in settings}) > 1]
+
+
+def setting_values(run: RunSummary, names: Sequence[str]) -> list[str]:
+    """Returns what a job had for each of some settings, as the command line said it."""
+    settings = dict(override.split("=", 1) for override in run.overrides)
+    return [settings.get(name, "-") for name in names]

@@ -1,0 +1,187 @@
+"""The data module that feeds documents of JSON lines, Parquet or text files, none of which sees another."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_memo.data.corpus import entropy
+from lightning_memo.data.document_files import read_documents
+from lightning_memo.data.document_stream import DocumentReader, DocumentStream
+from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
+from lightning_memo.data.row_stream import Document, RowStream, read_block
+from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
+from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 16  # records that are tokenized and written together; a long document has megabytes
+
+
+class DocumentsDataModule(SequenceDataModule):
+    """Documents packed into rows of ``seq_len`` tokens, or one document in each row.
+
+    Batches are ``{"input_ids", "labels", "position_ids"}``, ``[batch, seq_len]`` each, with positions that restart in
+    each document; with ``packing=False`` ``{"input_ids", "labels", "attention_mask"}``, padded on the right. Their
+    order is that of `lightning_memo.data.sequence_module.SequenceDataModule`.
+
+    Tokens are kept on disk, in the cache of `datasets`, and mapped into memory: another run with the same files and
+    tokenizer starts at once.
+
+    Args:
+        path: A file, or a folder that is searched: ``.jsonl``, ``.json``, ``.parquet``, or text files of one document
+            each.
+        seq_len: Tokens of a row, as a number or like "128K".
+        batch_size: Rows per batch of one data-parallel process.
+        field: The documents' text in records of JSON or Parquet.
+        suffix: Which files of the folder are read; None: all that have one of the formats.
+        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
+        packing: False: one document in each row, cut or padded to its length.
+        val_fraction: Fraction of the documents kept for validation; at least one document.
+        seed: Chooses the split and the order.
+        num_workers: Processes that tokenize, and that prepare batches; of a stream 0, or 1 that reads ahead.
+        streaming: Read, tokenize and pack as training goes on, for documents that are too many to do so before. Files
+            are read in an order that the seed chooses. A stream has no end: after the last document comes the first,
+            and the trainer says how many steps. Each data-parallel process reads every n-th document.
+        buffer_rows: Of a stream, rows that are packed, and shuffled, together.
+        val_documents: Of a stream, documents at its beginning that are kept for validation, in place of a fraction.
+
+    Raises:
+        ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` below their least values, a
+            fraction outside (0, 1), or several workers for a stream.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        seq_len: int | str,
+        batch_size: int = 1,
+        field: str = "text",
+        suffix: str | None = None,
+        tokenizer: str | None = None,
+        packing: bool = True,
+        val_fraction: float = 0.05,
+        seed: int = 0,
+        num_workers: int = 0,
+        streaming: bool = False,
+        buffer_rows: int = 32,
+        val_documents: int = 100,
+    ) -> None:
+        super().__init__(seq_len, batch_size, seed, num_workers, tokenizer)
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"val_fraction={val_fraction}: give a number between 0 and 1, both excluded")
+        if streaming and num_workers > 1:
+            raise ValueError(f"num_workers={num_workers}: with streaming=True give 0, or 1 that reads ahead")
+        for name, value in {"buffer_rows": buffer_rows, "val_documents": val_documents}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
+        self._path, self._field, self._suffix = path, field, suffix
+        self._rows = PackedRows if packing else PaddedRows
+        self._val_fraction = val_fraction
+        self._streaming, self._buffer_rows, self._val_documents = streaming, buffer_rows, val_documents
+        if streaming:
+            self.more_text = "path, val_documents"
+
+    @override
+    def load(self) -> Loaded:
+        tokenizer = load_tokenizer(self.tokenizer)
+        return self._stream(tokenizer) if self._streaming else self._whole(tokenizer)
+
+    def _whole(self, tokenizer: Tokenizer) -> Loaded:
+        documents = self._tokenized(tokenizer)
+        lengths: Numbers = np.asarray(documents["tokens"][:], dtype=np.int64)
+        order = np.random.default_rng(self._seed).permutation(len(documents))
+        n_val = min(max(1, round(len(documents) * self._val_fraction)), len(documents) - 1)
+        parts = np.sort(order[n_val:]), np.sort(order[:n_val])
+        train, val = (documents.select_columns("ids").select(part) for part in parts)
+        return Loaded(
+            train=self._rows(train, lengths[parts[0]], self.seq_len, tokenizer.eos_id),
+            val=self._rows(val, lengths[parts[1]], self.seq_len, tokenizer.eos_id),
+            vocab_size=tokenizer.vocab_size,
+            unigram_entropy=entropy(_counts(train, tokenizer.vocab_size)),
+        )
+
+    def _stream(self, tokenizer: Tokenizer) -> Loaded:
+        """The first documents for validation, the others as they come."""
+        documents = DocumentStream(self._path, self._suffix, self._field, self._seed)
+        reader = DocumentReader(documents)
+        kept = read_block(reader, tokenizer, enough=lambda count, tokens: count >= self._val_documents)
+        start, (_, groups) = reader.place(), self._data_parallel()
+        left = sum(1 for _ in islice(reader, groups))
+        if left < groups:
+            raise ValueError(
+                f"path={self._path}: {len(kept) + left} document(s) with text in field={self._field}, but"
+                f" validation takes {self._val_documents}, and training needs {groups}; lower val_documents, or"
+                " give more documents"
+            )
+
+        def rows_of(block: list[Document]) -> PackedRows | PaddedRows:
+            lengths = np.array([len(document["ids"]) for document in block], dtype=np.int64)
+            return self._rows(block, lengths, self.seq_len, tokenizer.eos_id)
+
+        return Loaded(
+            train=RowStream(
+                documents=documents,
+                start=start,
+                tokenizer=tokenizer,
+                rows_of=rows_of,
+                block_tokens=self._buffer_rows * self.seq_len,
+                seed=self._seed,
+            ),
+            val=rows_of(kept),
+            vocab_size=tokenizer.vocab_size,
+            unigram_entropy=entropy(np.bincount(np.concatenate([document["ids"] for document in kept]))),
+        )
+
+    def _tokenized(self, tokenizer: Tokenizer) -> Any:
+        """Records with the `ids` of each document that has text, and how many `tokens` these are."""
+        records = read_documents(self._path, self._suffix, self._field)
+        from datasets import Features, List, Value
+
+        documents = records.map(
+            _Tokenize(tokenizer),
+            batched=True,
+            batch_size=_AT_ONCE,
+            writer_batch_size=_AT_ONCE,
+            input_columns=[self._field],
+            remove_columns=records.column_names,
+            features=Features({"ids": List(Value("int32")), "tokens": Value("int64")}),
+            num_proc=self.num_workers or None,
+            desc="tokenize",
+        )
+        empty = len(records) - len(documents)
+        if len(documents) < 2:
+            raise ValueError(
+                f"path={self._path}: {len(documents)} document(s) with text in field={self._field}, and"
+                f" {empty} without, but training and validation need one each; give more documents"
+            )
+        if empty:
+            log.warning(
+                "path=%s: %d of %d documents have no text in field=%s, and are left out.",
+                *(self._path, empty, len(records), self._field),
+            )
+        return documents.with_format("numpy")
+
+
+@dataclass(frozen=True)
+class _Tokenize:
+    """What `datasets` calls on some records; it recognises its results in the cache by the tokenizer's contents."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, texts: list[str | None]) -> dict[str, list[Any]]:
+        ids = [self.tokenizer.encode_document(text) for text in texts if text and text.strip()]
+        return {"ids": ids, "tokens": [len(document) for document in ids]}
+
+
+def _counts(documents: Any, vocab_size: int) -> Numbers:
+    """How often each id occurs."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for records in documents.iter(batch_size=_AT_ONCE):
+        counts += np.bincount(np.concatenate(list(records["ids"])), minlength=vocab_size)
+    return counts

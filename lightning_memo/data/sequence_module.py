@@ -1,0 +1,214 @@
+"""What all data modules share: an order of batches that resumes, for each data-parallel process its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset, end_with_parent
+from lightning_memo.data.row_stream import RowStream, StreamLoader
+from lightning_memo.data.tokenizer import refuse_bytes
+from lightning_memo.utils.units import read_length
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Sequences of training and validation, and what a run wants to know of their tokens."""
+
+    train: SequenceDataset | RowStream
+    val: SequenceDataset
+    vocab_size: int
+    unigram_entropy: float
+    """Nats per token of the training text, see `lightning_memo.data.corpus.unigram_entropy`."""
+
+
+class SequenceDataModule(LightningDataModule):
+    """Batches of sequences of ``seq_len`` tokens.
+
+    Their order depends on the seed and the epoch alone, and a run that is resumed within an epoch gets the batches that
+    the uninterrupted one would have got. Under data parallelism each process gets batches of its own.
+
+    Args:
+        seq_len: Tokens per sequence, as a number or like "128K".
+        batch_size: Sequences per batch of one data-parallel process.
+        seed: Chooses the order.
+        num_workers: Processes that prepare batches.
+        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
+
+    Raises:
+        ValueError: ``seq_len`` or ``batch_size`` below their least values.
+    """
+
+    more_text = "path, val_fraction"
+    """Settings that bring more tokens."""
+
+    def __init__(
+        self, seq_len: int | str, batch_size: int, seed: int, num_workers: int, tokenizer: str | None = None
+    ) -> None:
+        super().__init__()
+        seq_len = read_length("seq_len", seq_len)
+        if seq_len < 2:
+            raise ValueError(f"seq_len={seq_len}: give 2 or more, a token and the next one to predict")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give 1 or more")
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.tokenizer = tokenizer
+        self.num_workers = num_workers
+        self._seed = seed
+        self._loaded: Loaded | None = None
+        self._loader: ResumableLoader | StreamLoader | None = None
+        self._position: dict[str, Any] | None = None
+
+    @abstractmethod
+    def load(self) -> Loaded:
+        """Reads and tokenizes the text.
+
+        Raises:
+            ValueError: There is none, or a setting is wrong.
+        """
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the text, once.
+
+        Raises:
+            ValueError: The text is missing or too short for one batch each of training and validation, or is to be
+                read as bytes for a model that has a tokenizer.
+        """
+        if self._loaded is not None:
+            return
+        self.check_model(getattr(self.trainer and self.trainer.lightning_module, "model_folder", None))
+        loaded = self.load()
+        _, count = self._data_parallel()
+        if not isinstance(loaded.train, RowStream):
+            self._check_length(loaded.train, self.batch_size * count, "training")
+        # Lightning's sampler repeats sequences of validation until all processes have as many.
+        self._check_length(loaded.val, (self.batch_size - 1) * count + 1, "validation")
+        self.vocab_size = loaded.vocab_size
+        self.unigram_entropy = loaded.unigram_entropy
+        self._loaded = loaded
+
+    def check_model(self, folder: str | None) -> None:
+        """Refuses ids of bytes for a model that has a tokenizer.
+
+        Args:
+            folder: That the model is loaded from; None: it has random weights, or is not known here.
+
+        Raises:
+            ValueError: There is a tokenizer, and none was given.
+        """
+        if folder is not None and self.tokenizer is None:
+            refuse_bytes(folder)
+
+    @property
+    def train_sequences(self) -> float:
+        """Sequences of the training text; infinite for a stream, which begins again."""
+        assert self._loaded is not None
+        return math.inf if isinstance(self._loaded.train, RowStream) else len(self._loaded.train)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader | StreamLoader:
+        assert self._loaded is not None
+        train = self._loaded.train
+        self._loader = self._stream_loader(train) if isinstance(train, RowStream) else self._epoch_loader(train)
+        if self._position is not None:
+            self._resume(self._position)
+            self._position = None
+        return self._loader
+
+    def _epoch_loader(self, dataset: SequenceDataset) -> ResumableLoader:
+        limit = self.trainer.limit_train_batches if self.trainer else 1.0
+        rank, count = self._data_parallel()
+        batches = len(dataset) // (self.batch_size * count)
+        return ResumableLoader(
+            dataset,
+            batch_size=self.batch_size,
+            seed=self._seed,
+            epoch_batches=limit if isinstance(limit, int) else int(batches * limit),
+            num_workers=self.num_workers,
+            rank=rank,
+            count=count,
+            unfinished=self._unfinished,
+        )
+
+    def _stream_loader(self, stream: RowStream) -> StreamLoader:
+        rank, count = self._data_parallel()
+        batches = sys.maxsize if self.trainer is None else _batches_of_run(self.trainer)
+        return StreamLoader(stream, self.batch_size, batches, self.num_workers, rank, count, self._unfinished)
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        assert self._loaded is not None
+        return DataLoader(
+            self._loaded.val,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            worker_init_fn=end_with_parent,
+            drop_last=True,
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # Lightning saves the loader's state too, but forgets to restore it where the number of steps was asked for,
+        # as learning rate schedules do, because then the loader is there before the checkpoint is read.
+        return {} if self._loader is None else {"position": self._loader.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        position = state_dict.get("position")
+        if position is None:
+            return
+        if self._loader is None:
+            self._position = position
+        else:
+            self._resume(position)
+
+    def _resume(self, position: dict[str, Any]) -> None:
+        assert self._loader is not None
+        streamed, streams = "places" in position, isinstance(self._loader, StreamLoader)
+        if streamed != streams:
+            raise ValueError(
+                f"ckpt_path: the checkpoint was saved with streaming={streamed}, now it is"
+                f" {streams}; resume with the same, or start anew from its weights"
+            )
+        self._loader.load_state_dict(position)
+
+    def _unfinished(self) -> int:
+        """Batches that an exception ended: 1, when a checkpoint is saved because of it."""
+        if self.trainer is None:
+            return 0
+        batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(batches.ready - batches.processed)
+
+    def _data_parallel(self) -> tuple[int, int]:
+        """Rank and size, as the strategy tells Lightning's own samplers."""
+        sampler = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"rank": 0, "num_replicas": 1}
+        return sampler["rank"], sampler["num_replicas"]
+
+    def _check_length(self, dataset: SequenceDataset, sequences: int, use: str) -> None:
+        if len(dataset) < sequences:
+            _, count = self._data_parallel()
+            processes = f" on {count} data-parallel processes" if count > 1 else ""
+            raise ValueError(
+                f"seq_len={self.seq_len} x batch_size={self.batch_size}{processes}: one batch needs"
+                f" {self.seq_len * sequences} tokens, the {use} text has {dataset.tokens}; lower one of them, or give"
+                f" more text ({self.more_text})"
+            )
+
+
+def _batches_of_run(trainer: Trainer) -> int:
+    """The length of an epoch of a stream: all batches of the run, or those that the trainer ends an epoch after."""
+    if trainer.max_steps >= 0:
+        return trainer.max_steps * trainer.accumulate_grad_batches
+    if isinstance(trainer.limit_train_batches, int):
+        return trainer.limit_train_batches
+    raise ValueError("streaming=True: a stream has no end; give trainer.max_steps, or trainer.limit_train_batches")

@@ -1,0 +1,64 @@
+"""The data module that feeds long sequences of text."""
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from lightning_memo.data.corpus import CorpusConfig, load_corpus, unigram_entropy
+from lightning_memo.data.resumable_loader import ChunkDataset
+from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
+from lightning_memo.data.tokenizer import load_tokenizer
+
+
+class TextDataModule(SequenceDataModule):
+    """Documents of a folder, joined and cut to sequences of ``seq_len`` tokens.
+
+    Batches are ``{"input_ids": [batch, seq_len], "labels": [batch, seq_len]}``, in the order of
+    `lightning_memo.data.sequence_module.SequenceDataModule`.
+
+    Args:
+        seq_len: Tokens per sequence, as a number or like "128K".
+        batch_size: Sequences per batch of one data-parallel process.
+        path: Folder of text; None is the source of Python's standard library.
+        suffix: Which files under it are documents.
+        exclude: Names of folders that are left out.
+        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
+        max_bytes: Reading stops here.
+        val_fraction: Fraction of the documents kept for validation.
+        seed: Chooses the split and the order.
+        num_workers: Processes that prepare batches.
+
+    Raises:
+        ValueError: ``seq_len`` or ``batch_size`` below their least values.
+    """
+
+    more_text = "path, max_bytes, val_fraction"
+
+    def __init__(
+        self,
+        seq_len: int | str,
+        batch_size: int = 1,
+        path: str | None = None,
+        suffix: str = CorpusConfig.suffix,
+        exclude: Sequence[str] = CorpusConfig.exclude,
+        tokenizer: str | None = None,
+        max_bytes: int = CorpusConfig.max_bytes,
+        val_fraction: float = CorpusConfig.val_fraction,
+        seed: int = CorpusConfig.seed,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(seq_len, batch_size, seed, num_workers, tokenizer)
+        self._config = CorpusConfig(
+            path=path, suffix=suffix, exclude=exclude, max_bytes=max_bytes, val_fraction=val_fraction, seed=seed
+        )
+
+    @override
+    def load(self) -> Loaded:
+        tokenizer = load_tokenizer(self.tokenizer)
+        corpus = load_corpus(self._config, tokenizer)
+        return Loaded(
+            train=ChunkDataset(corpus.train, self.seq_len),
+            val=ChunkDataset(corpus.val, self.seq_len),
+            vocab_size=tokenizer.vocab_size,
+            unigram_entropy=unigram_entropy(corpus.train),
+        )

@@ -1,0 +1,299 @@
+"""Directs the attention of Hugging Face models to the engine, without touching their code."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memo.engine.attention.attention_core import attend
+from lightning_memo.engine.forward.intercept import autocast_inputs, current_handler, current_layout
+from lightning_memo.kernels import AttentionSpec, select_backend
+from lightning_memo.utils.find_layers import find_hugging_face
+
+# Keep "flash" out of the name: transformers would look for kernels on the hub.
+ATTENTION_NAME = "lightning_memo"
+# Arguments of attention functions that change the result and are not known here.
+_UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+_CHECKED_PAIRS = 4096
+
+Documents = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """What a model's mask is, instead of the mask itself: `[tokens, tokens]` is too large to build.
+
+    Attributes:
+        causal: Queries see no later key; `None` if that is for the attention module to say.
+        window: Queries see this many positions, their own included; `None` is all.
+        lengths: Valid tokens of each batch row, padding on the right; `None` is all.
+        documents: Where documents start in each batch row, if several are packed in one; none sees another.
+    """
+
+    causal: bool | None
+    window: int | None
+    lengths: tuple[int, ...] | None = None
+    documents: Documents | None = None
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        """Raises for arithmetic of a model that adds its masks itself."""
+        raise _used_as_mask()
+
+    def __getitem__(self, _: Any) -> Any:
+        raise _used_as_mask()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise _used_as_mask()
+
+
+def _used_as_mask() -> ValueError:
+    return ValueError(
+        "the model computes attention itself (as those with ALiBi and older ones do), from a mask of tokens by tokens "
+        "that is not built: train it with context_parallel_size=1 and sequence_parallel=False"
+    )
+
+
+def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
+    """Make every Hugging Face model inside `model` call the engine's attention; returns what undoes it.
+
+    transformers keeps attention functions for the whole process, so what is registered knows no engine and no model:
+    the running slice answers, and it is found through `current_handler`.
+    """
+    outermost = find_hugging_face(model)  # submodels share its attention setting
+    if not outermost:
+        return []
+    _register()
+    undo: list[Callable[[], None]] = []
+    for host in outermost:
+        before = host.config._attn_implementation
+        undo.append(lambda host=host, before=before: host.set_attn_implementation(before))  # type: ignore[misc]
+        host.set_attn_implementation(ATTENTION_NAME)
+    return undo
+
+
+@contextlib.contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Inside, transformers adds nothing to the outputs that it collects by hooks (router logits, hidden states)."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    if collector is None:
+        yield
+        return
+    token = collector.set(None)
+    try:
+        yield
+    finally:
+        collector.reset(token)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskPattern | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function as transformers calls it: `[batch, heads, tokens, head_dim]` in, heads after tokens out."""
+    handler = current_handler()
+    if current_layout() is not None:
+        _check_among_processes(module, handler, attention_mask, sliding_window)
+    if handler is None and not isinstance(attention_mask, MaskPattern):
+        return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    for name in _UNKNOWN_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} calls attention with {name}, which the attention kernels here do not "
+                "compute: train this model without MemoStrategy"
+            )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    spec = _spec(attention_mask, bool(causal), sliding_window, dropout, scaling)
+    if handler is not None:
+        out = handler(query, key, value, spec)
+    else:
+        query, key, value = autocast_inputs(query, key, value)
+        out = attend(select_backend(query, key, value, spec), query, key, value, spec)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _spec(
+    mask: Tensor | MaskPattern | None, causal: bool, window: int | None, dropout: float, scale: float | None
+) -> AttentionSpec:
+    if isinstance(mask, MaskPattern):
+        causal = causal if mask.causal is None else mask.causal
+        return AttentionSpec(causal, scale, mask.window, dropout, mask.lengths, documents=mask.documents)
+    if mask is not None:
+        return AttentionSpec(False, scale, None, dropout, mask=mask)
+    return AttentionSpec(causal, scale, window if causal else None, dropout)
+
+
+def _check_among_processes(module: nn.Module, handler: object, mask: object, window: int | None) -> None:
+    """Refuse attention that would see only this process's tokens, or that has a mask of unknown kind.
+
+    Raises:
+        ValueError: See above.
+    """
+    name = type(module).__name__
+    if handler is None:
+        raise ValueError(
+            f"{name} attends outside of the repeated layers, where the tokens of other processes cannot be seen: train "
+            "this model with context_parallel_size=1 and sequence_parallel=False"
+        )
+    if not isinstance(mask, MaskPattern) or mask.window != window:
+        raise ValueError(
+            f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
+            "with context_parallel_size=1 and sequence_parallel=False"
+        )
+
+
+def _sdpa_of_transformers(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: Any,
+    causal: Any,
+    **kwargs: Any,
+) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, causal, **kwargs)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | MaskPattern | None:
+    """A mask function as transformers calls it: a pattern in training, its own masks otherwise."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if current_layout() is not None:
+        return MaskPattern(None, kwargs.get("local_size"))
+    if not torch.is_grad_enabled() or q_length != kv_length:
+        known = _known_pattern(mask_function, q_length, kv_length, batch_size, attention_mask, kwargs.get("local_size"))
+        return known or sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
+        )  # fmt: skip
+    assert mask_function is not None
+    lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
+    if mask_function is causal_mask_function and lengths is None:
+        return None  # as most are; to find out by looking at it takes long beside a short step
+    pattern = _classify(mask_function, q_length, batch_size, kwargs.get("local_size"))
+    if pattern == MaskPattern(True, None) and lengths is None:
+        return None
+    return replace(pattern, lengths=lengths)
+
+
+def _known_pattern(
+    mask_function: Callable[..., Any] | None,
+    q_length: int,
+    kv_length: int,
+    batch: int,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+) -> MaskPattern | None:
+    """A pattern in place of a mask of all queries and keys outside of training, where there are documents or padding.
+
+    `None` where transformers' own way needs no such mask, or has to be taken: a cache, padding on the left, chunks.
+    """
+    if mask_function is None or q_length != kv_length:
+        return None
+    try:
+        lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
+        pattern = replace(_classify(mask_function, q_length, batch, local_size), lengths=lengths)
+    except ValueError:
+        return None
+    return pattern if pattern.documents is not None or lengths is not None else None
+
+
+def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_size: int | None) -> MaskPattern:
+    """What a mask function is, from single rows and a check on random pairs.
+
+    Args:
+        mask_function: As transformers makes it.
+        tokens: Queries, and keys.
+        batch: Rows of the batch.
+        local_size: The window or chunk that the model names, if any.
+
+    Raises:
+        ValueError: It is neither causal, nor a causal window, nor full, within documents if there are several.
+    """
+    near = torch.arange(tokens)
+    joined = torch.stack([_evaluate(mask_function, torch.tensor(b), near[1:], near[:-1]) for b in range(batch)])
+    starts = [torch.cat([near[:1], near[1:][~seen]]) for seen in joined]
+    document = torch.stack([torch.searchsorted(s, near, right=True) for s in starts])
+    neighbours = joined.nonzero()[:1]  # a token and the one after it, in one document
+    causal = not any(bool(_evaluate(mask_function, row, first, first + 1)) for row, first in neighbours)
+    window = local_size if causal and local_size is not None and local_size < tokens else None
+    generator = torch.Generator().manual_seed(0)
+    i, j = torch.randint(0, tokens, (2, _CHECKED_PAIRS), generator=generator)
+    rows = torch.randint(0, batch, (_CHECKED_PAIRS,), generator=generator)
+    pairs = [(i, j, rows), (near, near, near % batch), (near, (near - 1).clamp_min(0), near % batch)]
+    if window is not None:
+        pairs += [(near, (near - window + d).clamp_min(0), near % batch) for d in (0, 1)]
+    for queries, keys, row_numbers in pairs:
+        expected = document[row_numbers, queries] == document[row_numbers, keys]
+        if causal:
+            expected &= (keys <= queries) & (keys > queries - (window or tokens))
+        if not torch.equal(_evaluate(mask_function, row_numbers, queries, keys), expected):
+            raise ValueError(
+                "this batch's attention mask is neither causal, nor a sliding window, nor full (chunked attention, or "
+                "positions that jump): pass position_ids that count from 0, again in each packed document, or an "
+                "attention_mask that pads on the right"
+            )
+    packed = any(s.numel() > 1 for s in starts)
+    return MaskPattern(causal, window, documents=tuple(tuple(s.tolist()) for s in starts) if packed else None)
+
+
+def _evaluate(mask_function: Callable[..., Any], rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    result = torch.as_tensor(mask_function(rows, torch.tensor(0), queries, keys)).cpu()
+    return result.expand(torch.broadcast_shapes(queries.shape, keys.shape)).bool()
+
+
+def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
+    """Valid tokens of each row of a padding mask `[batch, tokens]`; `None` if all are valid.
+
+    Raises:
+        ValueError: Padding is not on the right, or a row has no valid token.
+    """
+    valid = attention_mask.bool()
+    lengths = valid.sum(-1)
+    on_the_right = torch.arange(valid.shape[-1], device=valid.device) < lengths[:, None]
+    wrong = (valid != on_the_right).any() | (lengths == 0).any()
+    is_wrong, *counts = torch.cat([wrong[None].to(lengths.dtype), lengths]).tolist()  # the host waits once for all
+    if is_wrong:
+        raise ValueError(
+            "attention_mask has padding that is not on the right, or a row without tokens: pad on the right "
+            '(tokenizer.padding_side = "right")'
+        )
+    return None if min(counts) == valid.shape[-1] else tuple(counts)

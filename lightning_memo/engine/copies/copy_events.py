@@ -1,0 +1,81 @@
+"""Ends of copies, for which whoever uses their bytes waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightning_memo.engine.copies.step_recorder import StepRecorder
+
+
+class CopyError(RuntimeError):
+    """A copy between device and host failed."""
+
+
+class CopyEvent(Protocol):
+    """The end of one copy."""
+
+    def wait(self) -> None:
+        """Make the compute stream wait for the copy (on the CPU: wait for it).
+
+        Raises:
+            CopyError: The copy failed, or one that it waited for.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Return when the copy has ended."""
+        ...
+
+
+class LaterEvent:
+    """The end of copies that another thread starts when it can."""
+
+    def __init__(self, stream: str, recorder: StepRecorder) -> None:
+        self._started = threading.Event()
+        self._stream, self._recorder = stream, recorder
+        self._copy: CopyEvent | None = None
+        self._error: BaseException | None = None
+
+    def start(self, copy: CopyEvent | None) -> None:
+        """All copies were handed in, `copy` last; `None`: all have ended."""
+        self._copy = copy
+        self._started.set()
+
+    def fail(self, error: BaseException) -> None:
+        """There is going to be no copy."""
+        self._error = error
+        self._started.set()
+
+    def wait(self) -> None:
+        with self._recorder.waiting(self._stream):
+            copy = self._when_started()
+            if copy is not None:
+                copy.wait()
+
+    def synchronize(self) -> None:
+        copy = self._when_started()
+        if copy is not None:
+            copy.synchronize()
+
+    def _when_started(self) -> CopyEvent | None:
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self._copy
+
+
+class AllOf:
+    """The end of several copies."""
+
+    def __init__(self, events: Sequence[CopyEvent]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()

@@ -1,0 +1,77 @@
+"""Copies on a CUDA stream of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
+from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
+from lightning_memo.engine.copies.test_mode import Delays
+
+_CYCLES_PER_SECOND = 2e9  # about; delays need no exact length
+_HIGH = -1  # a copy that is ready never waits for blocks of a kernel that are not
+
+
+class CudaCopyEvent:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, stream: str, recorder: StepRecorder) -> None:
+        self.event = event
+        self._device, self._stream, self._recorder = device, stream, recorder
+
+    def wait(self) -> None:
+        with self._recorder.waiting(self._stream):
+            torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class CudaCopyStream:
+    """A CUDA stream. Whoever frees what it copies has waited for the copy, so `record_stream` is not needed."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        name: str = "copy",
+        delays: Delays | None = None,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self._device, self._name, self._delays = device, name, delays
+        self._recorder = recorder or StepRecorder(device)
+        self._stream = torch.cuda.Stream(device, priority=_HIGH)
+
+    def copy(
+        self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
+    ) -> CopyEvent:
+        return self.copy_after(destination, source, self.computed(), *after, subject=subject)
+
+    def computed(self) -> CopyEvent | None:
+        return self._event(torch.cuda.current_stream(self._device))
+
+    def copy_after(
+        self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
+    ) -> CopyEvent:
+        for before in after:
+            if isinstance(before, CudaCopyEvent):
+                self._stream.wait_event(before.event)
+        subject = subject or self._recorder.subject
+        with torch.cuda.stream(self._stream), self._recorder.copying(self._name, source.nbytes, subject):
+            if self._delays is not None:
+                torch.cuda._sleep(int(self._delays.seconds() * _CYCLES_PER_SECOND))
+            destination.copy_(source, non_blocking=True)
+        return self._event(self._stream)
+
+    def later(self) -> LaterEvent:
+        return LaterEvent(self._name, self._recorder)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+
+    def _event(self, stream: torch.cuda.Stream) -> CudaCopyEvent:
+        """The end of what a stream was given so far."""
+        event = torch.cuda.Event(blocking=True)  # the threads of the spill wait asleep
+        event.record(stream)
+        return CudaCopyEvent(event, self._device, self._name, self._recorder)

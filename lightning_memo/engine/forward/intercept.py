@@ -1,0 +1,182 @@
+"""What runs inside a layer is caught here: attention calls, and dropout that must not depend on the slices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
+
+from lightning_memo.engine.forward.activation_checkpointing import refuse_without_grad, refusing_checkpoint
+from lightning_memo.engine.forward.cut_tokens import take_tokens
+from lightning_memo.engine.memory.saved_storages import gapless_strides
+from lightning_memo.kernels import AttentionSpec
+from lightning_memo.parallel.batches.token_layout import TokenLayout
+
+# q, k, v [batch, heads, tokens, head_dim] and the spec -> output of the same shape
+AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+
+_handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
+_layout: ContextVar[TokenLayout | None] = ContextVar("token_layout", default=None)
+_sdpa = F.scaled_dot_product_attention
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DROPOUTS = (F.dropout, torch.dropout)
+
+
+def current_handler() -> AttentionHandler | None:
+    """Who answers attention calls right now: the running slice, or nobody outside the engine's layers."""
+    return _handler.get()
+
+
+def current_layout() -> TokenLayout | None:
+    """Where the tokens of the current batch are; `None` where this process holds all of them in order."""
+    return _layout.get()
+
+
+def set_layout(layout: TokenLayout | None) -> None:
+    """Say where the tokens of the batch are that comes next."""
+    _layout.set(layout)
+
+
+def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | kwargs
+    spec = AttentionSpec(
+        causal=given.get("is_causal", False),
+        scale=given.get("scale"),
+        dropout=given.get("dropout_p", 0.0),
+        mask=given.get("attn_mask"),
+    )
+    return handler(given["query"], given["key"], given["value"], spec)
+
+
+def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    handler = _handler.get()
+    return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
+
+
+def _answer(handler: AttentionHandler, trained: bool, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Ask a handler, whose own attention calls are not caught again."""
+    if trained:
+        refuse_without_grad("attention")
+    layout = _layout.get()
+    if layout is not None:  # what the model knows of documents and padding is about its own part of the tokens
+        spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
+    token = _handler.set(None)
+    try:
+        return handler(*autocast_inputs(q, k, v), spec)
+    finally:
+        _handler.reset(token)
+
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Autocast casts what `scaled_dot_product_attention` gets; a kernel called directly must do the same."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@contextmanager
+def handling(handler: AttentionHandler) -> Iterator[None]:
+    """Inside, attention calls of this thread go to `handler`, and a layer that is trained may not be checkpointed.
+
+    Raises:
+        ValueError: It was.
+
+    Note: [How attention is caught]
+    Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
+    `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
+    which only a `TorchFunctionMode` sees; but that mode is off inside composites like `multi_head_attention_forward`.
+    """
+    trained = torch.is_grad_enabled()
+    token = _handler.set(functools.partial(_answer, handler, trained))
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _dispatch_sdpa
+    try:
+        with refusing_checkpoint() if trained else nullcontext():
+            yield
+    finally:
+        F.scaled_dot_product_attention = before
+        _handler.reset(token)
+
+
+class OwnMode(TorchFunctionMode):
+    """Knows the calls of whoever entered it from those inside an attention call, or inside a nested slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: object = None
+
+    def __enter__(self) -> Self:
+        self._own = _handler.get()
+        super().__enter__()
+        return self
+
+    @property
+    def inside(self) -> bool:
+        """Whether what runs now belongs to another handler than at the beginning."""
+        return _handler.get() is not self._own
+
+
+class LayerMode(OwnMode):
+    """Catches imported attention functions, and gives dropout the mask that the whole sequence would have drawn.
+
+    Note: [Dropout and slices]
+    A slice draws for all tokens and uses its own part, and every slice starts from the layer's random state. So masks
+    do not depend on how many slices there are, and gradients are those of plain training at every alpha.
+    """
+
+    def __init__(self, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> None:
+        super().__init__()
+        self._tokens, self._start, self._stop, self._shards = tokens, start, stop, shards
+        self._batch, self._token_dim = batch, token_dim
+        self._trained = torch.is_grad_enabled()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _handler.get()
+        if handler is None or self.inside:
+            return func(*args, **kwargs)
+        if func is _sdpa:
+            return _answer_sdpa(handler, args, kwargs)
+        if func in _DROPOUTS and self._stop - self._start < self._tokens:
+            return self._dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
+    ) -> Tensor:
+        training = names.get("train", training)
+        if not training or p == 0.0:
+            return input
+        if self._trained:
+            refuse_without_grad("dropout")
+        mask = self._part_of_whole(input, p)
+        return input.mul_(mask) if inplace else input * mask
+
+    def _part_of_whole(self, input: Tensor, p: float) -> Tensor:
+        """This slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
+        count = self._stop - self._start
+        shape, dim = list(input.shape), self._token_dim
+        if input.dim() >= 2 and shape[dim] in (count, count * self._shards) and shape[1 - dim] == self._batch:
+            shape[dim] = self._tokens * shape[dim] // count
+            whole = input.new_empty_strided(shape, gapless_strides(shape, input)).fill_(1)
+            return take_tokens(F.dropout(whole, p), dim, self._tokens, self._start, self._stop)
+        if shape[0] == count * self._batch and dim == 1:
+            whole = F.dropout(input.new_ones(self._batch * self._tokens, *shape[1:]), p)
+            part = whole.unflatten(0, (self._batch, self._tokens)).narrow(1, self._start, count)
+            return part.flatten(0, 1)
+        raise ValueError(
+            f"dropout on a tensor of shape {tuple(input.shape)} cannot be cut by token "
+            f"(slice of {count} tokens, batch {self._batch})"
+        )

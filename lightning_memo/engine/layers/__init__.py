@@ -1,0 +1,1 @@
+"""Running one layer: its slices, their schedule, and their recomputation."""

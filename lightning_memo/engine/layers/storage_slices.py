@@ -1,0 +1,73 @@
+"""Slices of a storage plan: the union of the bounds of its ranges, each with the place of every kind of tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, INPUT, Place
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, share
+
+
+def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange, ...]:
+    """The slices of a layer call.
+
+    Args:
+        plan: The plan.
+        call: Position among the layer calls that are alive.
+        tokens: Of its input; if they are others than was planned for, ranges grow or shrink with them.
+    """
+    ranges = plan.calls[plan.call_classes[call % len(plan.call_classes)]].ranges
+
+    def scaled(bound: int) -> int:
+        return bound * tokens // plan.tokens
+
+    bounds = sorted({0, tokens, *(scaled(bound) for r in ranges for bound in (r.start, r.stop))})
+    slices = []
+    for start, stop in pairwise(bounds):
+        places = {r.kind: r.place for r in ranges if scaled(r.start) <= start and stop <= scaled(r.stop)}
+        action = {"keep": Action.KEEP, None: Action.RECOMPUTE}.get(places.get(ALL), Action.SWAP)
+        slices.append(TokenRange(start, stop, action, tuple(places.items())))
+    return tuple(slices)
+
+
+def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], place: Place) -> int:
+    """Bytes that a layer call has in a place; alignment is included where that is a slot, which leaves the device.
+
+    Args:
+        saved: What the call saves, and its matrix products, for `tokens` tokens.
+        tokens: See there.
+        slices: The slices to be run.
+        place: The place.
+    """
+    return sum(
+        size if place == "keep" else aligned(size)
+        for part in slices
+        for item in saved
+        if part.place(item.kind) == place and (size := share(item, part.tokens, tokens))
+    )
+
+
+def why_not_stored(plan: StoragePlan) -> str:
+    """Why no layer can run by a plan; empty if it can. Plans come from files, too."""
+    if not plan.call_classes or not set(plan.call_classes) <= set(range(len(plan.calls))):
+        return "its layer calls are of classes that it does not have"
+    wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens)))
+    return next(wrong, "")
+
+
+def _why_not(call: CallPlan, tokens: int) -> str:
+    kinds = {r.kind: [o for o in call.ranges if o.kind == r.kind] for r in call.ranges}
+    for kind, ranges in kinds.items():
+        ordered = sorted(ranges, key=lambda r: r.start)
+        bounds = [0, *(bound for r in ordered for bound in (r.start, r.stop)), tokens]
+        if bounds != sorted(bounds):
+            return f"ranges of {kind} overlap, or leave the {tokens} tokens"
+    if call.tokens(INPUT) != tokens:
+        return "layer inputs have no place for some tokens"
+    needy = (r for r in call.ranges if r.kind == ALL)
+    stored = [range(r.start, r.stop) for r in call.ranges if r.kind == ATTENTION]
+    if any(not any(token in s for s in stored) for r in needy for token in (r.start, r.stop - 1)):
+        return "all is stored of tokens whose attention output is not"
+    return ""

@@ -1,0 +1,1 @@
+"""Memory for swapped activations: host arena, slots, rounding buffers, and the spill file."""

@@ -1,0 +1,272 @@
+"""Copies between the device and a file on a disk, through bounce buffers on the host.
+
+A copy stream joins device and host; a few threads in blocking system calls, which move bytes without a copy and without
+the interpreter's lock, join host and file. One more thread for each direction coordinates the two, so that whoever
+computes only hands in work and waits for events.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_memo.artifacts.spill_sizes import SpillSizes, whole_blocks
+from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
+from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
+from lightning_memo.engine.copies.step_recorder import NOBODY, StepRecorder, Subject
+from lightning_memo.engine.copies.test_mode import Delays, TestMode, delays_of
+from lightning_memo.engine.memory.host_arena import host_memory
+from lightning_memo.engine.memory.saved_storages import POISON
+from lightning_memo.engine.memory.spill_file import SpillFile
+
+_DISK_THREADS = 2  # for each direction: the disk has the next request when one ends
+
+
+@dataclass(slots=True)
+class SpillWrite:
+    """Bytes on their way to the file.
+
+    Attributes:
+        left: They have left the device.
+        requests: What the disk was asked for, all of it once `left` has come.
+    """
+
+    left: LaterEvent
+    requests: list[Future[None]] = field(default_factory=list)
+
+    def synchronize(self) -> None:
+        """Return when the bytes are in the file.
+
+        Raises:
+            SpillError: The disk failed.
+        """
+        self.left.synchronize()
+        for request in self.requests:
+            request.result()
+
+
+@dataclass(slots=True)
+class _Bounce:
+    """A bounce buffer, and its last uses, which have to end before the next."""
+
+    memory: Tensor
+    request: Future[None] | None = None
+    copy: CopyEvent | None = None
+
+
+class _Direction:
+    """What both directions have: bounce buffers in turns, a copy stream, a coordinator, and disk threads.
+
+    Args:
+        name: Of the threads.
+        file: Where the bytes go or come from.
+        stream: Joins device and buffers; nobody else uses it.
+        buffers: Bounce buffers of one size.
+        delays: Before requests to the disk, in test mode; buffers are then filled with NaN before they are used.
+    """
+
+    def __init__(
+        self, name: str, file: SpillFile, stream: CopyStream, buffers: Sequence[Tensor], delays: Delays | None
+    ) -> None:
+        self._file, self._stream, self._delays = file, stream, delays
+        self._buffers = deque(_Bounce(memory) for memory in buffers)
+        self._coordinator = ThreadPoolExecutor(1, f"spill-{name}")
+        self._disk = ThreadPoolExecutor(_DISK_THREADS, f"spill-{name}-disk")
+
+    def _turns(self, on_device: Tensor, offset_bytes: int) -> Iterator[tuple[Tensor, int, _Bounce]]:
+        """Chunks of the device's bytes, where they lie in the file, and a free bounce buffer for each."""
+        for chunk in on_device.split(self._buffers[0].memory.nbytes):
+            self._buffers.rotate(-1)
+            bounce = self._buffers[-1]
+            if bounce.request is not None:
+                wait([bounce.request])
+            if bounce.copy is not None:
+                bounce.copy.synchronize()
+            if self._delays is not None:
+                bounce.memory.fill_(POISON)
+            yield chunk, offset_bytes, bounce
+            offset_bytes += chunk.nbytes
+
+    def _pause(self) -> None:
+        if self._delays is not None:
+            time.sleep(self._delays.seconds())
+
+    def synchronize(self) -> None:
+        """Return when everything that was handed in has ended, well or not."""
+        self._coordinator.submit(int).result()
+        wait([bounce.request for bounce in self._buffers if bounce.request is not None])
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._coordinator.shutdown()
+        self._disk.shutdown()
+        self._stream.close()
+
+
+class _Writer(_Direction):
+    """Device to file."""
+
+    def write(self, source: Tensor, offset_bytes: int, subject: Subject) -> SpillWrite:
+        result = SpillWrite(self._stream.later())
+        self._coordinator.submit(self._send, source, offset_bytes, self._stream.computed(), subject, result)
+        return result
+
+    def _send(
+        self, source: Tensor, offset_bytes: int, computed: CopyEvent | None, subject: Subject, result: SpillWrite
+    ) -> None:
+        try:
+            for chunk, offset, bounce in self._turns(source, offset_bytes):
+                bounce.copy = self._stream.copy_after(bounce.memory[: chunk.nbytes], chunk, computed, subject=subject)
+                blocks = bounce.memory[: whole_blocks(chunk.nbytes)]
+                bounce.request = self._disk.submit(self._write, blocks, offset, bounce.copy)
+                result.requests.append(bounce.request)
+                last = bounce.copy
+        except BaseException as error:  # handed to whoever waits
+            result.left.fail(error)
+        else:
+            result.left.start(last)
+
+    def _write(self, blocks: Tensor, offset_bytes: int, copy: CopyEvent) -> None:
+        copy.synchronize()
+        self._pause()
+        self._file.write(blocks, offset_bytes)
+
+
+class _Reader(_Direction):
+    """File to device."""
+
+    def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject) -> CopyEvent:
+        arrival, computed = self._stream.later(), self._stream.computed()
+        self._coordinator.submit(self._receive, destination, offset_bytes, writes, computed, subject, arrival)
+        return arrival
+
+    def _receive(
+        self,
+        destination: Tensor,
+        offset_bytes: int,
+        writes: Sequence[SpillWrite],
+        computed: CopyEvent | None,
+        subject: Subject,
+        arrival: LaterEvent,
+    ) -> None:
+        under_way: deque[tuple[Tensor, _Bounce]] = deque()
+
+        def land() -> None:
+            chunk, bounce = under_way.popleft()
+            assert bounce.request is not None
+            bounce.request.result()
+            bounce.copy = self._stream.copy_after(chunk, bounce.memory[: chunk.nbytes], computed, subject=subject)
+
+        try:
+            for write in writes:
+                write.synchronize()
+            for chunk, offset, bounce in self._turns(destination, offset_bytes):
+                blocks = bounce.memory[: whole_blocks(chunk.nbytes)]
+                bounce.request = self._disk.submit(self._read, blocks, offset)
+                under_way.append((chunk, bounce))
+                if len(under_way) == len(self._buffers):
+                    land()
+            while under_way:
+                land()
+        except BaseException as error:  # handed to whoever waits
+            arrival.fail(error)
+        else:
+            arrival.start(self._buffers[-1].copy)
+
+    def _read(self, blocks: Tensor, offset_bytes: int) -> None:
+        self._pause()
+        self._file.read(blocks, offset_bytes)
+
+
+class Spill:
+    """A file, and the way there and back.
+
+    Args:
+        folder: On the disk.
+        size_bytes: Of the file.
+        sizes: Of the largest slot; says how many bounce buffers there are.
+        device: Where the bytes come from.
+        test_mode: Delays and poison, to bring out copy races.
+        recorder: Told of copies between the device and the bounce buffers, and of waits for them.
+
+    Raises:
+        SpillError: The disk has not got the space.
+        ValueError: The folder is not usable.
+        MemoryError: The host refuses the page lock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        size_bytes: int,
+        sizes: SpillSizes,
+        device: torch.device,
+        test_mode: TestMode | None = None,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self.sizes = sizes
+        self.file = SpillFile(folder, size_bytes)
+        if not self.file.direct:
+            warnings.warn(
+                f"{folder} is on a file system without direct I/O: what is spilled goes through the page cache, which "
+                "takes host memory and time; give a folder on a local disk",
+                stacklevel=2,
+            )
+        memory, self._lock = host_memory(sizes.bounce_bytes, pinned=device.type == "cuda")
+        buffers = memory.split(sizes.chunk_bytes)
+        out, back = delays_of(test_mode, 2), delays_of(test_mode, 3)
+        stream = make_copy_stream(device, "spill", out, recorder)
+        self._writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], out)
+        stream = make_copy_stream(device, "unspill", back, recorder)
+        self._reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], back)
+
+    def take(self, size_bytes: int) -> range | None:
+        """A free range of the file, or `None`."""
+        return self.file.space.take(whole_blocks(size_bytes))
+
+    def give_back(self, place: range) -> None:
+        self.file.space.give_back(place)
+
+    def write(self, source: Tensor, offset_bytes: int, subject: Subject = NOBODY) -> SpillWrite:
+        """Start moving bytes of the device to the file.
+
+        Args:
+            source: uint8; not to be changed before they have left.
+            offset_bytes: Where they go, a multiple of the block size; the last block is filled up.
+            subject: What they are of.
+        """
+        return self._writer.write(source, offset_bytes, subject)
+
+    def read(
+        self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject = NOBODY
+    ) -> CopyEvent:
+        """Start bringing bytes of the file to the device.
+
+        Args:
+            destination: uint8; free when what was computed so far is done.
+            offset_bytes: Where they lie, a multiple of the block size.
+            writes: What has to be in the file first.
+            subject: What they are of.
+        """
+        return self._reader.read(destination, offset_bytes, writes, subject)
+
+    def synchronize(self) -> None:
+        """Return when everything that was handed in has ended, well or not."""
+        self._writer.synchronize()
+        self._reader.synchronize()
+
+    def close(self) -> None:
+        """End what is under way, and give the file's space and the memory back."""
+        self._writer.close()
+        self._reader.close()
+        self.file.close()
+        if self._lock is not None:
+            self._lock.release()

@@ -1,0 +1,1 @@
+"""Inspecting and wrapping the model's modules."""

@@ -1,0 +1,86 @@
+"""Stands around a layer's `forward`, and reads its calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.layers.layer_run import LayerCall
+from lightning_memo.parallel.local_tensors import awaited
+
+
+class LayerForward:
+    """Stands in for a layer's `forward` while the engine is attached. A copied layer gets its own forward back."""
+
+    def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
+        self._run, self._layer, self._original = run, layer, original
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._layer, self._original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return types.MethodType(type(self._layer).forward, memo[id(self._layer)])
+
+
+def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Make calls of a layer go to `run(layer, forward, *args, **kwargs)`; returns what undoes it."""
+    original, own = layer.forward, "forward" in vars(layer)
+    layer.forward = LayerForward(run, layer, original)
+    return functools.partial(_restore_forward, layer, original if own else None)
+
+
+def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        del layer.forward
+    else:
+        layer.forward = own
+
+
+def needs_grad(layer: nn.Module, arguments: Any) -> bool:
+    """Whether anything that the layer computes has a gradient."""
+    if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(arguments)):
+        return True
+    return any(p.requires_grad for p in layer.parameters())
+
+
+def read_call(
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shards: int
+) -> tuple[Tensor, LayerCall]:
+    """The layer's input, and the rest of its call without key-value caches, which training does not fill.
+
+    Args:
+        layer: The layer.
+        forward: Its own forward.
+        args: Of the call.
+        kwargs: Of the call.
+        shards: As of `LayerCall`.
+    """
+    kwargs = dict(kwargs)
+    if args:
+        x, *rest = args
+    else:
+        x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
+    rest = [None if _is_cache(value) else value for value in rest]
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    dim = _token_dim(layer)
+    return awaited(x), LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether an argument is a key-value cache of transformers."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _token_dim(layer: nn.Module) -> int:
+    """1 for layers that take `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`."""
+    attentions = [m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)]
+    return 0 if any(not m.batch_first for m in attentions) else 1

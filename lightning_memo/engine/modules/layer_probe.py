@@ -1,0 +1,228 @@
+"""Looks at a layer once, before its first run: can it be cut by tokens, and what does its attention need?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.forward.cut_tokens import take_tokens
+from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.layers.layer_run import LayerCall
+from lightning_memo.engine.saved.changing_buffers import ForwardState
+from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
+from lightning_memo.kernels.attention_kernel import sums_dtype
+from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
+
+BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
+
+# Two runs of the same arithmetic on other shapes differ by rounding; a token that leaks from one slice into another
+# changes outputs by something of their own size.
+_TOLERANCE = 1e-3
+_HALF_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """What a layer allows.
+
+    Attributes:
+        why_whole: Why it has to run as one slice; empty if it may be cut.
+        schedule: "layer", or "nest" where attention needs all tokens at once.
+        saved: Attention outputs, log-sum-exps, keys and values of one call.
+        tokens: Tokens that were looked at.
+        key_value_gradient_bytes: Of their gradients, in the dtype in which those are added up.
+        may_mix: Whether tokens may meet outside of attention.
+        changing: Names of the buffers that a forward changes.
+    """
+
+    why_whole: str
+    schedule: str
+    saved: tuple[SavedBytes, ...] = ()
+    tokens: int = 1
+    key_value_gradient_bytes: int = 0
+    may_mix: bool = False
+    changing: tuple[str, ...] = ()
+
+
+class _Recorder:
+    """Answers attention calls and remembers them."""
+
+    def __init__(self, backend_of: BackendOf) -> None:
+        self._backend_of = backend_of
+        self.specs: list[AttentionSpec] = []
+        self.blocks = True
+        self.saved: list[SavedBytes] = []
+        self.gradient_bytes = 0
+        self.outputs: list[tuple[RngState, Tensor, RngState]] = []
+        self.drawn_alike = True
+        self.ends: list[RngState] = []  # where the random state is after each part
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        backend = self._backend_of(q, k, v, spec)
+        before = RngState.capture(q.device)
+        result = backend.forward(q, k, v, spec)
+        self.specs.append(spec)
+        self.blocks &= backend.blocks
+        for kind, t in (("out", result.out), ("lse", result.lse), ("key", k), ("value", v)):
+            self.saved.append(SavedBytes(kind, t.nbytes))
+        self.gradient_bytes += (k.numel() + v.numel()) * sums_dtype(k).itemsize
+        self.outputs.append((before, result.out, RngState.capture(q.device)))
+        return result.out
+
+    def draws_alike(self, after: RngState) -> bool:
+        """Whether every part drew as many random numbers as the whole, which left the state `after`."""
+        return self.drawn_alike and all(end.same(after) for end in self.ends)
+
+    def part(self, part: TokenRange, tokens: int) -> Callable[..., Tensor]:
+        """Answers with the known output of these tokens, and draws as much as attention did."""
+        known = iter(self.outputs)
+
+        def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+            before, out, after = next(known)
+            self.drawn_alike &= RngState.capture(q.device).same(before)
+            after.restore()
+            return take_tokens(out, 2, tokens, part.start, part.stop)
+
+        return answer
+
+
+@torch.no_grad()
+def probe_layer(
+    call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None, why_scaled: str = ""
+) -> LayerTraits:
+    """Run a layer whole and in two slices, without gradients, and compare; the layer is left as it was.
+
+    Attention is answered from the whole run, so that what is compared is everything else: a layer that mixes tokens
+    outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices. One that does
+    runs whole once more: its output has to be the same.
+
+    Args:
+        call: The layer and its arguments.
+        x: Its input.
+        backend_of: Gives the attention kernel.
+        longest: Most tokens to look at; `None`: no limit.
+        why_scaled: Why its tokens are known to meet in scales; empty if they are not.
+
+    Raises:
+        ValueError: It gives another output for the same input.
+    """
+    recorder = _Recorder(backend_of)
+    present, state = RngState.capture(x.device), ForwardState(call.layer)
+    try:
+        tokens = min(call.tokens, longest or call.tokens)
+        x = x.narrow(call.token_dim, 0, tokens)
+        whole_range = TokenRange(0, tokens, Action.KEEP)
+        with handling(recorder.whole), call.mode(whole_range):
+            whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
+        after = RngState.capture(x.device)
+        changing = state.changed()
+
+        def rewind() -> None:
+            present.restore()
+            state.restore(changing)
+
+        sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
+        mixes, compared = why_scaled, False
+        if not mixes:
+            mixes, compared = _compare_halves(call, x, recorder, whole, rewind, after)
+        if mixes or not compared:  # halves that give what the whole did have shown that the layer repeats itself
+            _check_repeats(call, x, recorder, whole, rewind)
+        why = mixes or _why_whole(call, recorder, after, sliceable, changing)
+        schedule = "layer" if sliceable else "nest"
+        saved = tuple(recorder.saved)
+        return LayerTraits(why, schedule, saved, tokens, recorder.gradient_bytes, bool(mixes), changing)
+    finally:
+        state.restore(state.changed())
+        present.restore()
+
+
+def _check_repeats(call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None]) -> None:
+    """Run a layer once more, from the same state, with known attention.
+
+    Raises:
+        ValueError: It gives another output. So would a recomputation, and gradients would be wrong.
+    """
+    tokens = x.shape[call.token_dim]
+    everything = TokenRange(0, tokens, Action.KEEP)
+    same = False
+    rewind()
+    with handling(recorder.part(everything, tokens)), call.mode(everything), contextlib.suppress(StopIteration):
+        same = _same(_hidden(call.run(x.clone(), everything)), whole, x)
+    if not same:
+        raise ValueError(
+            f"{type(call.layer).__name__} gives another output for the same input: its forward depends on something "
+            "besides inputs, weights, buffers and torch's random state (a counter, a generator of its own): make it a "
+            "function of these, or train this model without MemoStrategy"
+        )
+
+
+def _compare_halves(
+    call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None], after: RngState
+) -> tuple[str, bool]:
+    """Why tokens may meet outside of attention, and whether halves could be compared with the whole.
+
+    The reason is empty if two halves gave what the whole did, or draw other random numbers and so cannot be compared.
+    """
+    name, tokens = type(call.layer).__name__, x.shape[call.token_dim]
+    if tokens < 2:
+        return "", False
+    if not recorder.specs:
+        return f"{name} calls no attention that is known here, so it may mix any tokens", False
+    middle = tokens // 2
+    outputs = []
+    for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, tokens, Action.KEEP)):
+        rewind()
+        try:
+            with handling(recorder.part(part, tokens)), call.mode(part), contextlib.suppress(StopIteration):
+                outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}", False
+        recorder.ends.append(RngState.capture(x.device))
+    if not recorder.draws_alike(after):
+        return "", False
+    same = _same(torch.cat(outputs, call.token_dim), whole, x)
+    return "" if same else f"{name} mixes tokens outside attention", True
+
+
+def _why_whole(
+    call: LayerCall, recorder: _Recorder, after: RngState, sliceable: bool, changing: tuple[str, ...]
+) -> str:
+    """Why a layer whose tokens meet in attention only has to run as one slice; empty if it may be cut."""
+    name = type(call.layer).__name__
+    if call.tokens < 2:
+        return f"{name} got a single token"
+    if changing:
+        return f"{name} changes its buffer {changing[0]} in each forward"
+    if not sliceable and len(recorder.specs) > 1:
+        return f"{name} calls attention {len(recorder.specs)} times, not all causal"
+    if not recorder.draws_alike(after):
+        return f"{name} draws random numbers other than dropout"
+    return ""
+
+
+def _hidden(output: object) -> Tensor:
+    hidden = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(hidden, Tensor):
+        raise ValueError(
+            f"a layer returned {type(output).__name__}: it has to return its hidden states, alone or first in a tuple"
+        )
+    return hidden
+
+
+def _same(joined: Tensor, whole: Tensor, x: Tensor) -> bool:
+    """Whether two outputs differ by rounding only, measured against what the layer added to its input."""
+    if joined.shape != whole.shape:
+        return False
+    exact = whole.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+    if not torch.equal(joined.isnan(), whole.isnan()):
+        return False
+    # In place, as the peak of the first step is measured.
+    added = (whole - x if whole.shape == x.shape else whole.clone()).nan_to_num_().abs_()
+    largest = added.max().clamp_min(torch.finfo(added.dtype).tiny)
+    del added
+    apart = (joined - whole).nan_to_num_().abs_().max()
+    return float(apart / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)

@@ -1,0 +1,90 @@
+"""What a model makes of all tokens before its layers (embeddings, rotary tables), computed when a layer reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from lightning_memo.engine.memory.lazy_tensor import LazyTensor
+from lightning_memo.engine.memory.row_matrices import ComputedRows
+from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.engine.modules.rotary_tables import depends_on_length, is_rotary
+from lightning_memo.engine.modules.token_local_modules import Forward, GradientSums, TokenLocal, chunks
+from lightning_memo.utils.find_layers import find_hugging_face
+
+
+def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None]]:
+    """Make Hugging Face models embed their tokens when layers read them, slice by slice; returns what undoes it.
+
+    Calls of no more than `longest` tokens in a row run as they are. So do embeddings that tensor-parallel processes
+    share, and all that a model does to its embeddings before the first layer makes them real.
+    """
+    undo: list[Callable[[], None]] = []
+    for host in find_hugging_face(model):
+        embedding = host.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding) and not embedding.sparse:
+            undo.append(replace_forward(embedding, _Embed(longest)))
+            undo += [replace_forward(m, _rotate) for m in host.modules() if is_rotary(m)]
+    return undo
+
+
+class _Embed:
+    """Stands in for the forward of an embedding, `[batch, tokens]` to `[batch, tokens, hidden]`."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def __call__(self, module: nn.Module, forward: Forward, input: Tensor) -> Tensor:
+        whole = not torch.is_grad_enabled() or input.dim() != 2 or input.shape[1] <= self._longest
+        if whole or any(isinstance(p, DTensor) for p in module.parameters()):
+            return forward(input)
+        local = TokenLocal(module, forward)
+        result: Tensor = _LazyEmbedding.apply(local, input, self._longest * input.shape[0], *local.trained)
+        return result
+
+
+class _LazyEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: TokenLocal, ids: Tensor, at_once: int, *trained: Tensor) -> Tensor:
+        flat, like = ids.flatten(), module(ids[:1, :1])
+        ctx.module, ctx.ids, ctx.at_once, ctx.dtypes = module, flat, at_once, [p.dtype for p in trained]
+        rows = ComputedRows(lambda ranges: module(_joined(flat, ranges)[None])[0])
+        return LazyTensor(rows, (*ids.shape, like.shape[-1]), like.dtype, like.device, at_once)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        sums = GradientSums()
+        for ids, part in zip(ctx.ids.split(ctx.at_once), chunks(gradient, ctx.at_once), strict=True):
+            with torch.enable_grad():
+                y = ctx.module(ids[None])
+            sums.add(ctx.module.gradients(y, ids, part)[1])
+        return None, None, None, *sums.take(ctx.dtypes)
+
+
+def _rotate(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Stands in for the forward of rotary tables, which makes some `[batch or 1, tokens, features]` of positions."""
+    if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or depends_on_length(module):
+        return forward(x, position_ids, *args, **kwargs)
+    like, positions = torch.empty(0, dtype=x.dtype, device=x.device), position_ids.flatten()
+
+    def table(number: int, t: Tensor) -> LazyTensor:
+        def compute(ranges: Sequence[range]) -> Tensor:
+            found: Tensor = forward(like, _joined(positions, ranges)[None], *args, **kwargs)[number][0]
+            return found
+
+        shape = (*position_ids.shape, t.shape[-1])
+        return LazyTensor(ComputedRows(compute), shape, t.dtype, t.device, x.at_once)
+
+    return tuple(table(n, t) for n, t in enumerate(forward(like, position_ids[:1, :1], *args, **kwargs)))
+
+
+def _joined(t: Tensor, ranges: Sequence[range]) -> Tensor:
+    return torch.cat([t[rows.start : rows.stop] for rows in ranges])

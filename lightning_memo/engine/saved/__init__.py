@@ -1,0 +1,1 @@
+"""Saved tensors: which are activations, and how each kind is stored and restored."""

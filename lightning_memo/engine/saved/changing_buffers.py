@@ -1,0 +1,80 @@
+"""Buffers that a layer changes in its own forward: running statistics, a history of maxima, a counter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer and its value: forwards may change either."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+
+    @property
+    def changed(self) -> bool:
+        present = self.owner._buffers.get(self.name)
+        if present is None or present.shape != self.value.shape or present.dtype != self.value.dtype:
+            return True
+        pairs = zip(plain_parts(present), plain_parts(self.value), strict=True)
+        return not all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)  # NaN is equal to itself here
+
+    def restore(self) -> None:
+        self.tensor.data.copy_(self.value)  # of `data`: a graph that has saved the buffer sees its own value again
+        self.owner._buffers[self.name] = self.tensor
+
+
+class ForwardState:
+    """What buffers of a layer were.
+
+    Args:
+        layer: The layer.
+        names: Which buffers; `None`: all.
+    """
+
+    def __init__(self, layer: nn.Module, names: Iterable[str] | None = None) -> None:
+        self._layer = layer
+        wanted = dict(layer.named_buffers()) if names is None else names
+        self._buffers = {name: _noted(layer, name) for name in wanted}
+
+    def changed(self) -> tuple[str, ...]:
+        """Names of the buffers that are not what they were."""
+        return tuple(name for name, buffer in self._buffers.items() if buffer.changed)
+
+    def restore(self, names: Iterable[str] | None = None) -> None:
+        """Put buffers back; `None`: all."""
+        for name in self._buffers if names is None else names:
+            self._buffers[name].restore()
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, the buffers are what they were; afterwards what they are now."""
+        present = ForwardState(self._layer, self._buffers)
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()
+
+
+@torch.no_grad()
+def _noted(layer: nn.Module, name: str) -> _Buffer:
+    path, _, own = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    tensor = owner._buffers[own]
+    assert tensor is not None
+    return _Buffer(owner, own, tensor, tensor.detach().clone())
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().flatten().view(torch.uint8)

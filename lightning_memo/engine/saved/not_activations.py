@@ -1,0 +1,57 @@
+"""Saved tensors that are no activations: weights, buffers, and what all layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
+
+_LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view of it, and some room
+
+
+def _storages(t: Tensor) -> set[int]:
+    return {part.untyped_storage()._cdata for part in plain_parts(t)}
+
+
+class SharedTensors:
+    """Tells whether a saved tensor stays where it is: it is on the device anyway.
+
+    Args:
+        layer: Its parameters and buffers are shared.
+        arguments: What the layer gets beside its input; all layers get the same (rotary tables, masks).
+        x: The layer's input, an activation even if the arguments hold it too.
+
+    Attributes:
+        frozen: Whether some weights of the layer are not trained.
+    """
+
+    def __init__(self, layer: nn.Module, arguments: Any, x: Tensor | None) -> None:
+        tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+        weights = list(layer.parameters())
+        self._storages = set().union(*(_storages(t) for t in [*tensors, *weights, *layer.buffers()]))
+        if x is not None:
+            self._storages -= _storages(x)
+        self.frozen = any(not w.requires_grad for w in weights)
+
+    def __contains__(self, t: Tensor) -> bool:
+        if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
+            return True
+        if _storages(t) <= self._storages:
+            return True
+        return self._is_made_of_a_weight(t)
+
+    def _is_made_of_a_weight(self, t: Tensor) -> bool:
+        """Whether `t` is a view or an autocast copy of a weight that is trained."""
+        node = t.grad_fn
+        for _ in range(_LONGEST_PATH_TO_A_WEIGHT):
+            # A custom function is the engine's own entry of the layer: beyond it lies the model, not a weight's view.
+            if node is None or len(node.next_functions) != 1 or isinstance(node, BackwardCFunction):
+                return False
+            node = node.next_functions[0][0]
+            if hasattr(node, "variable"):
+                return isinstance(node.variable, nn.Parameter)
+        return False

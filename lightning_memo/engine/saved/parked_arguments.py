@@ -1,0 +1,133 @@
+"""What all layers get beside their input (rotary tables, masks), of one slice of a sequence: it waits on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_memo.engine.copies.copy_events import CopyEvent
+from lightning_memo.engine.memory.host_arena import HostRoom
+from lightning_memo.engine.memory.restored_checks import Check, What
+from lightning_memo.engine.memory.saved_storages import flat, is_dense, span
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Stands for an argument: its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedView:
+    """Stands for a saved view of an argument."""
+
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def parkable(arguments: Any) -> list[Tensor]:
+    """The tensors among a layer's arguments that can wait on the host, each once."""
+    found = {id(t): t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
+    return [t for t in found.values() if t.dim() and t.numel() and is_dense(t)]
+
+
+class SliceArguments:
+    """The tensors among the arguments of a slice's layer calls, which layers of a kind share.
+
+    Args:
+        memory: Gives room on the host, and copies.
+        part: The slice.
+    """
+
+    def __init__(self, memory: SlotMemory, part: TokenRange) -> None:
+        self._memory, self._part = memory, part
+        self._tensors: list[Tensor] = []
+        self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        self._rooms: list[HostRoom] = []
+        self._events: list[CopyEvent] = []
+        self._checks: list[Check] = []
+
+    def add(self, arguments: Any) -> None:
+        """Take note of the arguments of one more layer."""
+        known = {id(t) for t in self._tensors}
+        for t in parkable(arguments):
+            if id(t) not in known:
+                self._tensors.append(t)
+                self._layouts.append((t.shape, t.stride(), t.dtype))
+
+    @property
+    def saved(self) -> list[SavedBytes]:
+        """What is going to wait on the host."""
+        return [SavedBytes("shared", t.nbytes) for t in self._tensors]
+
+    def park(self, arguments: Any) -> Any:
+        """The arguments with a `Parked` for each tensor; a tensor that came with no earlier layer stays."""
+        numbers = {id(t): n for n, t in enumerate(self._tensors)}
+        return tree_map(lambda leaf: Parked(numbers[id(leaf)]) if id(leaf) in numbers else leaf, arguments)
+
+    def view_of(self, t: Tensor) -> ParkedView | None:
+        """What stands for a saved tensor that lies in an argument; `None` if it lies in none."""
+        storage = t.untyped_storage()._cdata
+        for number, argument in enumerate(self._tensors):
+            start = t.storage_offset() - argument.storage_offset()
+            same = argument.untyped_storage()._cdata == storage and argument.dtype == t.dtype
+            if same and start >= 0 and start + span(t) <= argument.numel():  # arguments may be parts of one tensor
+                return ParkedView(number, t.shape, t.stride(), start)
+        return None
+
+    def leave(self) -> None:
+        """The slice's forward is over: start copying to the host."""
+        for t in self._tensors:
+            self._rooms.append(self._memory.take_room(aligned(t.nbytes)))
+            self._events.append(self._memory.write_host(self._rooms[-1], 0, flat(t).view(torch.uint8)))
+            if self._memory.check_restored:
+                what = What("shared", None, self._part.start, self._part.stop)
+                self._checks.append(Check(what, flat(t).view(torch.uint8), t.dtype))
+
+    def settle(self) -> None:
+        """Wait for copies, and give up the device's tensors."""
+        while self._events:
+            self._events.pop().wait()
+        self._tensors = []
+
+    def fetch(self) -> None:
+        """Start bringing the tensors back, if they are not there."""
+        if self._tensors:
+            return
+        for room, (shape, stride, dtype) in zip(self._rooms, self._layouts, strict=True):
+            t = torch.empty_strided(shape, stride, dtype=dtype, device=self._memory.device)
+            self._events.append(self._memory.read_host(flat(t).view(torch.uint8), room))
+            self._tensors.append(t)
+
+    def restore(self, arguments: Any) -> Any:
+        """The arguments with the tensors for which there is a `Parked`, or the tensor for a `ParkedView`."""
+        while self._events:
+            self._events.pop().wait()
+        while self._checks:
+            check = self._checks.pop()
+            check.compare(flat(self._tensors[len(self._checks)]).view(torch.uint8))
+
+        def tensor(leaf: Any) -> Any:
+            if isinstance(leaf, Parked):
+                return self._tensors[leaf.number]
+            if isinstance(leaf, ParkedView):
+                argument = self._tensors[leaf.number]
+                return argument.as_strided(leaf.shape, leaf.stride, argument.storage_offset() + leaf.offset)
+            return leaf
+
+        return tree_map(tensor, arguments)
+
+    def release(self) -> None:
+        """The slice's backward is over."""
+        self.settle()
+        while self._rooms:
+            self._rooms.pop().release()

@@ -1,0 +1,127 @@
+"""Autocast's copies of weights, which a graph would hold from the forward to the backward: 2 bytes for each weight.
+
+Note: [Copies of frozen weights]
+The copy of a weight that is trained tells by its history what it was made of. That of a frozen one has none, and could
+be taken for an activation. So it is made here, just before autocast would make it, and noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from lightning_memo.engine.forward.intercept import OwnMode
+from lightning_memo.engine.forward.matrix_products import WEIGHT_PLACES
+from lightning_memo.engine.memory.saved_storages import Registry
+
+_COPY: Final = "ToCopyBackward0"
+_VIEWS: Final = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCopy:
+    """Stands for a view of a weight's copy in another dtype."""
+
+    weight: nn.Parameter
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, t: Tensor, weight: nn.Parameter | None) -> WeightCopy | None:
+        """What makes `t` again from its weight; `None`: it is no plain copy of all of one."""
+        if weight is None or t.untyped_storage().nbytes() != weight.numel() * t.element_size():
+            return None
+        return cls(weight, weight._version, t.dtype, t.shape, t.stride(), t.storage_offset())
+
+
+class WeightCopies:
+    """Copies that the forward of a layer call makes, and that its backward makes again, each once."""
+
+    def __init__(self) -> None:
+        self._frozen: Registry[nn.Parameter] = Registry()
+        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of_frozen(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """A frozen weight in another dtype, to be found by `find_frozen`."""
+        copy = weight.detach().to(dtype)
+        self._frozen.add(copy, weight)
+        return copy
+
+    def find_frozen(self, t: Tensor) -> WeightCopy | None:
+        """What makes `t` again, if `of_frozen` made it."""
+        known = self._frozen.find(t) if type(t) is Tensor and t.numel() else None
+        return None if known is None else WeightCopy.of(t, known[0])
+
+    @staticmethod
+    def find_trained(t: Tensor) -> WeightCopy | None:
+        """What makes `t` again, if it is a copy of a weight that is trained."""
+        return WeightCopy.of(t, _copied_weight(t.grad_fn))
+
+    def restore(self, copy: WeightCopy) -> Tensor:
+        """The tensor that a handle stands for.
+
+        Raises:
+            RuntimeError: The weight was changed since.
+        """
+        if copy.weight._version != copy.version:
+            raise RuntimeError(
+                "a weight that the backward needs was changed in place after the forward: step the optimizer, or load "
+                "weights, before the forward or after the backward"
+            )
+        key = id(copy.weight), copy.dtype
+        if key not in self._made:
+            self._made[key] = copy.weight.detach().to(copy.dtype)
+        return torch.as_strided(self._made[key], copy.shape, copy.stride, copy.offset)
+
+    def clear(self) -> None:
+        """The backward is over."""
+        self._frozen.clear()
+        self._made.clear()
+
+
+class FrozenCasts(OwnMode):
+    """Casts frozen weights before autocast does; see Note: [Copies of frozen weights]."""
+
+    def __init__(self, copies: WeightCopies) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        place = WEIGHT_PLACES.get(func)
+        if place is not None and len(args) > place and not self.inside and _is_cast(args[place]):
+            weight = args[place]
+            copy = self._copies.of_frozen(weight, torch.get_autocast_dtype(weight.device.type))
+            args = (*args[:place], copy, *args[place + 1 :])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cast(t: Any) -> bool:
+    """Whether autocast is going to copy `t`, a frozen weight."""
+    if not _is_plain(t) or t.requires_grad or not torch.is_autocast_enabled(t.device.type):
+        return False
+    return t.is_floating_point() and t.dtype not in (torch.float64, torch.get_autocast_dtype(t.device.type))
+
+
+def _copied_weight(node: Node | None) -> nn.Parameter | None:
+    """The weight of which a copy, or views of one, have this history."""
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != _COPY:
+        return None
+    weight = getattr(node.next_functions[0][0], "variable", None)
+    return weight if _is_plain(weight) else None
+
+
+def _is_plain(t: Any) -> bool:
+    """Whether `t` is a parameter; one of another type (a DTensor, a quantised one) knows better how it is copied."""
+    return type(t) is nn.Parameter and type(t.data) is Tensor

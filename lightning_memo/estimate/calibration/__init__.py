@@ -1,0 +1,1 @@
+"""Fitting the constants of the cost model to measured runs."""

@@ -1,0 +1,194 @@
+"""Fits efficiencies to measured seconds, by least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final
+
+import numpy as np
+
+from lightning_memo.artifacts.layer_costs import LayerCosts
+from lightning_memo.estimate.inputs.cluster import Cluster
+from lightning_memo.estimate.inputs.constants import Constants
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.step.layer_times import LayerTimes, head_seconds, layer_times
+from lightning_memo.planner.alpha.step_time import steady
+from lightning_memo.shapes.model_shape import ModelShape
+
+EFFICIENCIES: Final = ("dense_efficiency", "attention_forward_efficiency", "attention_backward_efficiency")
+_DENSE, _ATTENTION_FORWARD, _ATTENTION_BACKWARD = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMeasurement:
+    """What a run's first step measured of its layers, on one device."""
+
+    origin: str
+    """Which run."""
+
+    shape: ModelShape
+    costs: LayerCosts
+
+    def __post_init__(self) -> None:
+        if self.costs.calls != self.shape.layers:
+            raise ValueError(
+                f"{self.origin} has {self.costs.calls} layer calls, and {self.shape.name} {self.shape.layers} layers: "
+                "give the model that was run"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMeasurement:
+    """Seconds of forward and backward of plain training, on one device."""
+
+    origin: str
+    shape: ModelShape
+    batch: int
+    tokens: int
+    seconds: float
+
+
+Measurement = LayerMeasurement | StepMeasurement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """How far the fit is from what was measured."""
+
+    what: str
+    measured_seconds: float
+    fitted_seconds: float
+
+    @property
+    def percent(self) -> float:
+        return 100 * (self.fitted_seconds / self.measured_seconds - 1)
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.measured_seconds:.4g} s measured, {self.percent:+.1f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Seconds at the peak by what they are spent on, and as measured."""
+
+    what: str
+    at_peak: dict[int, float]
+    seconds: float
+
+
+def fit(
+    measurements: Sequence[Measurement], cluster: Cluster, base: Constants
+) -> tuple[Constants, tuple[Residual, ...]]:
+    """Constants by which the cost model gives the measured seconds as nearly as it can.
+
+    Whole steps alone do not tell attention's forward from its backward: their ratio is then that of `base`. Bandwidth
+    is the median of what runs measured, and that of `base` without them.
+
+    Args:
+        measurements: of this kind of machine.
+        cluster: whose peaks efficiencies are shares of.
+        base: constants for what is not measured.
+
+    Returns:
+        The constants, which still say of `base` how they were made; and what they leave unexplained.
+
+    Raises:
+        ValueError: nothing was measured, or more than the cluster's peaks was.
+    """
+    rows = [row for m in measurements for row in _rows(m, cluster, base) if row.seconds > 0]
+    if not rows:
+        raise ValueError("nothing is measured: give files of runs, or lengths to run")
+    layers = [m for m in measurements if isinstance(m, LayerMeasurement)]
+    slowness = _solve(rows, None if layers else base)
+    constants = _with_efficiencies(base, [1 / value for value in slowness])
+    if layers:
+        constants = replace(constants, host_efficiency=_host_efficiency(layers, cluster))
+    residuals = tuple(
+        Residual(
+            what=row.what,
+            measured_seconds=row.seconds,
+            fitted_seconds=sum(value * slowness[column] for column, value in row.at_peak.items()),
+        )
+        for row in rows
+    )
+    return constants, residuals
+
+
+def _with_efficiencies(base: Constants, values: Sequence[float]) -> Constants:
+    dense, attention_forward, attention_backward = values
+    return replace(
+        base,
+        dense_efficiency=dense,
+        attention_forward_efficiency=attention_forward,
+        attention_backward_efficiency=attention_backward,
+    )
+
+
+def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
+    """The reciprocals of the efficiencies.
+
+    Raises:
+        ValueError: one would have to be below 1.
+    """
+    relative = np.array([[row.at_peak.get(column, 0.0) / row.seconds for column in range(3)] for row in rows])
+    free = np.eye(3)
+    if ratio_of is not None:
+        ratio = ratio_of.attention_forward_efficiency / ratio_of.attention_backward_efficiency
+        free = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, ratio]])
+    values = [float(value) for value in free @ np.linalg.lstsq(relative @ free, np.ones(len(rows)), rcond=None)[0]]
+    for name, value in zip(EFFICIENCIES, values, strict=True):
+        if value < 1.0:
+            raise ValueError(
+                f"{name} would have to be {'infinite' if value <= 0 else f'{1 / value:.3g}'}, above 1: measure longer "
+                "sequences, or give the cluster.peak_flops of the machine that ran"
+            )
+    return values
+
+
+def _rows(measurement: Measurement, cluster: Cluster, base: Constants) -> Iterator[_Row]:
+    if isinstance(measurement, StepMeasurement):
+        times, head = _at_peak(measurement.shape, cluster, base, measurement.tokens)
+        calls = measurement.shape.layers * measurement.batch
+        terms = {
+            _DENSE: 3 * calls * times.dense + measurement.batch * head,
+            _ATTENTION_FORWARD: calls * times.attention_forward,
+            _ATTENTION_BACKWARD: calls * times.attention_backward,
+        }
+        yield _Row(f"{measurement.origin}, step", terms, measurement.seconds)
+        return
+    costs = steady(measurement.costs)
+    times, _ = _at_peak(measurement.shape, cluster, base, costs.tokens)
+    by_part: dict[str, tuple[tuple[float, ...], dict[int, float]]] = {
+        "forward": (costs.forward_seconds, {_DENSE: times.dense, _ATTENTION_FORWARD: times.attention_forward}),
+        "backward": (
+            costs.backward_seconds,
+            {_DENSE: times.dense_backward, _ATTENTION_BACKWARD: times.attention_backward},
+        ),
+        "recomputation": (costs.recompute_seconds, {_DENSE: times.recomputed_dense}),
+    }
+    for part, (seconds, terms) in by_part.items():
+        of_batch = {column: costs.batch * value for column, value in terms.items()}
+        yield _Row(f"{measurement.origin}, {part} of a layer", of_batch, median(seconds))
+
+
+def _at_peak(shape: ModelShape, cluster: Cluster, base: Constants, tokens: int) -> tuple[LayerTimes, float]:
+    """A layer's times and those of the head, were the peak reached."""
+    ideal = _with_efficiencies(base, [1.0] * len(EFFICIENCIES))
+    question = Question(
+        shape=shape, cluster=cluster, constants=ideal, method="memo", gpus=1, seq_len=tokens, batch_size=1
+    )
+    return layer_times(question, Parallelism()), head_seconds(question, Parallelism())
+
+
+def _host_efficiency(layers: Sequence[LayerMeasurement], cluster: Cluster) -> float:
+    copied = median(min(m.costs.offload_bytes_per_second, m.costs.prefetch_bytes_per_second) for m in layers)
+    alone = cluster.host_bandwidth_of(1)
+    if copied > alone:
+        raise ValueError(
+            f"copies ran at {copied:.3g} bytes per second, above cluster.host_bandwidth={alone:.3g}: give that of the "
+            "machine that ran"
+        )
+    return copied / alone

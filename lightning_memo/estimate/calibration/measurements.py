@@ -1,0 +1,65 @@
+"""Reads what runs and benchmarks have measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.estimate.calibration.fitting import LayerMeasurement, Measurement, StepMeasurement
+from lightning_memo.shapes.hf_config import shape_of
+from lightning_memo.shapes.model_shape import ModelShape
+
+_PLAIN = "plain"
+
+
+def read_measurements(path: Path, shape: ModelShape) -> tuple[Measurement, ...]:
+    """What a file holds: a plan, which every run of MemoStrategy saves, or results of `benchmarks/engine.py`.
+
+    Args:
+        path: the file.
+        shape: the model that a plan was made for; results of benchmarks name their own.
+
+    Returns:
+        Nothing for results of other benchmarks.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no JSON, or a plan that is broken or of another model.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path}: no JSON: give saved plans, or results of benchmarks/engine.py") from None
+    if isinstance(content, dict) and "fingerprint" in content:
+        costs = Plan.load(path).costs
+        origin = f"{shape.name}, {costs.batch} x {costs.tokens} tokens"
+        return (LayerMeasurement(origin=origin, shape=shape, costs=costs),)
+    return tuple(_steps(path, content))
+
+
+def _steps(path: Path, content: Any) -> Iterator[StepMeasurement]:
+    """Plain training among the methods that a benchmark compared."""
+    try:
+        settings = content["model"]
+        seconds = [row["median_seconds"] for row in content["results"] if row["method"]["name"] == _PLAIN]
+        batch, tokens = settings["batch"], settings["seq_len"]
+        shape = shape_of(
+            {
+                "model_type": "llama",
+                "num_hidden_layers": settings["layers"],
+                "hidden_size": settings["hidden"],
+                "intermediate_size": settings["ffn"],
+                "num_attention_heads": settings["heads"],
+                "num_key_value_heads": settings["kv_heads"],
+                "vocab_size": settings["vocab"],
+            },
+            path.stem,
+        )
+    except (KeyError, TypeError):
+        return
+    for value in seconds:
+        if value is not None:
+            yield StepMeasurement(origin=path.stem, shape=shape, batch=batch, tokens=tokens, seconds=value)

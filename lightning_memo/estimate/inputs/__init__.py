@@ -1,0 +1,1 @@
+"""What an estimate starts from: clusters, presets, parallelism, precision and fitted constants."""

@@ -1,0 +1,1 @@
+"""Bytes of a training step: activations, buffers with lifetimes, and peaks."""

@@ -1,0 +1,146 @@
+"""What a layer keeps for its backward, tensor by tensor: S_input, S_attn and S_others of MEMO, section 4.2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.shapes.model_shape import Kernels, ModelShape
+
+_FP32: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor that a layer keeps."""
+
+    name: str
+    width: int
+    """Elements for each token."""
+
+    element_bytes: int
+    kind: Literal["input", "attention", "other"] = "other"
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.width * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes for each token of what a layer keeps."""
+
+    input: int
+    """S_input."""
+
+    attention: int
+    """S_attn: the output of attention, and its log-sum-exp."""
+
+    others: int
+    """S_others."""
+
+    @property
+    def total(self) -> int:
+        return self.input + self.attention + self.others
+
+
+def layer_activations(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> LayerActivations:
+    """What a layer of a model keeps for each token, undivided by any parallelism.
+
+    Args:
+        shape: The model.
+        kernels: See there.
+        sizes: Of elements.
+    """
+    sums = {"input": 0, "attention": 0, "other": 0}
+    for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes):
+        sums[tensor.kind] += tensor.bytes_per_token
+    return LayerActivations(sums["input"], sums["attention"], sums["other"])
+
+
+def saved_tensors(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> tuple[SavedTensor, ...]:
+    """The same tensor by tensor, in the order in which a layer makes them; see `layer_activations`."""
+    layer = _Layer(shape, kernels, sizes)
+    return (
+        SavedTensor("input", shape.hidden, sizes.stream, "input"),
+        *layer.adapters(),
+        *layer.norm("input norm", ("query", "key", "value"), reads_input=True),
+        *layer.attention(),
+        *layer.norm("feed-forward norm", ("gate", "up"), reads_input=kernels == "gpt_neox_parallel"),
+        *layer.feed_forward(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    shape: ModelShape
+    kernels: Kernels
+    sizes: ElementBytes
+
+    def adapters(self) -> Iterator[SavedTensor]:
+        """What lies between the two matrices of each adapter, and what attention gives where one copies it."""
+        adapters, product = self.shape.adapters, self.sizes.product
+        if adapters is None:
+            return
+        for name in adapters.products:
+            yield SavedTensor(f"within the adapter of {name}", adapters.rank, product)
+        if self.shape.adapts("output") and self.sizes.stream != product:
+            yield SavedTensor("attention output for output", self.shape.heads * self.shape.head_dim, product)
+
+    def reads(self, product: str) -> bool:
+        """Whether a product keeps what it reads, for the gradient of its weight or of its adapter's."""
+        return self.shape.adapters is None or self.shape.adapts(product)
+
+    def norm(self, name: str, products: Sequence[str], reads_input: bool) -> Iterator[SavedTensor]:
+        """A norm, with what it reads, unless that is the layer's input, and with its output, which products read."""
+        hidden, stream = self.shape.hidden, self.sizes.stream
+        separate = self.kernels in ("llama", "qwen3")
+        if separate:
+            yield from self._rms_norm(name, hidden, 1, stream, copies=not reads_input or stream != _FP32)
+        else:
+            if not reads_input:
+                yield SavedTensor("residual", hidden, stream)
+            if self.kernels != "fused":
+                yield SavedTensor(f"{name} mean", 1, stream)
+                yield SavedTensor(f"{name} deviation", 1, stream)
+        if separate and stream != self.sizes.product:  # each product makes a copy for itself
+            for product in filter(self.reads, products):
+                yield SavedTensor(f"{name} for {product}", hidden, self.sizes.product)
+        elif any(map(self.reads, products)):
+            yield SavedTensor(name, hidden, self.sizes.product)
+
+    def attention(self) -> Iterator[SavedTensor]:
+        """Queries, keys and values as attention reads them, and what it gives."""
+        shape = self.shape
+        counts = {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}
+        for name, heads in counts.items():
+            if self.kernels == "qwen3" and name != "value":
+                yield from self._rms_norm(f"{name} norm", heads * shape.head_dim, heads, self.sizes.product)
+            yield SavedTensor(name, heads * shape.head_dim, self.sizes.product)
+        yield SavedTensor("attention output", shape.heads * shape.head_dim, self.sizes.product, "attention")
+        if self.kernels != "fused":  # the paper leaves it out
+            yield SavedTensor("log-sum-exp", shape.heads, _FP32, "attention")
+
+    def feed_forward(self) -> Iterator[SavedTensor]:
+        """Outputs of the first products, what activation functions keep, and what the last product reads."""
+        names = ["up"]
+        if self.shape.gated:
+            names = ["gate", "up"] if self.kernels == "fused" else ["gate", "activated gate", "up"]
+        elif self.kernels == "gpt2":
+            names = ["up", "half of it", "tanh", "1 + tanh"]
+        if self.reads("down"):
+            names.append("activated")
+        for name in names:
+            yield SavedTensor(name, self.shape.ffn * self.shape.active_experts, self.sizes.product)
+
+    def _rms_norm(
+        self, name: str, width: int, rows: int, element_bytes: int, copies: bool = True
+    ) -> Iterator[SavedTensor]:
+        """What `weight * (x * rsqrt(mean(x^2)))` of `rows` rows keeps beside its output."""
+        if copies:
+            yield SavedTensor(f"{name} input in fp32", width, _FP32)
+        yield SavedTensor(f"{name} deviation", rows, _FP32)
+        if self.shape.adapters is None:  # for the gradient of its weight
+            yield SavedTensor(f"{name} unweighted", width, element_bytes)

@@ -1,0 +1,247 @@
+"""The buffers of one layer of Llama as Hugging Face runs it: in its forward, and in its recomputation and backward.
+
+Buffers are told in the order of the operations that make and free them. Operations between which nothing large lives
+are left out; norms, say, take more than what they keep for a moment, and never more than a feed-forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.memory.activations import saved_tensors
+from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
+from lightning_memo.shapes.model_shape import ModelShape
+
+_FP32: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBuffers:
+    """A layer on some tokens.
+
+    Raises:
+        ValueError: layers that are not those of Llama, or experts.
+    """
+
+    shape: ModelShape
+    sizes: ElementBytes
+    tokens: int
+    """Of the hidden states on the device."""
+
+    tensor_parallel: int = 1
+    """Devices that share each layer; products of one gather the hidden states of all."""
+
+    ring: bool = False
+    """Whether keys and values of other devices come by."""
+
+    blocks: bool = False
+    """Whether keys and values of earlier slices come by, block by block."""
+
+    gradients_stay: bool = False
+    """Whether gradients are there before the backward, and what it makes is added to them at once."""
+
+    def __post_init__(self) -> None:
+        if not knows(self.shape):
+            raise ValueError(f"{self.shape.name} has no layers of Llama, the only ones whose buffers are known")
+
+    @property
+    def layer_weights(self) -> tuple[int, ...]:
+        shape = self.shape
+        query, key = (
+            shape.hidden * shape.head_dim * heads // self.tensor_parallel for heads in (shape.heads, shape.kv_heads)
+        )
+        ffn = shape.hidden * shape.ffn // self.tensor_parallel
+        return (query, key, key, query, ffn, ffn, ffn, shape.hidden, shape.hidden)
+
+    @property
+    def adapter_weights(self) -> tuple[int, ...]:
+        return tuple(elements // self.tensor_parallel for elements in self.shape.adapter_weights)
+
+    @property
+    def trained_in_a_layer(self) -> int:
+        return sum(self.layer_weights if self.shape.adapters is None else self.adapter_weights)
+
+    @property
+    def stream(self) -> int:
+        """Bytes of hidden states."""
+        return self.tokens * self.shape.hidden * self.sizes.stream
+
+    def product(self, width: int) -> int:
+        """Bytes of what a product reads or gives, with so many elements for each token."""
+        return self.tokens * width * self.sizes.product
+
+    @property
+    def _ffn(self) -> int:
+        return self.product(self.shape.ffn)
+
+    @property
+    def _query(self) -> int:
+        return self.product(self.shape.heads * self.shape.head_dim)
+
+    @property
+    def _key(self) -> int:
+        return self.product(self.shape.kv_heads * self.shape.head_dim)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of hidden states that products read on a device, where they come from several."""
+        return self.product(self.shape.hidden) * self.tensor_parallel if self.tensor_parallel > 1 else 0
+
+    @property
+    def autocast(self) -> bool:
+        return self.sizes.stream != self.sizes.product
+
+    def copy(self, b: Buffers, weights: int) -> int:
+        """Autocast's copy of some weights; nothing without autocast."""
+        return b.make(weights * self.sizes.product if self.autocast else 0)
+
+    def run(self, b: Buffers) -> None:
+        """The layer's forward, up to its peak; attention's output stays, and what the layer reads is there."""
+        normed = [b.make(self.stream), b.make(self.gathered)]
+        query = self._run(b, "query", self._query)
+        key, value = (self._run(b, name, self._key) for name in ("key", "value"))
+        rotated_query = self._rotate(b, self._query)
+        rotated_key = self._rotate(b, self._key)
+        b.free(query, key)
+        b.make(self._query)  # stored: attention's output
+        if self.ring:
+            b.free(b.make(4 * self._key))  # keys and values of two other devices: one is read, one comes
+        projected = self._run(b, "output", self.product(self.shape.hidden))
+        b.free(rotated_query, rotated_key, value, *normed)
+        b.make(self.stream)  # the residual
+        b.free(projected)
+        b.make(self.stream)  # normed
+        b.make(self.gathered)
+        gate = self._run(b, "gate", self._ffn)
+        activated = b.make(self._ffn)
+        b.free(gate)
+        copies = [self.copy(b, self.tokens * self.shape.hidden), self.copy(b, self.layer_weights[4])]
+        up = self._run(b, "up", self._ffn)
+        b.free(*copies)
+        product = b.make(self._ffn)
+        b.free(activated, up)
+        b.make(self.stream)
+        b.free(product)
+
+    def _run(self, b: Buffers, product: str, size_bytes: int) -> int:
+        """What a product gives: where it has an adapter, what that gives is scaled and added."""
+        result = b.make(size_bytes)
+        if not self.shape.adapts(product):
+            return result
+        adapted, scaled = b.make(size_bytes), b.make(size_bytes)
+        b.free(adapted)
+        total = b.make(size_bytes)
+        b.free(result, scaled)
+        return total
+
+    def _rotate(self, b: Buffers, size_bytes: int) -> int:
+        """`x * cos + rotated * sin`, forward or backward: three of the size at once, of which one stays."""
+        size_bytes = size_bytes * self.sizes.stream // self.sizes.product
+        first, second, result = (b.make(size_bytes) for _ in range(3))
+        b.free(first, second)
+        return result
+
+    def _gradients(self, b: Buffers, product: str, elements: int) -> None:
+        """Those of a product's weight, or of its adapter's two."""
+        if self.shape.adapters is None:
+            self._gradient(b, elements)
+        elif self.shape.adapts(product):
+            for width in self.shape.products[product]:
+                self._gradient(b, self.shape.adapters.rank * width // self.tensor_parallel)
+
+    def _gradient(self, b: Buffers, elements: int) -> None:
+        """The gradient of a weight: new, or added to what is there."""
+        made = b.make(elements * self.sizes.product) if self.autocast or self.gradients_stay else None
+        if not self.gradients_stay:
+            b.make(elements * self.sizes.gradient)
+        if made is not None:
+            b.free(made)
+
+    def differentiate(self, b: Buffers, dy: int) -> None:
+        """Recompute the layer and differentiate it, gradients of its weights included.
+
+        Args:
+            b: what is there before, and collects.
+            dy: the gradient of the layer's output, which is freed.
+        """
+        recomputed = saved_tensors(self.shape, kernels="llama", sizes=self.sizes)
+        saved = {t.name: b.make(self.tokens * t.bytes_per_token) for t in recomputed if t.kind == "other"}
+        of_attention = b.make(self.gathered)
+        of_feed_forward = b.make(self.gathered)
+        d_residual, copies = self._backward_of_feed_forward(b, dy, saved, of_feed_forward)
+        self._backward_of_attention(b, d_residual, copies, of_attention)
+
+    def _backward_of_feed_forward(
+        self, b: Buffers, dy: int, saved: dict[str, int], gathered: int
+    ) -> tuple[int, list[int]]:
+        """The gradient that the residual hands on, and autocast's copies of weights, which stay."""
+        hidden = self.product(self.shape.hidden)
+        *_, gate_weight, up_weight, down_weight, _, _ = self.layer_weights
+
+        def drop(*names: str) -> None:
+            b.free(*(saved.pop(name) for name in names if name in saved))
+
+        if self.autocast:  # at the end of the recomputation: the norm's output, the output's copy and those of weights
+            ends = [b.make(self.stream), b.make(hidden), self.copy(b, sum(self.layer_weights) + down_weight)]
+            if self.shape.adapts("down"):  # peft gives the adapter a copy in fp32 of what the product reads
+                ends += [b.make(self._ffn), b.make(self._ffn * _FP32 // self.sizes.product)]
+            b.free(*ends)
+        d_output = b.make(hidden if self.autocast else self.gathered)
+        copies = [self.copy(b, down_weight)]
+        self._gradients(b, "down", down_weight)
+        d_product = b.make(self._ffn)
+        drop("activated")
+        b.free(d_output)
+        d_activated, d_up = b.make(self._ffn), b.make(self._ffn)
+        drop("activated gate", "up")
+        b.free(d_product)
+        copies.append(self.copy(b, up_weight))
+        self._gradients(b, "up", up_weight)
+        of_up = b.make(self.stream * self.tensor_parallel)
+        b.free(d_up)
+        d_gate = b.make(self._ffn)
+        drop("gate")
+        b.free(d_activated)
+        copies.append(self.copy(b, gate_weight))
+        self._gradients(b, "gate", gate_weight)
+        of_gate = b.make(self.stream * self.tensor_parallel)
+        drop("feed-forward norm", "feed-forward norm for gate", "feed-forward norm for up")
+        b.free(d_gate, gathered)
+        d_normed = b.make(self.stream)
+        b.free(of_up, of_gate)
+        d_residual = b.make(self.stream)
+        b.free(d_normed, dy)
+        drop("feed-forward norm unweighted")
+        of_norm = [b.make(self.tokens * self.shape.hidden * _FP32) for _ in range(4)]
+        b.free(*of_norm)
+        drop("feed-forward norm input in fp32", "feed-forward norm deviation")
+        return d_residual, copies
+
+    def _backward_of_attention(self, b: Buffers, d_residual: int, copies: list[int], gathered: int) -> None:
+        query, key, _, output, *_ = self.layer_weights
+        copies = [*copies, self.copy(b, output)]
+        self._gradients(b, "output", output)
+        d_attended = b.make(self._query)
+        if self.blocks:  # the sum of the queries' gradients, and gradients of a block
+            b.free(b.make(self.tokens * self.shape.heads * self.shape.head_dim * _FP32 + self._query + 2 * self._key))
+        if self.ring:
+            b.free(b.make(6 * self._key))  # keys and values of another device, and gradients in fp32 on their way
+        d_query, d_key, d_value = (b.make(size) for size in (self._query, self._key, self._key))
+        b.free(d_attended)
+        rotated = [self._rotate(b, self._key)]
+        b.free(d_key)
+        rotated.append(self._rotate(b, self._query))
+        b.free(d_query)
+        for name, weight in (("query", query), ("key", key), ("value", key)):
+            copies.append(self.copy(b, weight))
+            self._gradients(b, name, weight)
+        if self.tensor_parallel > 1:
+            b.free(b.make(2 * self.gathered))
+        b.free(d_residual, d_value, gathered, *rotated, *copies)
+
+
+def knows(shape: ModelShape) -> bool:
+    """Whether the buffers of a model's layers are known: those of Llama, without experts."""
+    return shape.kernels == "llama" and shape.experts == 1

@@ -1,0 +1,183 @@
+"""The highest peaks of a step whose slices of tokens swap for themselves, with keys and values on the host.
+
+As in `working_set.py`, of which this has the layers: what is around them is smaller. What passes the device in buffers
+that the plan sets aside (slots, blocks of keys and values) is not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from typing_extensions import override
+
+from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
+from lightning_memo.estimate.memory.layer_buffers import LayerBuffers
+from lightning_memo.estimate.memory.slice_settings import Slices, tables_bytes
+from lightning_memo.estimate.memory.working_set import CHUNK_BYTES, RNG_STATE_BYTES, HuggingFaceStep
+from lightning_memo.planner.token_slices import slice_tokens_by_alpha
+
+_FP32, _INT64 = 4, 8
+_NORM_ROWS: Final = 12
+"""Copies of a chunk of hidden states that the backward of the last norm takes, in fp32, where they come from the host.
+"""
+
+_LOOKED_AT: Final = 2
+"""Slices on which the engine looks at a layer, where the sequence is longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedStep(HuggingFaceStep):
+    """See `HuggingFaceStep`; its `tokens` are those of the sequence, and the device is alone with it."""
+
+    slices: Slices
+
+    @property
+    @override
+    def outside_bytes(self) -> int:
+        """Highest peak in the forward, the loss and the optimizer."""
+        if self.slices.schedule == "slice":
+            tail = self._tail().lower_bound_bytes
+            return max(self._first_look(1), tail, self._optimizer().lower_bound_bytes)
+        peaks = (self._first_look(_LOOKED_AT), self._run_slice(), self._optimizer().lower_bound_bytes)
+        return max(*peaks, self._loss_bytes)
+
+    @property
+    @override
+    def layers_bytes(self) -> int:
+        """Highest peak in the backward of the layers: of a slice whose gradients add to those of the last one."""
+        if self.slices.schedule == "slice":
+            b = self._shared(self.shape.layers)
+            b.make(self._arguments)  # of the next slice
+            self._part().differentiate(b, b.make(self._part().stream))
+            return b.lower_bound_bytes
+        missing = 0
+        if not self.gradients_stay and self.shape.adapters is None and not self.shape.tied:
+            missing = self._weights[0] * self.sizes.gradient  # that of the embeddings comes last
+        if self.slices.host_backed == "attention":
+            return self._around_on_device().lower_bound_bytes - missing
+        return max(self._around_on_host().lower_bound_bytes - missing, self._embedding_bytes)
+
+    def _around_on_device(self) -> Buffers:
+        b = self._shared(self.shape.layers)
+        b.make(2 * self.stream)  # gradients of the layer's output and input
+        b.make(self.slices.key_value_gradient_bytes(self.shape) * (self._count - 1) * self.slices.tokens)
+        self._part().differentiate(b, b.make(0))
+        return b
+
+    def _around_on_host(self) -> Buffers:
+        b = self._shared(self.shape.layers)
+        lengths = [part.tokens for part in slice_tokens_by_alpha(self.tokens, 0.0, self.slices.tokens)]
+        # Of the output, the gradient of the slice before is on its way; of the input, those of two slices after.
+        passing = max(sum(lengths[max(n - 1, 0) : n]) + sum(lengths[n + 1 : n + 3]) for n in range(len(lengths) - 1))
+        b.make(passing * self.shape.hidden * self.sizes.stream)
+        b.make(tables_bytes(self.shape, self.sizes) * self.slices.tokens)
+        self._part().differentiate(b, b.make(self._part().stream))
+        return b
+
+    # ---- what is around a layer
+
+    @property
+    def _count(self) -> int:
+        """Slices."""
+        return -(-self.tokens // self.slices.tokens)
+
+    def _part(self, count: int = 1) -> LayerBuffers:
+        """A layer on some slices, whose gradients meet those of others."""
+        tokens = min(count * self.slices.tokens, self.tokens)
+        return LayerBuffers(shape=self.shape, sizes=self.sizes, tokens=tokens, blocks=True, gradients_stay=True)
+
+    @property
+    def _arguments(self) -> int:
+        """Bytes of what the layers of a slice share: tables of positions, and positions twice."""
+        return self.slices.tokens * (tables_bytes(self.shape, self.sizes) + 2 * _INT64)
+
+    @override
+    def _shared(self, calls: int) -> Buffers:
+        if self.slices.schedule == "layer" and self.slices.host_backed == "attention":
+            return super()._shared(calls)
+        b = Buffers()
+        if self.slices.schedule == "slice":  # which draws a state of the generator for all layers and slices
+            b.make(self._arguments if calls else 0)
+            b.make(RNG_STATE_BYTES if calls else 0)
+        else:
+            b.make(self.tokens * _INT64)
+            b.make(calls * RNG_STATE_BYTES)
+        return b
+
+    # ---- forward
+
+    def _first_look(self, count: int) -> int:
+        part = self._part(count)
+        b = self._shared(3)
+        if self.slices.states_on_host:
+            b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
+        whole = self.slices.schedule == "layer" and self.slices.host_backed == "attention"
+        b.make(self.stream if whole else part.stream)  # embeddings
+        b.make(part.stream)  # a copy of the layer's input
+        part.run(b)
+        return b.lower_bound_bytes
+
+    def _run_slice(self) -> int:
+        """The forward of a slice, between what the layer reads and what it gives."""
+        part = self._part()
+        b = self._shared(self.shape.layers)
+        if self.slices.host_backed == "all":
+            b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
+            b.make(4 * part.stream)  # this slice and the next one, and outputs on their way to the host
+        else:
+            b.make(2 * self.stream)
+        part.run(b)
+        return b.lower_bound_bytes
+
+    # ---- loss
+
+    @property
+    def _loss_bytes(self) -> int:
+        if self.slices.host_backed == "attention":
+            return self._peak_of_loss
+        return max(self._streamed_loss(), self._streamed_norm())
+
+    def _streamed_loss(self) -> int:
+        """A chunk of the loss, of hidden states that are on the host."""
+        b = self._shared(self.shape.layers)
+        tokens = self._chunk_tokens
+        b.make(6 * tokens * self.shape.hidden * self.sizes.stream)  # of the chunk, of the next one, and their gradients
+        trained = self.shape.adapters is None
+        if trained:
+            b.make(self._weights[0] * _FP32)  # the head's gradient, which all chunks add to
+        self.copy(b, self._weights[0])
+        b.make(tokens * self.shape.vocab * _FP32)
+        if self.sizes.product != _FP32:
+            b.make(tokens * self.shape.vocab * self.sizes.product)
+        if trained:
+            b.make(self._weights[0] * self.sizes.product)
+        return b.lower_bound_bytes
+
+    def _streamed_norm(self) -> int:
+        return self._shared(self.shape.layers).lower_bound_bytes + (
+            _NORM_ROWS * self._chunk_tokens * self.shape.hidden * _FP32
+        )
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return min(self.slices.tokens, CHUNK_BYTES // (self.shape.vocab * _FP32))
+
+    @property
+    def _embedding_bytes(self) -> int:
+        """The gradient of the embeddings, which all slices add to in fp32; their own ones are as large."""
+        if self.shape.adapters is not None:
+            return 0
+        part = self._part()
+        summed = _FP32 - self.sizes.gradient  # beside the gradient that comes of it
+        return self._weights[0] * (self.sizes.gradient + summed) + 4 * part.stream
+
+    def _tail(self) -> Buffers:
+        """Norm, head and loss of a slice, differentiated at once."""
+        of_slice = replace(self, tokens=self.slices.tokens)
+        beside = self._arguments  # of the slice before
+        if self.shape.adapters is None and self.sizes.gradient != _FP32:
+            beside += self._weights[0] * _FP32  # the head's gradient, summed over slices
+        if of_slice._chunked:
+            return of_slice._chunked_loss(beside)
+        return of_slice._loss(True, beside + of_slice.product(self.shape.vocab))  # the model's output has logits

@@ -1,0 +1,181 @@
+"""What a user asks, from the settings of the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from lightning_memo.config import parse_bytes
+from lightning_memo.estimate.inputs.cluster import MOST_DEVICES
+from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.inputs.precision_bytes import Precision
+from lightning_memo.estimate.inputs.presets import cluster_of, model_of
+from lightning_memo.estimate.memory.slice_settings import Slices
+from lightning_memo.estimate.question.candidates import near
+from lightning_memo.estimate.question.methods import check_question
+from lightning_memo.estimate.question.question import Method, Question
+from lightning_memo.utils.units import read_length
+
+HostBackedSetting = Literal["auto", "attention", "all"]
+ScheduleSetting = Literal["auto", "layer", "slice"]
+_MOST: Final = 2**20
+SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
+"""Of `parallel`."""
+
+Output = Literal["table", "json"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A question, and how it is to be answered."""
+
+    question: Question
+    """Where the longest length is asked for, its length says nothing."""
+
+    forced: dict[str, int]
+    """The given ones of `parallel`."""
+
+    longest: bool
+    multiple_of: int
+    output: Output
+    alternatives: int
+
+
+def read_request(settings: Mapping[str, Any], model: str) -> Request:
+    """Read the settings of `conf/estimate.yaml`.
+
+    Args:
+        settings: as plain data.
+        model: what a model without a path is called.
+
+    Raises:
+        ValueError: a setting is not allowed, or a file can't be read; one line says what was given, what is allowed
+            and what to do.
+    """
+    cluster = cluster_of(settings["cluster"])
+    gpus = read_count("gpus", settings["gpus"])
+    if gpus not in cluster.device_counts:
+        raise ValueError(
+            f"gpus={gpus}: give 1 to {MOST_DEVICES}, and whole nodes of {cluster.devices_per_node} if it is more than "
+            f"one, such as {' or '.join(map(str, near(cluster.device_counts, gpus)))}"
+        )
+    longest = settings["seq_len"] == "max"
+    multiple_of = read_length("multiple_of", settings["multiple_of"])
+    constants = settings["constants"]
+    question = Question(
+        shape=model_of(settings["model"], model),
+        cluster=cluster,
+        constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
+        method=_choice("method", settings["method"], get_args(Method)),
+        gpus=gpus,
+        seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
+        batch_size=read_count("batch_size", settings["batch_size"]),
+        alpha=_alpha(settings["alpha"], settings["method"]),
+        precision=_choice("precision", settings["precision"], get_args(Precision)),
+        slices=_slices(settings),
+        spill_bytes=_spill_bytes(settings["spill_memory"]),
+    )
+    check_question(question)
+    return Request(
+        question=question,
+        forced=_forced(settings["parallel"]),
+        longest=longest,
+        multiple_of=multiple_of,
+        output=_choice("output", settings["output"], get_args(Output)),
+        alternatives=read_count("alternatives", settings["alternatives"], least=0),
+    )
+
+
+def _constants(path: str, cluster: str) -> Constants:
+    try:
+        constants = read_constants(Path(path))
+    except OSError as error:
+        raise ValueError(f"constants={path}: {error.strerror or error}; give a file that calibrate wrote") from None
+    if constants.cluster not in ("", cluster):
+        raise ValueError(
+            f"constants={path}: they are shares of the peaks of cluster={constants.cluster}, not of {cluster}: give "
+            f"cluster={constants.cluster}, or calibrate with cluster={cluster}"
+        )
+    return constants
+
+
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """A setting that is an integer.
+
+    Raises:
+        ValueError: it is none, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+    if value > _MOST:
+        raise ValueError(f"{name}={value!r}: give an integer of at most {_MOST}")
+    return value
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: give {', '.join(allowed)}")
+    return value
+
+
+def _alpha(value: Any, method: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"alpha={value!r}: give a fraction of the tokens from 0 to 1, or null for that of the plan")
+    if method != "memo":
+        raise ValueError(f"alpha={value:g}: method={method} has none to choose; leave it out, or give method=memo")
+    return float(value)
+
+
+def _spill_bytes(value: Any) -> int:
+    if value is None:
+        return 0
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"spill_memory: {error}") from None
+
+
+def _slices(settings: Mapping[str, Any]) -> Slices | None:
+    """By the names and rules of `MemoStrategy`."""
+    if settings["host_backed"] == "none":
+        raise ValueError(
+            "host_backed=none: without keys and values on the host, the first step is not cut and needs what it needs "
+            "without slices; leave slice_tokens and host_backed out, or give attention or all"
+        )
+    backed = _choice("host_backed", settings["host_backed"], get_args(HostBackedSetting))
+    schedule = _choice("schedule", settings["schedule"], get_args(ScheduleSetting))
+    if settings["slice_tokens"] == "auto":
+        if backed != "auto" or schedule == "slice":
+            raise ValueError(
+                f"host_backed={backed} schedule={schedule}: these need slices; give slice_tokens, like slice_tokens=64K"
+            )
+        return None
+    if settings["method"] != "memo":
+        raise ValueError(
+            f"slice_tokens={settings['slice_tokens']}: method={settings['method']} has no slices to choose; leave it "
+            "out, or give method=memo"
+        )
+    tokens = read_length("slice_tokens", settings["slice_tokens"], ", or auto")
+    if schedule == "slice":
+        if backed == "attention":
+            raise ValueError("schedule=slice contradicts host_backed=attention: all but a slice is on the host")
+        return Slices(tokens=tokens, host_backed="all", schedule="slice")
+    return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)
+
+
+def _forced(settings: Any) -> dict[str, int]:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"parallel={str(settings)[:40]}: give its sizes one by one, as parallel.tp=4")
+    for name in settings:
+        if name not in SIZES:
+            raise ValueError(f"parallel.{str(name)[:40]} is no setting: give {', '.join(SIZES)}")
+    forced = {name: value for name, value in settings.items() if value is not None}
+    for name, value in forced.items():
+        read_count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
+    if forced.get("zero_stage", 0) > 3:
+        raise ValueError(f"parallel.zero_stage={forced['zero_stage']}: give 0 to 3, or null for the fastest")
+    return forced

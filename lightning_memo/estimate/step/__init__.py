@@ -1,0 +1,1 @@
+"""Seconds and bytes of one training step, by method."""

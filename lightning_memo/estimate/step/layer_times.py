@@ -1,0 +1,201 @@
+"""Seconds of a layer for one sequence on one device, and of what lies outside of the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_memo.estimate.inputs.cluster import Cluster
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.question.methods import TRAITS, sizes_of
+from lightning_memo.estimate.question.question import Question
+from lightning_memo.shapes.model_shape import ModelShape
+
+BF16: Final = 2
+FP32: Final = 4
+
+BACKWARD_OF_ATTENTION: Final = 2.5
+"""FLOPs over those of the forward: five products instead of two."""
+
+_FORWARD_COLLECTIVES: Final = 4
+_BACKWARD_COLLECTIVES: Final = 6
+_BACKWARD_CONTEXTS: Final = 2
+"""What a backward sends over the context-parallel devices, over what a forward does."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Of one layer call for a sequence, on one of the devices that it is divided over."""
+
+    dense: float
+    """Forward of its matrix products with weights."""
+
+    dense_backward: float
+    """Of these products: gradients of what they read, and of the weights that are trained."""
+
+    recomputed_dense: float
+    """Of those that have to run again; the last one's output is not needed."""
+
+    attention_forward: float
+    attention_backward: float
+    collective: float
+    """One all-gather or reduce-scatter of hidden states over the tensor-parallel devices."""
+
+    context: float
+    """What context parallelism adds to the forward: what attention does not hide."""
+
+    network: float
+    """Of the forward: what it waits for links between nodes."""
+
+    @property
+    def forward(self) -> float:
+        """With a gather before, and a scatter after, attention and feed-forward."""
+        return self.dense + self.attention_forward + _FORWARD_COLLECTIVES * self.collective + self.context
+
+    @property
+    def backward(self) -> float:
+        """Nothing recomputed. The inputs of both parts are gathered anew for the weights' gradients."""
+        passed = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
+        return self.dense_backward + self.attention_backward + passed
+
+    @property
+    def tensor_parallel(self) -> float:
+        """Of forward and backward."""
+        return (_FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES) * self.collective
+
+    @property
+    def context_parallel(self) -> float:
+        """Of forward and backward."""
+        return (1 + _BACKWARD_CONTEXTS) * self.context
+
+    @property
+    def computing(self) -> float:
+        """Of forward and backward, with nothing sent."""
+        return self.forward + self.backward - self.tensor_parallel - self.context_parallel
+
+    @property
+    def recompute(self) -> float:
+        """All but attention and the last product, for all tokens."""
+        return self.recomputed_dense + 3 * self.collective
+
+    @property
+    def recompute_all(self) -> float:
+        return self.forward
+
+
+def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
+    """What a layer call takes.
+
+    Products and attention are a share of the device's peak, collectives run at the links' bandwidth.
+    """
+    shape, cluster, constants = question.shape, question.cluster, question.constants
+    tokens, divided = question.seq_len, parallel.tp * parallel.cp
+    sizes = sizes_of(question)
+    peak = cluster.peak_flops * sizes.rate
+    dense_rate = peak * constants.dense_efficiency * divided
+    attention_at_peak = shape.attention_flops(tokens) / divided / peak
+    if constants.published:
+        attention_at_peak *= TRAITS[question.method].attention_time
+    attention_forward = attention_at_peak / constants.attention_forward_efficiency
+    hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
+    collective = hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp)
+    exchanging, merging = _context_seconds(question, parallel, attention_forward)
+    return LayerTimes(
+        dense=2 * tokens * shape.multiplied_in_a_layer / dense_rate,
+        dense_backward=2 * tokens * (shape.multiplied_in_a_layer + shape.trained_in_a_layer) / dense_rate,
+        recomputed_dense=2 * tokens * shape.multiplied_again / dense_rate,
+        attention_forward=attention_forward,
+        attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
+        collective=collective,
+        context=exchanging + merging,
+        network=(4 * collective if parallel.tp > cluster.devices_per_node else 0.0)
+        + (exchanging if parallel.tp * parallel.cp > cluster.devices_per_node else 0.0),
+    )
+
+
+def ring_bandwidth(cluster: Cluster, devices: int, stride: int = 1) -> float:
+    """Bytes per second that go round a ring of devices.
+
+    Where the ring leaves the node, it does so once, over the network adapters of all its devices in the node.
+
+    Args:
+        cluster: whose links.
+        devices: in the ring.
+        stride: from each to the next: the size of the groups that lie within.
+    """
+    if devices * stride <= cluster.devices_per_node:
+        return cluster.node_bandwidth
+    return min(cluster.network_bandwidth * max(cluster.devices_per_node // stride, 1), cluster.node_bandwidth)
+
+
+def _context_seconds(question: Question, parallel: Parallelism, attention_seconds: float) -> tuple[float, float]:
+    """What is waited for, and what merging takes.
+
+    A ring passes keys and values on while attention runs, and merges an output at each step.
+
+    Ulysses exchanges queries, keys, values and outputs; nothing hides that.
+    """
+    shape, bandwidth = question.shape, ring_bandwidth(question.cluster, parallel.cp, parallel.tp)
+    tokens = question.seq_len / (parallel.tp * parallel.cp)
+    product = sizes_of(question).product
+    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
+    output = tokens * shape.heads * shape.head_dim * product
+    if TRAITS[question.method].ulysses:
+        return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth, 0.0
+    steps = parallel.cp - 1
+    exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
+    return exposed, steps * output / question.constants.merged_bytes_per_second
+
+
+def head_seconds(question: Question, parallel: Parallelism) -> float:
+    """Forward and backward of the head for one sequence."""
+    shape = question.shape
+    products = 3 if shape.adapters is None else 2  # without the gradient of the weight
+    flops = 2 * products * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
+    return flops / (question.cluster.peak_flops * sizes_of(question).rate * question.constants.dense_efficiency)
+
+
+def has_whole_logits(question: Question) -> bool:
+    """Whether logits of all tokens are alive at once."""
+    return TRAITS[question.method].whole_logits or question.constants.published
+
+
+def data_parallel_seconds(question: Question, parallel: Parallelism, compute_seconds: float) -> float:
+    """What synchronising weights and gradients adds to a step.
+
+    ZeRO 3 gathers weights for each forward and backward and reduces gradients after each, hidden by computing as far
+    as that lasts; the papers' DeepSpeed waits, as its times of short sequences show. Else gradients are reduced, and
+    weights gathered where the optimizer is sharded, once a step.
+
+    Args:
+        question: what is trained.
+        parallel: how.
+        compute_seconds: of all layers in a step.
+    """
+    ranks = parallel.dp * parallel.cp
+    if ranks == 1:
+        return 0.0
+    sent = (ranks - 1) / ranks
+    weights = device_parameters(question.shape, parallel) * sent
+    trained = device_trained_parameters(question.shape, parallel) * sent
+    bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
+    sizes = sizes_of(question)
+    if parallel.zero_stage == 3:
+        sequences = question.batch_size // parallel.dp
+        moving = sequences * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth
+        return moving if question.constants.published else max(moving - compute_seconds, 0.0)
+    return trained * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
+
+
+def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:
+    """Weights of the fullest device before ZeRO divides them: its layers, and the embedding or the head."""
+    layers = shape.layers // parallel.pp * shape.layer_parameters
+    embeddings = shape.vocab * shape.hidden * (2 if parallel.pp == 1 and not shape.tied else 1)
+    return (layers + embeddings) / parallel.tp
+
+
+def device_trained_parameters(shape: ModelShape, parallel: Parallelism) -> float:
+    """Those of them that get a gradient."""
+    if shape.adapters is None:
+        return device_parameters(shape, parallel)
+    return shape.layers // parallel.pp * shape.trained_layer_parameters / parallel.tp

@@ -1,0 +1,122 @@
+"""What a step takes in seconds and bytes, by every method: the cost model's face."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from lightning_memo.config import format_bytes
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.question.methods import TRAITS, check_question, runs_here, sizes_of, why_not_by_method
+from lightning_memo.estimate.question.question import Estimate, Question, Status
+from lightning_memo.estimate.step.activation_shares import shares_sentence
+from lightning_memo.estimate.step.device_bytes import state_of
+from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds
+from lightning_memo.estimate.step.layers_outcome import Outcome
+from lightning_memo.estimate.step.planner_inputs import budget, devices_of_node, sequences_in_flight
+from lightning_memo.estimate.step.resident_methods import keep, stream
+from lightning_memo.estimate.step.swapping_methods import swap
+
+
+def estimate(question: Question, parallel: Parallelism) -> Estimate:
+    """What is to be expected of a question with a given parallelism.
+
+    Raises:
+        ValueError: the devices are not those of the question, something can't be divided so, or alpha is given where
+            the method has none or it is above 1.
+    """
+    _refuse(question, parallel)
+    traits = TRAITS[question.method]
+    run = swap if traits.recomputes == "alpha" else stream if traits.streamed else keep
+    outcome = run(question, parallel)
+    device_bytes = _device_bytes(question, parallel, outcome)
+    room = budget(question, parallel)
+    limits = [*outcome.limits, *_precision_told(question)]
+    status: Status = outcome.status
+    if status == "ok" and device_bytes["total"] > room.device_bytes:
+        status = "oom"
+    if status == "oom":
+        limits = [
+            f"The device would hold {format_bytes(device_bytes['total'])}, and has {format_bytes(room.device_bytes)} "
+            "for it.",
+            *limits,
+        ]
+    seconds = step_seconds_of(question, parallel, outcome) if status == "ok" else None
+    peak = question.cluster.peak_flops * question.gpus
+    tokens = question.seq_len * question.batch_size
+    model_flops = question.batch_size * question.shape.model_flops(question.seq_len)
+    hardware_flops = model_flops + question.batch_size * _recomputed_flops(question, outcome)
+    return Estimate(
+        status=status,
+        method=question.method,
+        model=question.shape.name,
+        seq_len=question.seq_len,
+        gpus=question.gpus,
+        parallel=parallel,
+        alpha=outcome.alpha,
+        step_seconds=seconds,
+        mfu=None if seconds is None else 100 * model_flops / seconds / peak,
+        hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
+        tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
+        device_bytes=device_bytes,
+        disk_bytes=outcome.disk_bytes * devices_of_node(question),
+        slices=question.slices,
+        host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
+        limits=[shares_sentence(traits, outcome), *limits],
+    )
+
+
+def _refuse(question: Question, parallel: Parallelism) -> None:
+    if parallel.devices != question.gpus:
+        raise ValueError(
+            f"tp={parallel.tp} x cp={parallel.cp} x dp={parallel.dp} x pp={parallel.pp} is {parallel.devices} devices, "
+            f"but gpus={question.gpus}: give sizes whose product is that"
+        )
+    if question.shape.adapters is not None and not runs_here(question):
+        raise ValueError(
+            f"method={question.method} on cluster={question.cluster.name}: programs of papers train all weights; give "
+            "memo, full_recompute, full_swap or plain on another cluster than a800, or model.lora.r=0"
+        )
+    check_question(question)
+    obstacles = parallel.obstacles(question.shape, question.seq_len, question.batch_size)
+    why_not = [*map(str, obstacles), why_not_by_method(question, parallel)][0]
+    if why_not:
+        raise ValueError(f"{why_not}: choose another parallelism")
+    if question.alpha is not None and question.alpha > 1:
+        raise ValueError(f"alpha={question.alpha:g} must be from 0 to 1")
+    if question.alpha is not None and question.method != "memo":
+        raise ValueError(f"alpha={question.alpha:g} has no meaning with method={question.method}: leave it out")
+
+
+def _device_bytes(question: Question, parallel: Parallelism, outcome: Outcome) -> dict[str, int]:
+    """By kind, with the model's state, and their sum."""
+    state = {kind: round(size) for kind, size in asdict(state_of(question, parallel)).items()}
+    kinds = {**state, **outcome.device_bytes}
+    return {**kinds, "total": sum(kinds.values())}
+
+
+def step_seconds_of(question: Question, parallel: Parallelism, outcome: Outcome) -> float:
+    """A step of all sequences. Stages of a pipeline interleave: while it fills and drains, each waits for a layer."""
+    sequences = question.batch_size // parallel.dp
+    layer = (outcome.seconds - head_seconds(question, parallel)) * parallel.pp / question.shape.layers
+    computing = sequences * outcome.seconds + (parallel.pp - 1) * layer
+    return computing + data_parallel_seconds(question, parallel, computing)
+
+
+def _recomputed_flops(question: Question, outcome: Outcome) -> float:
+    """Of one sequence: a layer's forward, or all of it but attention and the last product where tokens are swapped."""
+    shape, tokens = question.shape, question.seq_len
+    if TRAITS[question.method].recomputes == "all":
+        forward = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
+        return outcome.recomputed * shape.layers * forward
+    return outcome.recomputed * shape.recomputed_flops(tokens)
+
+
+def _precision_told(question: Question) -> list[str]:
+    """That a precision has no part in the estimate, or how fast its products are taken to be."""
+    if question.precision == "bf16-mixed":
+        return []
+    if not runs_here(question):
+        return [f"A paper's program is estimated, in its own mixed precision: {question.precision} changes nothing."]
+    if sizes_of(question).rate == 1:
+        return []
+    return ["Products of fp32 numbers are taken to run in TF32, at half the peak in bf16."]

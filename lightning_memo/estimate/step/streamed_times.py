@@ -1,0 +1,55 @@
+"""Seconds of a layer whose slices get earlier keys and values from the host."""
+
+from __future__ import annotations
+
+from lightning_memo.estimate.memory.activations import LayerActivations
+from lightning_memo.estimate.memory.slice_settings import Slices
+from lightning_memo.estimate.question.methods import sizes_of
+from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.step.layer_times import LayerTimes
+
+
+def streamed_seconds(
+    question: Question, slices: Slices, times: LayerTimes, kept: LayerActivations, bandwidth: float
+) -> tuple[float, float]:
+    """Forward and backward as a first step measures them, with nothing swapped but what always is.
+
+    A block of keys and values comes while the one before is computed with, so attention to earlier slices takes what is
+    longer: to compute, or to read. And a layer takes no less than all of its copies one way.
+
+    Args:
+        question: what is trained, on one device.
+        slices: of the sequence.
+        times: of a layer without slices.
+        kept: what a layer keeps for each token.
+        bandwidth: bytes per second each way.
+    """
+    shape, tokens = question.shape, question.seq_len
+    keys_and_values = 2 * shape.kv_heads * shape.head_dim * sizes_of(question).product
+    on_host = slices.host_backed == "all"
+    gradients = slices.key_value_gradient_bytes(shape) if on_host else 0
+    states = shape.hidden * sizes_of(question).stream if slices.states_on_host else 0
+    read = tokens_read(tokens, slices.tokens, shape.window)
+    share = read / (read + tokens / 2)  # of the pairs of queries and keys
+    always = tokens * (kept.input + kept.attention + keys_and_values)
+    reading, adding = read * keys_and_values / bandwidth, read * gradients / bandwidth
+    passing = tokens * states / bandwidth
+
+    def waited(attention: float, copying: float) -> float:
+        return max(copying - share * attention, 0.0)
+
+    forward = times.forward + waited(times.attention_forward, reading)
+    backward = times.backward + waited(times.attention_backward, reading + adding)
+    return (
+        max(forward, always / bandwidth + passing, reading + passing),
+        max(backward, always / bandwidth + reading + adding + passing),
+    )
+
+
+def tokens_read(tokens: int, slice_tokens: int, window: int | None) -> int:
+    """Keys of earlier slices that all slices of a layer call read together, a slice being read whole or not."""
+    read = 0
+    for start in range(0, tokens, slice_tokens):
+        seen = start if window is None else min(start, -(-(window - 1) // slice_tokens) * slice_tokens)
+        read += seen
+    return read

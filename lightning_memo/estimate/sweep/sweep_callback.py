@@ -1,0 +1,77 @@
+"""One table, one CSV file and the pictures over all jobs of a sweep of estimates, as a Hydra callback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memo.config import format_bytes
+from lightning_memo.estimate.step.activation_shares import format_alpha
+from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate, load_jobs, swept_settings, write_csv
+
+CSV_NAME: Final = "estimates.csv"
+_WIDTH: Final = 140
+
+
+class SweepEstimates(Callback):
+    """Prints a table of a sweep's jobs when it ends, and writes a CSV file and pictures into its folder.
+
+    What is printed goes to stderr where the jobs print JSON.
+    """
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Reads what the jobs left in the sweep's folder, and reports."""
+        from lightning_memo.estimate.sweep.sweep_pictures import draw_sweep  # takes a second, and only sweeps draw
+
+        folder = Path(config.hydra.sweep.dir)
+        jobs = load_jobs(folder)
+        write_csv(jobs, folder / CSV_NAME)
+        files = [folder / CSV_NAME, *draw_sweep(jobs, folder)]
+        console = Console(stderr=config.output == "json")
+        if not console.is_terminal:  # a file or a pipe has no width; without one rich takes 80
+            console.width = max(console.width, _WIDTH)
+        console.print(sweep_table(jobs))
+        for file in files:
+            console.print(str(file), soft_wrap=True, highlight=False, markup=False)
+
+
+def sweep_table(jobs: Sequence[SweptEstimate]) -> Table:
+    """Returns one row for each job: what was swept and the answer; mistakes stand below."""
+    names = swept_settings(jobs)
+    table = Table(title="Estimates", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in names:
+        table.add_column(name.rpartition(".")[2], justify="right", no_wrap=True)
+    told = all("seq_len" in names and not job.longest for job in jobs)  # the length, by what was swept
+    titles = ("status", "tp/cp/dp/pp", "ZeRO", "alpha", "step (s)", "MFU (%)", "device", "host")
+    for title in titles if told else ("tokens", *titles):
+        table.add_column(title, justify="right", no_wrap=True)
+    for job in jobs:
+        length = [] if told else [f"{job.answer['seq_len']:,}" if job.answer else "-"]
+        table.add_row(*[job.setting(name) for name in names], *length, *_cells(job))
+    mistakes = [f"{job.label(names)}: {job.message}" for job in jobs if job.message]
+    table.caption = Text("\n".join(mistakes)) if mistakes else None
+    return table
+
+
+def _cells(job: SweptEstimate) -> list[str]:
+    answer = job.answer
+    if answer is None:
+        return ["mistake", *["-"] * 7]
+    numbers = {"step_seconds": "{:.1f}", "mfu": "{:.1f}"}
+    return [
+        answer["status"],
+        "{tp}/{cp}/{dp}/{pp}".format(**answer["parallel"]),
+        str(answer["parallel"]["zero_stage"]),
+        format_alpha(answer["alpha"], answer["device_bytes"]),
+        *("-" if answer[name] is None else form.format(answer[name]) for name, form in numbers.items()),
+        format_bytes(answer["device_bytes"]["total"]),
+        format_bytes(answer["host_bytes"]),
+    ]

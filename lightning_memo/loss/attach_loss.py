@@ -1,0 +1,93 @@
+"""Makes Hugging Face models compute the loss of long sequences in chunks of tokens, without touching their code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
+from lightning_memo.engine.modules.token_local_modules import Forward, chunk_tokens_of
+from lightning_memo.loss.chunked_module import attach_chunks
+from lightning_memo.loss.lazy_logits import LazyLogits
+from lightning_memo.loss.logits_recipe import Head
+from lightning_memo.utils.find_layers import find_hugging_face, find_layers
+
+# Of the logits of a chunk in fp32. Every chunk reads and writes the fp32 gradient of the head's weights once, which is
+# hidden by its matrix products from about a thousand tokens on: those are 512 MiB for a vocabulary of 128K.
+CHUNK_BYTES = 512 * 2**20
+
+
+def attach_chunked_loss(
+    model: nn.Module, chunk_tokens: int | str = "auto", shards: int = 1, vocabulary_parts: int = 1
+) -> list[Callable[[], None]]:
+    """Give every Hugging Face model inside `model` lazy logits, and its last norm in chunks; returns what undoes it.
+
+    Calls of no more tokens than a chunk run as they are, bit for bit. A head that cannot run in chunks is left alone,
+    which is told.
+
+    Args:
+        model: What is trained; other models in it are left as they are.
+        chunk_tokens: Tokens whose logits exist at once, all sequence-parallel ranks together; "auto": as many as make
+            `CHUNK_BYTES` of fp32 logits on a process.
+        shards: Sequence-parallel ranks, each with its own part of the tokens of every row.
+        vocabulary_parts: Processes that share the logits of a token.
+    """
+    undo: list[Callable[[], None]] = []
+    for host in find_hugging_face(model):
+        head = getattr(host, "get_output_embeddings", lambda: None)()
+        weight = getattr(head, "weight", None)
+        if not isinstance(head, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
+            continue
+        if why := why_scaled_together(head):
+            rank_zero_warn(
+                f"MemoStrategy: the logits of all tokens are computed at once, because {why}: leave the head in higher "
+                "precision, or set loss_chunk_tokens=None"
+            )
+            continue
+        vocabulary, hidden = weight.shape
+        tokens = chunk_tokens
+        if isinstance(tokens, str):
+            tokens = max(1, CHUNK_BYTES // (4 * -(-vocabulary // vocabulary_parts)))
+        undo += _attach_head(Head(head, head.forward, max(1, tokens // shards), shards, vocabulary_parts), vocabulary)
+        norm = find_last_norm(host, hidden)
+        if norm is not None:
+            undo.append(attach_chunks(norm, max(1, tokens // shards)))
+    return undo
+
+
+def _attach_head(head: Head, vocabulary: int) -> list[Callable[[], None]]:
+    def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        lazy = not kwargs and len(args) == 1 and args[0].dim() == 3 and not _has_backward_hooks(module)
+        if not lazy or args[0].shape[:-1].numel() <= chunk_tokens_of(args[0], head.chunk_tokens):
+            return forward(*args, **kwargs)
+        return LazyLogits.of(head, args[0], vocabulary)
+
+    handle = register_optimizer_step_post_hook(head.after_step)
+    return [replace_forward(head.module, run), handle.remove]
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Whether someone wants gradients of the module's output, which then has to exist."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def find_last_norm(host: nn.Module, hidden: int) -> nn.Module | None:
+    """The norm between the layers and the head: the only one of `hidden` features that follows the list of layers."""
+    try:
+        path, layers = find_layers(host)
+    except ValueError:
+        return None
+    siblings = list(host.get_submodule(path.rpartition(".")[0]).children())
+    norms = [m for m in siblings[siblings.index(layers) + 1 :] if _is_norm(m, hidden)]
+    return norms[0] if len(norms) == 1 else None
+
+
+def _is_norm(module: nn.Module, hidden: int) -> bool:
+    weight = getattr(module, "weight", None)
+    named = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
+    return named and isinstance(weight, Tensor) and weight.shape == (hidden,)

@@ -1,0 +1,155 @@
+"""Hugging Face causal language models: random weights from a configuration, or a local checkpoint; LoRA on top."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from lightning_utilities.core.imports import RequirementCache
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from lightning_memo.models.context_extension import extend_context
+from lightning_memo.models.liger import apply_liger, check_liger, restore_rotary
+from lightning_memo.utils.units import read_length
+
+_PEFT = RequirementCache("peft>=0.18")
+_PEFTS_OWN = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"
+)  # fmt: skip
+"""Arguments of `peft.LoraConfig` that are no settings of a training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained.
+
+    Raises:
+        ValueError: Neither ``config`` nor ``path`` is given, or ``lora`` has no ``r``.
+    """
+
+    config: Mapping[str, Any] | None = None
+    """``model_type`` and arguments of that Hugging Face configuration class; the weights are random."""
+    path: str | None = None
+    """Folder of a saved Hugging Face model; where it is given, ``config`` is not looked at."""
+    rope_scaling: str | Mapping[str, Any] | None = None
+    """Scales rotary positions for sequences longer than those that the model was trained on, see
+    `lightning_memo.models.context_extension.extend_context`; None: as saved."""
+    max_position_embeddings: int | str | None = None
+    """Tokens of the longest sequence, as a number or like "128K"; None: as saved, or what ``rope_scaling`` gives."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `peft.LoraConfig`, `r` among them; none, or ``r`` 0, trains all weights."""
+    liger: bool = False
+    """Norms, rotary positions and feed-forwards by the kernels of liger-kernel, on a GPU; see
+    `apply_liger` in `lightning_memo.models.liger`."""
+    gradient_checkpointing: bool = False
+    """Hugging Face's own full recomputation, without swapping."""
+
+    def __post_init__(self) -> None:
+        if self.config is None and self.path is None:
+            raise ValueError("model: give model.config (random weights) or model.path (the folder of a saved model)")
+        if self.lora and "r" not in self.lora:
+            raise ValueError(
+                f"model.lora has {', '.join(self.lora)}, but no r: give the rank of the adapters, r, or r=0 to train"
+                " all weights"
+            )
+
+
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """Returns the Hugging Face configuration, with the key-value cache off.
+
+    Raises:
+        ValueError: The folder is not a saved model, the model type or its arguments are unknown, or its positions
+            can't be scaled so.
+    """
+    if model.path is None:
+        assert model.config is not None
+        try:
+            config = AutoConfig.for_model(**model.config)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise ValueError(f"model.config: Hugging Face refuses it: {error}") from error
+    else:
+        if not (Path(model.path) / "config.json").is_file():
+            raise ValueError(
+                f"model.path={model.path}: no config.json there; give the folder of a saved Hugging Face model"
+            )
+        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+    config.use_cache = False
+    longest = model.max_position_embeddings
+    positions = None if longest is None else read_length("model.max_position_embeddings", longest)
+    extend_context(config, model.rope_scaling, positions)
+    return config
+
+
+def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
+    """Refuses a model without embeddings for all tokens.
+
+    Args:
+        model: What is trained.
+        vocab_size: Of the tokenizer: its largest id, and one.
+
+    Raises:
+        ValueError: The model's vocabulary is smaller.
+    """
+    embeddings = load_hf_config(model).get_text_config().vocab_size
+    if vocab_size > embeddings:
+        raise ValueError(
+            f"tokenizer: its ids go up to {vocab_size - 1}, but the model has embeddings for {embeddings};"
+            " give the model's own tokenizer, or a larger model.config.vocab_size"
+        )
+
+
+def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Module:
+    """Returns the model in torch's default dtype, which Lightning sets from the trainer's precision.
+
+    Args:
+        model: Which.
+        device: Where it is going to run; None: on a GPU if there is one.
+
+    Raises:
+        ValueError: See `load_hf_config`; LoRA is asked for and peft is not installed, or has no such argument; or
+            liger's kernels are, and can't run.
+    """
+    if model.liger:
+        check_liger(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    config, dtype = load_hf_config(model), torch.get_default_dtype()
+    adapters = _lora_config(model.lora)  # before weights are read
+    if model.path is None:
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    else:
+        network = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, local_files_only=True)
+    network.train()  # from_pretrained returns it for inference
+    (apply_liger if model.liger else restore_rotary)(network)
+    if model.gradient_checkpointing:
+        # The second name is the one of older releases of transformers 5.
+        getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)()
+    return network if adapters is None else _with_adapters(network, adapters)
+
+
+def _lora_config(settings: Mapping[str, Any]) -> Any | None:
+    """The `peft.LoraConfig` of the settings; None where all weights are trained."""
+    if not settings.get("r"):
+        return None
+    if not _PEFT:
+        raise ValueError(
+            f"model.lora.r={settings['r']}: LoRA needs peft; pip install 'lightning-memo[peft]', or set it to 0"
+        )
+    from peft import LoraConfig
+
+    allowed = [each.name for each in fields(LoraConfig) if each.init and each.name not in _PEFTS_OWN]
+    unknown = sorted(settings.keys() - {*allowed})
+    if unknown:
+        raise ValueError(
+            f"model.lora.{unknown[0]}: peft.LoraConfig has no such argument; leave it out, or give one of"
+            f" {', '.join(allowed)}"
+        )
+    return LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
+def _with_adapters(network: nn.Module, config: Any) -> nn.Module:
+    from peft import get_peft_model
+
+    adapted: nn.Module = get_peft_model(network, config)
+    return adapted

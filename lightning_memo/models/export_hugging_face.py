@@ -1,0 +1,146 @@
+"""Models of any topology as plain Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from lightning_memo.data.tokenizer import has_tokenizer
+from lightning_memo.parallel.agree import is_first_rank
+from lightning_memo.parallel.checkpoints import publish
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def gather_state(model: nn.Module) -> dict[str, Any] | None:
+    """Gathers a sharded model's state in rank 0's host memory, one tensor after the other; all ranks call it.
+
+    Returns:
+        On rank 0, or in the only process, full tensors by names; None on other ranks.
+    """
+    # `full_state_dict` with `cpu_offload` gathers a tensor, copies it to rank 0's host memory and lets it go.
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return state if is_first_rank() else None
+
+
+def export_huggingface(
+    model: nn.Module, folder: str | Path, state_dict: dict[str, Any] | None = None, merge: bool = False
+) -> None:
+    """Writes a folder that `from_pretrained` reads: safetensors, configuration, generation configuration, tokenizer.
+
+    Of a PEFT model the adapter is written, or with `merge` the whole model with the adapter added to its weights. Where
+    the adapter was trained with other positions than its base model was saved with, the base's configuration lies
+    beside it, and a warning says how to load the two. The tokenizer is that of the folder that the model was loaded
+    from, if it has one. One process calls it. The folder appears when it is complete.
+
+    Args:
+        model: Hugging Face model, or PEFT's around one; it may be sharded if `state_dict` is given.
+        folder: New, or empty.
+        state_dict: Full tensors, from :func:`gather_state`; None takes the model's own.
+        merge: Changes `model`: its adapter becomes part of its weights.
+
+    Raises:
+        ValueError: The model is sharded, or no Hugging Face model, or has no adapter to merge; or `folder` is not free.
+    """
+    target = check_free(folder)
+    if not hasattr(model, "save_pretrained"):
+        raise ValueError(f"{type(model).__name__} is no Hugging Face model: give the one that is in it")
+    if merge:
+        model, state_dict = _merged(model, state_dict), None
+    if state_dict is None and _is_sharded(model):
+        raise ValueError("the model is sharded: give the state_dict that gather_state returns")
+    unfinished = publish.begin(target)
+    try:
+        with _cache_in_use(model):
+            # A copy, because tensors are taken out of it as they are written.
+            model.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
+            base = _base_of_other_positions(model)
+            if base is not None:
+                base.config.save_pretrained(unfinished)
+        _save_tokenizer(model, unfinished)
+        publish.publish(unfinished, target)
+    except BaseException:
+        publish.abandon(target)
+        raise
+    if base is not None:
+        rank_zero_warn(
+            f"{folder}: the adapter was trained with positions that its base model was not saved with, and PEFT loads"
+            f' the base as it was saved; give it the configuration: AutoModelForCausalLM.from_pretrained("'
+            f'{base.config.name_or_path}", config=AutoConfig.from_pretrained("{folder}")), and then '
+            f'PeftModel.from_pretrained(model, "{folder}")'
+        )
+
+
+def check_free(folder: str | Path) -> Path:
+    """Returns the absolute path of a folder that can be made.
+
+    Raises:
+        ValueError: There is something already.
+    """
+    target = Path(folder).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"{folder}: exists already; give a new or an empty folder")
+    return target
+
+
+def _base_of_other_positions(model: nn.Module) -> Any | None:
+    """The model under an adapter, where the folder that it was loaded from says other positions."""
+    if not hasattr(model, "peft_config"):
+        return None
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    if not (Path(base.config.name_or_path) / "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    saved = AutoConfig.from_pretrained(base.config.name_or_path, local_files_only=True)
+    return None if _positions(saved) == _positions(base.config) else base
+
+
+def _positions(config: PretrainedConfig) -> tuple[Any, Any]:
+    text = config.get_text_config()
+    return getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
+
+
+def _save_tokenizer(model: nn.Module, folder: Path) -> None:
+    origin = getattr(getattr(model, "config", None), "name_or_path", "")
+    if has_tokenizer(origin):
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(origin, local_files_only=True).save_pretrained(folder)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _merged(model: nn.Module, state_dict: dict[str, Tensor] | None) -> nn.Module:
+    if not hasattr(model, "merge_and_unload"):
+        raise ValueError("merge: the model has no adapter")
+    if _is_sharded(model):
+        raise ValueError("merge: the model is sharded; save a checkpoint, then python -m lightning_memo.export --merge")
+    if state_dict is not None:
+        model.load_state_dict(state_dict)
+    merged: nn.Module = model.merge_and_unload()
+    return merged
+
+
+@contextmanager
+def _cache_in_use(model: nn.Module) -> Iterator[None]:
+    """Training turns the key-value cache off; whoever generates with the exported model wants it."""
+    configs = [getattr(model, name, None) for name in ("config", "generation_config")]
+    off = [config for config in configs if getattr(config, "use_cache", None) is False]
+    for config in off:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config in off:
+            config.use_cache = False

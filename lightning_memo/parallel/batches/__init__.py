@@ -1,0 +1,1 @@
+"""Batches that several processes share: layout of the tokens, division, and loss weighting."""

@@ -1,0 +1,1 @@
+"""Sharded checkpoints that any topology can read."""

@@ -1,0 +1,1 @@
+"""Context parallelism: ring and all-to-all attention."""

@@ -1,0 +1,115 @@
+"""Context parallelism: the attention of a process that holds some of the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionResult, AttentionSpec
+from lightning_memo.parallel.context.ring import RingAttention, Select
+from lightning_memo.parallel.context.ulysses import UlyssesAttention
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroups:
+    """The process groups over which tokens are split; `None` where there is no such splitting."""
+
+    ring: dist.ProcessGroup | None = None
+    ulysses: dist.ProcessGroup | None = None
+
+    @property
+    def ring_size(self) -> int:
+        return 1 if self.ring is None else dist.get_world_size(self.ring)
+
+    @property
+    def ulysses_size(self) -> int:
+        return 1 if self.ulysses is None else dist.get_world_size(self.ulysses)
+
+    def ring_kernel(self, select: Select, bounds: tuple[int, ...] = ()) -> AttentionBackend:
+        """Attention over the processes of the ring, if any, after heads were exchanged for tokens.
+
+        Args:
+            select: As of :class:`ContextAttention`.
+            bounds: Where slices end among the tokens of a ring process; empty: all of them are one slice.
+        """
+        return EachCallsKernel(select) if self.ring is None else RingAttention(self.ring, select, bounds)
+
+
+class ContextAttention:
+    """Attention over the local tokens, in the order of :meth:`TokenLayout.layer_order`, that sees those of all.
+
+    Args:
+        groups: A ring, an all-to-all group, or both (all-to-all inside, ring outside).
+        select: Gives the kernel for tensors, called with those that the kernel gets.
+        sliced: Whether slices run one after the other, each with all earlier keys; by other means than this class.
+
+    Raises:
+        ValueError: Neither group is given.
+    """
+
+    def __init__(self, groups: ContextGroups, select: Select, sliced: bool = False) -> None:
+        self.blocks = sliced
+        if groups.ring is None and groups.ulysses is None:
+            raise ValueError("context-parallel attention needs a ring group, an all-to-all group, or both; got none")
+        attention: AttentionBackend = (
+            EachCallsKernel(select) if groups.ring is None else RingAttention(groups.ring, select)
+        )
+        names = [] if groups.ring is None else ["ring"]
+        if groups.ulysses is not None:
+            attention = UlyssesAttention(groups.ulysses, attention)
+            names.insert(0, "ulysses")
+        self._attention = attention
+        self.name = "+".join(names)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        """Output of the local queries `[batch, heads, local tokens, head_dim]`; see the parts for what they refuse.
+
+        Lengths, documents and the window of `spec` are about positions in the whole sequence.
+        """
+        return self._attention.forward(q, k, v, spec)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local q, k, v."""
+        return self._attention.backward(dout, q, k, v, result, spec)
+
+
+class EachCallsKernel:
+    """The kernels of the process itself, chosen for each call."""
+
+    name = "local"
+    blocks = True
+
+    def __init__(self, select: Select) -> None:
+        self._select = select
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        return self._select(q, k, v, spec).forward(q, k, v, spec, query_start, key_start)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._select(q, k, v, spec).backward(dout, q, k, v, result, spec, query_start, key_start)

@@ -1,0 +1,120 @@
+"""All-to-all attention: each process computes some heads over all tokens.
+
+Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
+Models" (2023). Any attention can be inside: a kernel, or a ring, in which case processes exchange heads inside and keys
+outside (Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_memo.kernels.attention_kernel import (
+    AttentionBackend,
+    AttentionResult,
+    AttentionSpec,
+    repeat_heads,
+    sum_head_groups,
+)
+
+
+class HeadExchange:
+    """All-to-all between all heads of the own tokens and some heads of all tokens of a group.
+
+    Args:
+        group: The processes; each holds a contiguous part of the tokens in its order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._size = dist.get_world_size(group)
+
+    def copies(self, q: Tensor, k: Tensor) -> int:
+        """How often each key and value head is sent: the fewest times by which every process gets those it needs.
+
+        Raises:
+            ValueError: Heads do not divide by the number of processes.
+        """
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if heads % self._size:
+            raise ValueError(
+                f"{heads} attention heads do not divide over {self._size} all-to-all processes: take a number of "
+                'processes that divides the heads, or context_parallel_method="ring"'
+            )
+        return self._size // math.gcd(self._size, kv_heads)
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """`[batch, heads, tokens / group, head_dim]` to `[batch, heads / group, tokens, head_dim]`, in one message."""
+        split = [t.transpose(1, 2).unflatten(2, (self._size, -1)).movedim(2, 0) for t in tensors]
+        return [part.movedim(0, 1).flatten(1, 2).transpose(1, 2) for part in self._exchange(split)]
+
+    def to_tokens(self, *tensors: Tensor) -> list[Tensor]:
+        """The way back."""
+        split = [t.transpose(1, 2).unflatten(1, (self._size, -1)).movedim(1, 0) for t in tensors]
+        return [part.movedim(0, 2).flatten(2, 3).contiguous().transpose(1, 2) for part in self._exchange(split)]
+
+    def _exchange(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Part `i` of each tensor, `[ulysses, batch, tokens, heads, head_dim]`, to process `i`, in one message."""
+        sent = torch.cat([t.reshape(self._size, -1) for t in tensors], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        parts = received.split([t[0].numel() for t in tensors], 1)
+        return [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+class UlyssesAttention:
+    """Attention over the tokens of a group, each process holding a contiguous part of them in its order; no autograd.
+
+    The log-sum-exp stays as the inner attention gives it, some heads of all tokens: as many numbers as the own tokens
+    of all heads.
+
+    Args:
+        group: The processes that exchange heads for tokens.
+        inner: What computes attention over all tokens of the group.
+    """
+
+    name = "ulysses"
+    blocks = False
+
+    def __init__(self, group: dist.ProcessGroup, inner: AttentionBackend) -> None:
+        self._exchange = HeadExchange(group)
+        self._inner = inner
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        """Output `[batch, heads, tokens / ulysses, head_dim]`; log-sum-exp `[batch, heads / ulysses, tokens]`.
+
+        Raises:
+            ValueError: Heads that do not divide by the number of processes, or an explicit mask.
+        """
+        if spec.mask is not None:
+            raise ValueError("all-to-all attention takes no explicit mask: use lengths, packed documents or a window")
+        copies = self._exchange.copies(q, k)
+        q, k, v = self._exchange.to_heads(q, repeat_heads(k, copies), repeat_heads(v, copies))
+        result = self._inner.forward(q, k, v, spec)
+        (out,) = self._exchange.to_tokens(result.out)
+        return replace(result, out=out)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local q, k, v, given the result of the forward."""
+        copies = self._exchange.copies(q, k)
+        k, v = repeat_heads(k, copies), repeat_heads(v, copies)
+        dout, q, k, v, out = self._exchange.to_heads(dout, q, k, v, result.out)
+        dq, dk, dv = self._exchange.to_tokens(*self._inner.backward(dout, q, k, v, replace(result, out=out), spec))
+        return dq, sum_head_groups(dk, copies), sum_head_groups(dv, copies)

@@ -1,0 +1,154 @@
+"""Gives every module that has parameters its style, by a tensor-parallel plan."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from lightning_memo.parallel.tensor.module_styles import (
+    STREAM_TOKEN_DIM,
+    Block,
+    Colwise,
+    LocalLoss,
+    Replicated,
+    Rowwise,
+    TensorStyle,
+    VocabularyParallel,
+    gradient_of_replica,
+)
+from lightning_memo.parallel.tensor.packed_projections import PackedAttention, PackedColwise
+from lightning_memo.parallel.tensor.tensor_plan import COLWISE, REPLICATED, ROWWISE, TensorPlan, inner_linear
+
+
+def assign_styles(plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> dict[str, TensorStyle]:
+    """A style for every module that has parameters or needs one, in the order of the model.
+
+    Raises:
+        ValueError: A module cannot work with what its neighbours give it.
+    """
+    return _Styling(plan, sequence_parallel, loss_parallel).collect()
+
+
+class _Styling:
+    """Turns a `TensorPlan` into styles."""
+
+    def __init__(self, plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> None:
+        self._plan, self._loss_parallel = plan, loss_parallel
+        self._stream: Placement = Shard(STREAM_TOKEN_DIM) if sequence_parallel else Replicate()
+        self._blocks = {name: self._block(name) for name in plan.blocks}
+        if loss_parallel and plan.head is None and hasattr(plan.model, "get_output_embeddings"):
+            raise ValueError(f"loss_parallel=True: {type(plan.model).__name__} has no output embeddings")
+
+    def collect(self) -> dict[str, TensorStyle]:
+        styles: dict[str, TensorStyle] = dict(self._blocks)
+        for name, style in self._plan.styles.items():
+            styles |= self._split(name, self._plan.named[name], style)
+        for name, m in self._plan.named.items():
+            if name not in styles and m._parameters and any(p is not None for p in m._parameters.values()):
+                styles[name] = self._unnamed(name, m)
+        if self._loss_parallel and self._plan.head:
+            name = next((n for n, m in self._plan.named.items() if m is self._plan.model), "")
+            styles[name] = LocalLoss()
+        return {name: styles[name] for name in ("", *self._plan.named) if name in styles}
+
+    def _block(self, name: str) -> Block:
+        packing = self._plan.packing(name)
+        return PackedAttention(self._stream) if packing and packing.first == "qkv_proj" else Block(self._stream)
+
+    def _split(self, name: str, m: nn.Module, style: str) -> dict[str, TensorStyle]:
+        """Styles of a module that the plan names, and of the low-rank adapters around it."""
+        if hasattr(m, "modules_to_save"):
+            copies = [("original_module", m.original_module)]
+            copies += [(f"modules_to_save.{adapter}", copy) for adapter, copy in m.modules_to_save.items()]
+            return {n: s for part, copy in copies for n, s in self._split(f"{name}.{part}", copy, style).items()}
+        inner = f"{name}.base_layer" if hasattr(m, "base_layer") else name
+        _check_module(inner, inner_linear(m), style)
+        main = self._style(name, m, style)
+        if inner == name:
+            return {name: main}
+        return {inner: main} | self._adapters(name, m, style)
+
+    def _style(self, name: str, m: nn.Module, style: str, adapter: bool = False) -> TensorStyle:
+        plan, block = self._plan, self._plan.block_of(name)
+        if style in REPLICATED:
+            if block is None and style == "replicated":
+                return self._on_stream(m)
+            return Replicated(Replicate() if block and plan.gathers(block) else Partial())
+        if isinstance(inner_linear(m), nn.Embedding):
+            return VocabularyParallel(self._stream)
+        packing = plan.packing(block) if block else None
+        if style in ROWWISE:
+            return Rowwise(self._stream, split_input=style == "rowwise_split_input" and packing is None)
+        source = None if adapter else self._blocks[block] if block else self._stream
+        if packing:
+            return PackedColwise(source, packing.parts(plan.blocks[block]))
+        if plan.head is not None and f"{name}.".startswith(f"{plan.head}."):
+            return Colwise(source, "dtensor" if self._loss_parallel else "gathered")
+        if block is None and self._stream.is_shard() and style == "colwise":
+            raise ValueError(
+                f"sequence_parallel=True: {name} belongs to no attention or MLP module of its own, so its layer sees "
+                "this rank's tokens only: put it into such a module, or set sequence_parallel=False"
+            )
+        return Colwise(source, "gathered" if style == "colwise_gather_output" else "local")
+
+    def _adapters(self, name: str, m: nn.Module, style: str) -> dict[str, TensorStyle]:
+        """LoRA beside a linear layer: `y = W x + B A x`.
+
+        Column-wise, every rank computes the few features of `A x`, and its rows of `B`. Row-wise, `A x` is added up
+        over the ranks, like `W x`, and `B` works on the stream.
+        """
+        if getattr(m, "lora_variant", None) or not getattr(m, "lora_A", None):
+            raise ValueError(f"tensor_parallel_size: of adapters only plain LoRA on linear layers is split, not {name}")
+        styles: dict[str, TensorStyle] = {}
+        for adapter, first in m.lora_A.items():
+            a, b = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
+            if style in ROWWISE:
+                styles[a] = self._style(name, first, style)
+                styles[b] = Replicated(gradient_of_replica(self._stream))
+            else:
+                block = self._plan.block_of(name)
+                styles[a] = Replicated(Partial(), enters=None if block else self._stream)
+                styles[b] = self._style(name, m, style, adapter=True)
+        return styles
+
+    def _unnamed(self, name: str, m: nn.Module) -> Replicated:
+        """A module that the plan does not name: its parameters stay whole."""
+        block, matrices = self._plan.block_of(name), any(p.dim() > 1 for p in m.parameters(recurse=False))
+        if block is not None:
+            return Replicated(self._gradient_inside(block, name, m, matrices))
+        if self._stream.is_shard() and self._plan.in_layers(name) and matrices:
+            raise ValueError(
+                f"sequence_parallel=True: the plan does not split {name}, which would see this rank's tokens only: set "
+                'sequence_parallel=False, or name it "replicated" in tensor_parallel_plan if it works token by token'
+            )
+        return self._on_stream(m)
+
+    def _on_stream(self, m: nn.Module) -> Replicated:
+        """A whole module outside of blocks; an embedding is given all ids."""
+        if isinstance(m, nn.Embedding):
+            return Replicated(Replicate(), leaves=self._stream)
+        return Replicated(gradient_of_replica(self._stream))
+
+    def _gradient_inside(self, block: str, name: str, m: nn.Module, matrices: bool) -> Placement:
+        """What a rank's gradient is of a whole parameter of a block."""
+        if self._plan.gathers(block) and not matrices:
+            return Replicate()  # a norm of what has been gathered
+        holder = self._plan.blocks[block]
+        head_dim = getattr(holder, "head_dim", None) or getattr(holder, "head_size", None)
+        if not self._plan.gathers(block) and all(p.shape == (head_dim,) for p in m.parameters()):
+            return Partial()  # works on each head, of which every rank has its own
+        raise ValueError(
+            f"tensor_parallel_size: the plan does not say what becomes of {name} when {block} is split: name it in "
+            "tensor_parallel_plan, or train with context_parallel_size or zero_stage=3 instead"
+        )
+
+
+def _check_module(name: str, m: nn.Module, style: str) -> None:
+    weight = getattr(m, "weight", None)
+    kinds = (nn.Linear,) if style in COLWISE else (nn.Linear, nn.Embedding)
+    if style in REPLICATED or (isinstance(m, kinds) and weight.is_floating_point()):
+        return
+    raise ValueError(
+        f'tensor_parallel_size: {name} is {type(m).__name__} of {getattr(weight, "dtype", None)}, but style "{style}" '
+        "splits nn.Linear with floating-point weights only: do not quantise the model, or leave it out of the plan"
+    )

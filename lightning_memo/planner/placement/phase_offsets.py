@@ -1,0 +1,37 @@
+"""A placement in the form in which it is executed: request by request, phase by phase."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_memo.artifacts.plan import PhasePlacement, StepPlacement
+from lightning_memo.artifacts.trace import Trace
+from lightning_memo.planner.placement import Placement
+
+
+def place_step(trace: Trace, placement: Placement, *, min_bytes: int, threads: int) -> StepPlacement:
+    """What the allocator serves.
+
+    Args:
+        trace: The recorded step.
+        placement: One offset for each of `trace.planned`.
+        min_bytes: Smaller requests were not recorded.
+        threads: Threads that computed while it was recorded.
+    """
+    offset = np.full(len(trace), -1, np.int64)
+    offset[trace.planned] = placement.offset
+    phases = []
+    for number, name in enumerate(trace.phases):
+        rows = slice(*trace.phase_start[number : number + 2])
+        in_lane = trace.lane[rows] == 0
+        sizes, offsets = (column[rows][in_lane].tolist() for column in (trace.size, offset))
+        phases.append(PhasePlacement(name=name, sizes=tuple(sizes), offsets=tuple(offsets)))
+    return StepPlacement(
+        phases=tuple(phases),
+        peak_bytes=placement.peak_bytes,
+        lower_bound_bytes=placement.lower_bound_bytes,
+        min_bytes=min_bytes,
+        threads=threads,
+        method=placement.method,
+        seconds=placement.seconds,
+    )

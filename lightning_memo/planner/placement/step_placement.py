@@ -1,0 +1,139 @@
+"""Places for all buffers of a training step (MEMO, section 4.3): bi-level, and flat; the lower one is taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from lightning_memo.artifacts.trace import Trace
+from lightning_memo.planner.placement import Placement, Problem, Progress, place
+from lightning_memo.planner.placement.problem import Integers, peak_bytes
+from lightning_memo.planner.placement.validate import validate
+
+SHARES: Final = (1.0, 0.5, 0.25, 0.1)
+"""Buffers that live for this share of their phase, or longer, are placed in the second level, on their own."""
+
+_BLOCK_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Short-lived buffers of one phase, placed among themselves, that the second level moves as one."""
+
+    buffers: Integers
+    offset: Integers
+    size: int
+
+
+def plan_memory(
+    trace: Trace,
+    *,
+    alignment: int,
+    time_limit_seconds: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Placement:
+    """Places the planned requests of a step.
+
+    Args:
+        trace: The step.
+        alignment: Bytes that offsets are multiples of.
+        time_limit_seconds: When to stop.
+        progress: Called now and then.
+
+    Returns:
+        Offsets, one for each of `trace.planned`.
+    """
+    start = time.perf_counter()
+    problem = trace.problem(alignment)
+
+    def left() -> float:
+        return max(time_limit_seconds - (time.perf_counter() - start), 0.0)
+
+    best = place(problem, time_limit_seconds=time_limit_seconds / 2, progress=progress)
+    for share in SHARES:
+        if best.optimal or left() <= 0:
+            break
+        # Problems of the second level are small: where one-pass placements don't meet the bound, search and HiGHS can.
+        candidate = place_bilevel(trace, alignment=alignment, share=share, time_limit_seconds=left() / len(SHARES))
+        if candidate.peak_bytes < best.peak_bytes:
+            best = candidate
+    return replace(
+        best,
+        lower_bound_bytes=max(best.lower_bound_bytes, problem.lower_bound_bytes),
+        seconds=time_limit_seconds - left(),
+    )
+
+
+def place_bilevel(trace: Trace, *, alignment: int, share: float, time_limit_seconds: float = 60.0) -> Placement:
+    """Places the buffers of each phase first, then the phases and what lives longer.
+
+    With a share above 1, all buffers that are born and die in a phase make one block: the paper's two levels. Smaller
+    shares keep long-lived ones apart, and the others fall into one block for each time at which none of them lives.
+
+    Args:
+        trace: The step.
+        alignment: Bytes that offsets are multiples of.
+        share: Of the requests of its phase that a buffer lives through to be placed on its own.
+        time_limit_seconds: When to stop.
+    """
+    start = time.perf_counter()
+    problem = trace.problem(alignment)
+    blocks = list(_blocks(trace, problem, share))
+    inside = np.concatenate([block.buffers for block in blocks]) if blocks else np.zeros(0, np.int64)
+    single = np.setdiff1d(np.arange(len(problem)), inside)
+    upper_level = Problem(
+        lower=np.array([*(problem.lower[b.buffers].min() for b in blocks), *problem.lower[single]], np.int64),
+        upper=np.array([*(problem.upper[b.buffers].max() for b in blocks), *problem.upper[single]], np.int64),
+        size=np.array([*(b.size for b in blocks), *problem.size[single]], np.int64),
+        alignment=alignment,
+        period=problem.period,
+    )
+    placed = place(upper_level, time_limit_seconds=time_limit_seconds)
+    offset = np.zeros(len(problem), np.int64)
+    for block, base in zip(blocks, placed.offset, strict=False):
+        offset[block.buffers] = base + block.offset
+    offset[single] = placed.offset[len(blocks) :]
+    result = Placement(
+        offset=offset,
+        peak_bytes=peak_bytes(problem, offset),
+        lower_bound_bytes=min(problem.lower_bound_bytes, peak_bytes(problem, offset)),
+        method=f"bi-level, {placed.method}",
+        seconds=time.perf_counter() - start,
+    )
+    findings = validate(problem, result)
+    if findings:
+        raise RuntimeError(f"a bi-level placement is wrong, please report it: {findings[0]}")
+    return result
+
+
+def _blocks(trace: Trace, problem: Problem, share: float) -> Iterator[_Block]:
+    """First level: each phase by itself; phases that make the same requests are solved once."""
+    solved: dict[bytes, tuple[Integers, int]] = {}
+    for buffers in _local_groups(trace, problem, share):
+        birth = problem.lower[buffers]
+        lifetimes = np.stack([birth - birth[0], problem.upper[buffers] - birth[0], problem.size[buffers]])
+        if lifetimes.tobytes() not in solved:
+            alone = Problem(lower=lifetimes[0], upper=lifetimes[1], size=lifetimes[2], alignment=problem.alignment)
+            placement = place(alone, time_limit_seconds=_BLOCK_SECONDS)
+            solved[lifetimes.tobytes()] = placement.offset, placement.peak_bytes
+        yield _Block(buffers, *solved[lifetimes.tobytes()])
+
+
+def _local_groups(trace: Trace, problem: Problem, share: float) -> Iterator[Integers]:
+    """Buffers that live and die in one phase, and not for long; one group for each time at which any of them lives."""
+    phase = trace.phase[trace.planned]
+    requests = np.diff(trace.phase_start)[phase]
+    ends_inside = ~problem.wraps & (problem.upper <= trace.phase_start[phase + 1])
+    local = np.nonzero(ends_inside & (problem.upper - problem.lower < share * requests))[0]
+    if not len(local):
+        return
+    if share > 1:
+        starts = np.nonzero(np.diff(phase[local]))[0] + 1
+    else:
+        latest = np.maximum.accumulate(problem.upper[local])
+        starts = np.nonzero((problem.lower[local][1:] >= latest[:-1]) | (np.diff(phase[local]) > 0))[0] + 1
+    yield from np.split(local, starts)

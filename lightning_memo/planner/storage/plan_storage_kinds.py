@@ -1,0 +1,228 @@
+"""The plan that says kind by kind what layer calls store, in bytes that are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, StoredBytes, SwapPlan
+from lightning_memo.artifacts.storage_costs import ALL, NvmeTier, StorageBudget, StorageCosts
+from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
+from lightning_memo.config import format_bytes, format_seconds
+from lightning_memo.planner.alpha.sensitivity import Explanation, explain
+from lightning_memo.planner.storage.storage_search import StorageError, plan_storage
+
+# Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. The share
+# of bounce buffers hangs on what goes to the disk: a few more attempts find both.
+_ATTEMPTS: Final = 10
+# Bounce buffers are never smaller than what passes through them.
+_LEAST_BOUNCE_SHARE: Final = 1.0
+# Of the device memory that was measured to be free: allocators fragment, and libraries take workspaces.
+_USABLE_DEVICE_SHARE: Final = 0.9
+
+
+def plan_kinds(
+    costs: LayerCosts,
+    storage_costs: StorageCosts,
+    budget: StorageBudget,
+    fingerprint: Fingerprint,
+    *,
+    tile_tokens: int,
+    stored_bytes: Callable[[StoragePlan], StoredBytes],
+) -> Plan:
+    """Decide what is stored and where, so that a step takes the least time and both budgets are kept to the byte.
+
+    Args:
+        costs: as measured; all its layer calls are alive at once.
+        storage_costs: the same kind by kind.
+        budget: bytes of this process on device, host and disk, and the disk's speed.
+        fingerprint: what the costs were measured on.
+        tile_tokens: slices begin at multiples of it where possible.
+        stored_bytes: exact bytes of a plan, alignment included.
+
+    Raises:
+        StorageError: The budget cannot hold the least that has to be stored.
+    """
+    swap = _Problem(storage_costs, tile_tokens, stored_bytes).best(budget)
+    storage = swap.storage
+    assert storage is not None
+    return Plan(
+        fingerprint=fingerprint,
+        costs=costs,
+        budget=budget.capacities,
+        swap=swap,
+        step_seconds=storage.needs.step_seconds,
+        reason=_reason(storage),
+        storage_costs=storage_costs,
+    )
+
+
+def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
+    """Leave some of the device memory that was measured to be free.
+
+    Args:
+        budget: all that is free.
+        costs: what is needed whatever the plan.
+    """
+    always = costs.fixed_device_bytes + costs.working_bytes(1.0)
+    room = max(budget.device_bytes - always, 0)
+    return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_DEVICE_SHARE * room))
+
+
+def common_problem(problems: Sequence[tuple[StorageCosts, StorageBudget]]) -> tuple[StorageCosts, StorageBudget] | None:
+    """The costs of the slowest process and what every process has room for; None if their layers save other bytes.
+
+    Args:
+        problems: costs and budget of each process.
+    """
+    sizes = [(costs.call_classes, [(call.kinds, call.sizes) for call in costs.classes]) for costs, _ in problems]
+    if any(size != sizes[0] for size in sizes):
+        return None
+    slowest = max((costs for costs, _ in problems), key=_compute_seconds)
+    budgets = [budget for _, budget in problems]
+    least = min(
+        limits.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes for costs, limits in problems
+    )
+    return slowest, StorageBudget(
+        device_bytes=max(slowest.fixed_device_bytes + slowest.transient_device_bytes + least, 0),
+        host_bytes=min(budget.host_bytes for budget in budgets),
+        spill_bytes=min(budget.spill_bytes for budget in budgets),
+        nvme=_common_disk([budget.nvme for budget in budgets]),
+    )
+
+
+def _compute_seconds(costs: StorageCosts) -> float:
+    return sum(costs.classes[n].forward_seconds + costs.classes[n].backward_seconds for n in costs.call_classes)
+
+
+def _common_disk(tiers: Sequence[NvmeTier | None]) -> NvmeTier | None:
+    """The least of everything; None if some process has no disk."""
+    known = [tier for tier in tiers if tier is not None]
+    if len(known) < len(tiers):
+        return None
+    return NvmeTier(
+        capacity_bytes=min(tier.capacity_bytes for tier in known),
+        write_bytes_per_second=min(tier.write_bytes_per_second for tier in known),
+        read_bytes_per_second=min(tier.read_bytes_per_second for tier in known),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What is to be stored, and how to count its bytes."""
+
+    costs: StorageCosts
+    tile_tokens: int
+    stored_bytes: Callable[[StoragePlan], StoredBytes]
+
+    def best(self, budget: StorageBudget) -> SwapPlan:
+        """The fastest plan that fits. One without the disk needs no bounce buffers, and may be it."""
+        found: list[SwapPlan] = []
+        refused: StorageError | None = None
+        ways = [budget] if budget.nvme is None else [budget, replace(budget, spill_bytes=0, nvme=None)]
+        for limits in ways:
+            try:
+                found.append(self._fitting(limits))
+            except StorageError as error:
+                refused = refused or error
+            if found and not found[0].spill_bytes:
+                break
+        if not found:
+            raise refused or AssertionError
+        return min(reversed(found), key=_step_seconds)  # of equal ones the one without
+
+    def _fitting(self, budget: StorageBudget) -> SwapPlan:
+        """The best plan whose exact bytes fit: what is too much, the next attempt has less to spend."""
+        nvme = budget.nvme and replace(budget.nvme, bounce_share=_LEAST_BOUNCE_SHARE)
+        limits = replace(budget, nvme=nvme)
+        for _ in range(_ATTEMPTS):
+            swap = self._exact(plan_storage(self.costs, limits, tile_tokens=self.tile_tokens))
+            less = self._less(limits, swap, budget)
+            if less is None:
+                return self._explained(swap, budget)
+            if less == limits:
+                break
+            limits = less
+        disk = f", {format_bytes(budget.spill_bytes)} of disk" if budget.spill_bytes else ""
+        raise StorageError(
+            f"what has to be stored does not fit {format_bytes(budget.host_bytes)} of host memory{disk} and "
+            f"{format_bytes(budget.device_bytes)} of device memory: raise host_memory or device_memory"
+        )
+
+    def _exact(self, storage: StoragePlan) -> SwapPlan:
+        sizes = self.stored_bytes(storage)
+        return SwapPlan(
+            mode="memo",
+            alpha=storage.share(ALL, "swap", "spill"),
+            schedule="layer",
+            slice_tokens=None,
+            calls=self.costs.calls,
+            slot_bytes=sizes.slot,
+            storage=storage,
+            stored_host_bytes=sizes.host,
+            stored_spill_bytes=sizes.spill,
+            kept_bytes=sizes.kept,
+        )
+
+    def _less(self, limits: StorageBudget, swap: SwapPlan, budget: StorageBudget) -> StorageBudget | None:
+        """What the next attempt has to spend where a plan, made for `limits`, is too large; None if it fits."""
+        device = max(self._device_bytes(swap) - budget.device_bytes, 0)
+        host = max(swap.host_bytes - budget.host_bytes, 0)
+        disk = max(swap.spill_bytes - budget.spill_bytes, 0)
+        if not (device or host or disk):
+            return None
+        nvme = limits.nvme
+        if nvme and swap.spill_bytes:
+            sizes = swap.spill_sizes
+            share = max(sizes.bounce_bytes / sizes.slot_bytes, nvme.bounce_share)
+            if share > nvme.bounce_share:  # with larger bounce buffers it may fit
+                host = 0
+            nvme = replace(nvme, bounce_share=share, capacity_bytes=max(nvme.capacity_bytes - disk, 0))
+        return replace(
+            limits,
+            device_bytes=max(limits.device_bytes - device, 0),
+            host_bytes=max(limits.host_bytes - host, 0),
+            nvme=nvme,
+        )
+
+    def _device_bytes(self, swap: SwapPlan) -> int:
+        always = self.costs.fixed_device_bytes + self.costs.transient_device_bytes
+        return always + swap.buffer_bytes + swap.kept_bytes
+
+    def _explained(self, swap: SwapPlan, budget: StorageBudget) -> SwapPlan:
+        """The same with what there is and what is used to the byte, where the attempt had less to spend."""
+        assert swap.storage is not None
+        limits: dict[Resource, int] = {
+            "device memory": budget.device_bytes,
+            "host memory": budget.host_bytes,
+            "NVMe space": budget.spill_bytes,
+        }
+        prices = tuple(replace(price, limit=limits.get(price.resource, price.limit)) for price in swap.storage.prices)
+        needs = replace(
+            swap.storage.needs,
+            device_bytes=self._device_bytes(swap),
+            rounding_bytes=swap.buffer_bytes,
+            host_bytes=swap.host_bytes,
+            nvme_bytes=swap.spill_bytes,
+        )
+        return replace(swap, storage=replace(swap.storage, prices=prices, needs=needs))
+
+
+def _step_seconds(swap: SwapPlan) -> float:
+    assert swap.storage is not None
+    return swap.storage.needs.step_seconds
+
+
+def _reason(plan: StoragePlan) -> str:
+    """What binds, in a sentence for each resource."""
+    binding = [row for row in explain(plan) if row.binds]
+    if not binding:
+        return "Nothing binds: more memory or bandwidth would not make the step shorter."
+    return " ".join(_sentence(row) for row in binding)
+
+
+def _sentence(row: Explanation) -> str:
+    more = f"1 {row.unit} more would save at most {format_seconds(row.seconds)} of a step ({row.percent:.1f} %)"
+    return f"{row.resource[0].upper()}{row.resource[1:]} binds: {more}."

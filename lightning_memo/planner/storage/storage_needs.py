@@ -1,0 +1,93 @@
+"""What it comes to that layer calls store this and that: seconds of a step, and bytes of each memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, PLACES, CallCosts, Place, StorageBudget, StorageCosts
+from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds
+
+
+def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> StorageNeeds:
+    """What a step takes and needs.
+
+    Args:
+        costs: bytes and seconds by class of layer calls.
+        budget: its NVMe tier is used, not the capacities.
+        calls: what each class stores.
+    """
+    kept, swapped, spilled = (
+        [_bytes(call, plan, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
+        for place in PLACES
+    )
+    rounding = 2 * max(a + b for a, b in zip(swapped, spilled, strict=True))
+    always = costs.fixed_device_bytes + costs.transient_device_bytes
+    return StorageNeeds(
+        step_seconds=_step_seconds(costs, budget, calls),
+        device_bytes=always + rounding + total(costs.class_calls, kept),
+        rounding_bytes=rounding,
+        host_bytes=total(costs.class_copies, swapped) + _bounce_bytes(costs, budget, spilled),
+        nvme_bytes=total(costs.class_copies, spilled),
+    )
+
+
+def _bounce_bytes(costs: StorageCosts, budget: StorageBudget, spilled: Sequence[int]) -> int:
+    """Host bytes through which all passes that is spilled."""
+    if budget.nvme is None:
+        return 0
+    leaving = (size for copies, size in zip(costs.class_copies, spilled, strict=True) if copies)
+    return math.ceil(budget.nvme.bounce_share * max(leaving, default=0))
+
+
+def total(counts: Sequence[int], sizes: Sequence[int]) -> int:
+    """Sum of the sizes, each as often as it is counted."""
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
+def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> float:
+    """Expected seconds of a step: each call's copies or the next call's compute, whichever takes longer.
+
+    Where all layer calls are alike, that is MEMO's time of a step (section 4.2).
+
+    Args:
+        costs: bytes and seconds by class of layer calls.
+        budget: its NVMe bandwidths are used.
+        calls: what each class stores.
+    """
+    parts = list(zip(costs.classes, calls, strict=True))
+    compute = [
+        (call.forward_seconds, call.backward_seconds + _recompute_seconds(call, plan, costs.tokens))
+        for call, plan in parts
+    ]
+    copies = [_copy_seconds(costs, budget, call, plan) for call, plan in parts]
+    seconds = costs.outside_seconds
+    for call in {0, costs.calls - 1}:
+        seconds += sum(compute[costs.call_classes[call]])
+    for (copied, computed), count in costs.pairs.items():
+        seconds += count * sum(max(pair) for pair in zip(copies[copied], compute[computed], strict=True))
+    return seconds
+
+
+def _recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
+    whole = plan.tokens(ALL)
+    again = sum(product.seconds * (tokens - whole - plan.tokens(product.name)) for product in call.products)
+    dropped = call.attention_share(tokens - plan.tokens(ATTENTION), tokens) * call.attention_seconds
+    return (again + call.elementwise_seconds * (tokens - whole)) / tokens + dropped
+
+
+def _copy_seconds(costs: StorageCosts, budget: StorageBudget, call: CallCosts, plan: CallPlan) -> tuple[float, float]:
+    moved, spilled = (_bytes(call, plan, costs.tokens, *places) for places in (("swap", "spill"), ("spill",)))
+    out, back = moved / costs.offload_bytes_per_second, moved / costs.prefetch_bytes_per_second
+    if budget.nvme is None:
+        return out, back
+    return (
+        max(out, spilled / budget.nvme.write_bytes_per_second),
+        max(back, spilled / budget.nvme.read_bytes_per_second),
+    )
+
+
+def _bytes(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:
+    """Bytes of a layer call in some places, each kind and place rounded up."""
+    sizes = zip(call.kinds, call.sizes, strict=True)
+    return sum(-(-size * plan.tokens(kind, place) // tokens) for kind, size in sizes for place in places)

@@ -1,0 +1,86 @@
+"""From shares of the tokens to ranges of whole tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place
+from lightning_memo.artifacts.storage_plan import CallPlan, StoredRange
+from lightning_memo.planner.storage.storage_program import Shares, StorageSolution
+
+# A tile is stored if at most this part of it is missing: rounding up, to the nearest, and down. Rounding down lets a
+# little go, as the program meets whole tiles within its tolerance only.
+_MISSING: Final = (0.999, 0.5, 0.001)
+_NOTHING: Final = 1e-7
+
+
+def roundings(
+    calls: Sequence[CallCosts], solution: StorageSolution, tokens: int, tile: int
+) -> Iterator[tuple[CallPlan, ...]]:
+    """Ways to round shares of the tokens to ranges that begin at multiples of `tile`.
+
+    Args:
+        calls: classes of layer calls.
+        solution: shares of each class.
+        tokens: of a layer call.
+        tile: in tokens.
+
+    Yields:
+        What each class stores. The last way stores no more than the shares, but for kinds that must have a place.
+    """
+    for missing in _MISSING:
+        for spare in (*PLACES, None):
+            tilings = [_Tiling(shares, tokens, tile, solution.required, missing, spare) for shares in solution.shares]
+            yield tuple(tiling.plan(call) for call, tiling in zip(calls, tilings, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """One way to round. Shares are rounded, and so is their sum over the places, which can come to more."""
+
+    shares: Shares
+    tokens: int
+    tile: int
+    required: Sequence[str]
+    missing: float
+    spare: Place | None  # takes the tokens by which the sum is more
+
+    def plan(self, call: CallCosts) -> CallPlan:
+        """Ranges of all kinds. What needs attention outputs lies at the end, as the first tokens are those without."""
+        given = {kind: self._lay(kind, self.tokens) for kind in (INPUT, ATTENTION)}
+        whole = self._lay(ALL, self.tokens, self._first(given[ATTENTION]))
+        rest = [self._lay(product.name, self._first(whole)) for product in call.products]
+        return CallPlan(ranges=tuple(r for ranges in (*given.values(), whole, *rest) for r in ranges))
+
+    def _first(self, ranges: Sequence[StoredRange]) -> int:
+        return min((r.start for r in ranges), default=self.tokens)
+
+    def _lay(self, kind: str, stop: int, lowest: int = 0) -> list[StoredRange]:
+        """Ranges of a kind that end at `stop`, none before `lowest`."""
+        ranges = []
+        for place, length in self._lengths(kind, stop, lowest).items():
+            if length:
+                ranges.append(StoredRange(kind=kind, place=place, start=stop - length, stop=stop))
+                stop -= length
+        return ranges[::-1]
+
+    def _lengths(self, kind: str, stop: int, lowest: int) -> dict[Place, int]:
+        shares = {place: share for place in reversed(PLACES) if (share := self.shares[kind, place]) > _NOTHING}
+        if not shares:
+            return {}
+        first = 0 if kind in self.required else self._start(stop, sum(shares.values()), lowest)
+        lengths, start = {}, stop
+        for place, share in shares.items():
+            lengths[place] = start - max(self._start(start, share, lowest), first)
+            start -= lengths[place]
+        taker = self.spare if self.spare in shares else max(shares, key=lambda place: shares[place])
+        if taker == self.spare or kind in self.required:
+            lengths[taker] += start - first
+        return lengths
+
+    def _start(self, stop: int, share: float, lowest: int) -> int:
+        tiles = math.ceil((stop - share * self.tokens) / self.tile - self.missing)
+        return min(max(tiles * self.tile, lowest), stop)

@@ -1,0 +1,254 @@
+"""Turns a profiled step into what the planner reads."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts
+from lightning_memo.artifacts.spill_sizes import SpillSizes
+from lightning_memo.artifacts.storage_costs import CallCosts, Product, StorageCosts
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine.copies.copy_streams import make_copy_stream
+from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
+from lightning_memo.engine.memory.spill import Spill
+from lightning_memo.engine.memory.spill_file import free_disk_bytes
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+from lightning_memo.profiler.memory_meter import WorkingSet
+
+_LONGEST_COPY_BYTES = 256 * 2**20
+_BANDWIDTH_SECONDS = 0.2
+# The rest of the host is for the data loader, checkpoints and the system.
+_USABLE_HOST_SHARE = 0.9
+_USABLE_DISK_SHARE = 0.9
+# Kinds of tensors that a slice recomputes, where it is not swapped.
+_RECOMPUTED = ("query", "key", "value", "other")
+
+
+def layer_costs(
+    profile: StepProfile,
+    step_seconds: float,
+    fixed_device_bytes: int,
+    working_set: WorkingSet,
+    device: torch.device,
+    spill_path: Path | None = None,
+) -> LayerCosts:
+    """Costs of the layers of a profiled step.
+
+    Args:
+        profile: The step.
+        step_seconds: How long it took, optimizer included.
+        fixed_device_bytes: Parameters, gradients and optimizer state.
+        working_set: What it took beside those, all layers recomputed.
+        device: Where it ran; bandwidth is measured there, with both directions busy.
+        spill_path: Folder on a disk, whose bandwidth is measured likewise.
+    """
+    recompute = profile.seconds_of("recompute")
+    forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
+    attention = profile.bytes_of("out", "lse")
+    copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
+    copied = min(copied, _LONGEST_COPY_BYTES)
+    offload, prefetch = copy_bandwidth(device, copied)
+    write, read = (0.0, 0.0) if spill_path is None else disk_bandwidth(spill_path, device, copied)
+    return LayerCosts(
+        batch=profile.batch,
+        tokens=profile.tokens,
+        input_bytes=profile.bytes_of("input"),
+        attention_bytes=attention,
+        other_bytes=profile.bytes_of(*_RECOMPUTED),
+        forward_seconds=forward,
+        backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, recompute, strict=True)),
+        recompute_seconds=recompute,
+        outside_seconds=max(step_seconds - profile.setup_seconds - sum(forward) - sum(both), 0.0),
+        offload_bytes_per_second=offload,
+        prefetch_bytes_per_second=prefetch,
+        fixed_device_bytes=fixed_device_bytes,
+        transient_device_bytes=working_set.outside,
+        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
+        spill_write_bytes_per_second=write,
+        spill_read_bytes_per_second=read,
+    )
+
+
+def storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
+    """The same costs kind by kind.
+
+    Args:
+        profile: The step, with matrix products.
+        costs: Of its layers.
+    """
+    attention = profile.seconds_of("attention")
+    calls = [_call_costs(call, costs, n, attention[n]) for n, call in enumerate(profile.in_order())]
+    return StorageCosts.of_calls(
+        calls,
+        tokens=costs.tokens,
+        outside_seconds=costs.outside_seconds,
+        offload_bytes_per_second=costs.offload_bytes_per_second,
+        prefetch_bytes_per_second=costs.prefetch_bytes_per_second,
+        fixed_device_bytes=costs.fixed_device_bytes,
+        transient_device_bytes=costs.working_bytes(1.0),
+    )
+
+
+def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_seconds: float) -> CallCosts:
+    products = tuple(Product(name=p.name, size_bytes=p.size_bytes, seconds=p.seconds) for p in call.products)
+    elementwise = costs.recompute_seconds[number] - sum(product.seconds for product in products)
+    bounded = [window for window in call.windows if window is not None]
+    return CallCosts(
+        input_bytes=costs.input_bytes[number],
+        attention_bytes=costs.attention_bytes[number],
+        other_bytes=costs.other_bytes[number],
+        products=products,
+        forward_seconds=costs.forward_seconds[number],
+        backward_seconds=costs.backward_seconds[number],
+        attention_seconds=attention_seconds,
+        elementwise_seconds=max(elementwise, 0.0),
+        window_tokens=max(bounded) if bounded and len(bounded) == len(call.windows) else None,
+    )
+
+
+def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """Bytes per second from device to host and back, both at once, over the engine's own copy streams."""
+    pinned = device.type == "cuda"
+    hosts = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    blocks = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [make_copy_stream(device, name) for name in ("offload", "prefetch")]
+
+    def copy_out() -> None:
+        streams[0].copy(hosts[0], blocks[0])
+        streams[0].synchronize()
+
+    def copy_in() -> None:
+        streams[1].copy(blocks[1], hosts[1])
+        streams[1].synchronize()
+
+    try:
+        return measure_copy_bandwidth(copy_out, copy_in, size_bytes, _BANDWIDTH_SECONDS)
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """Bytes per second from device to disk and back, both at once, by the engine's own way.
+
+    Raises:
+        SpillError: The disk has no room for it, or failed.
+        ValueError: The folder is not usable.
+    """
+    sizes = SpillSizes(max(size_bytes, 1))
+    spill = Spill(folder, 2 * sizes.region_bytes, sizes, device)
+    going, coming = (torch.zeros(sizes.region_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    spill.write(going, sizes.region_bytes).synchronize()
+
+    def write() -> None:
+        spill.write(going, 0).synchronize()
+
+    def read() -> None:
+        spill.read(coming, sizes.region_bytes, ()).synchronize()
+
+    try:
+        return measure_copy_bandwidth(write, read, sizes.region_bytes, _BANDWIDTH_SECONDS)
+    finally:
+        spill.close()
+
+
+def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes that this process has of parameters, buffers, gradients (of what is trained) and optimizer state.
+
+    An optimizer that has not stepped yet (gradients accumulate) has no state; it is taken to keep two moments of every
+    parameter, as Adam does.
+    """
+    weights = sum(local_part(t).nbytes for t in [*model.parameters(), *model.buffers()])
+    gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
+    return weights + gradients + sum(_optimizer_bytes(optimizer) for optimizer in optimizers)
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    if not optimizer.state:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return 2 * sum(local_part(p).nbytes for p in trained)
+    return sum(local_part(t).nbytes for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
+
+
+def estimated_working_set(profile: StepProfile, earlier: LayerCosts | None) -> WorkingSet:
+    """What a profiled step takes that was not metered: it grows with the tokens of the batch.
+
+    Args:
+        profile: The step.
+        earlier: Costs of a shorter batch; `None`: the largest layer's activations stand for what it takes, which is too
+            little where logits are larger.
+    """
+    if earlier is None:
+        kinds = ("input", "out", "lse", *_RECOMPUTED)
+        return WorkingSet(layers=max(profile.slice_bytes_of(*kinds)), outside=0)
+    grown = profile.batch * profile.tokens / (earlier.batch * earlier.tokens)
+    layers = math.ceil(earlier.backward_device_bytes * grown) + max(profile.slice_bytes_of(*_RECOMPUTED))
+    return WorkingSet(layers=layers, outside=math.ceil(earlier.transient_device_bytes * grown))
+
+
+def budget(
+    config: MemoConfig, device: torch.device, fixed_device_bytes: int, held_host_bytes: int, processes: int = 1
+) -> Budget:
+    """What a process may use: the user's limits, else what is free now (cgroup limits respected).
+
+    Args:
+        config: The limits.
+        device: Where layers run.
+        fixed_device_bytes: What the process has there whatever the plan.
+        held_host_bytes: Host memory that the engine holds for the profile and gives back.
+        processes: Processes of this node, which share its host memory and its disk evenly.
+    """
+    host = config.host_memory_bytes
+    if host is None:
+        host = int(_USABLE_HOST_SHARE * (available_host_bytes() + processes * held_host_bytes))
+    limit = config.device_memory_bytes
+    if limit is None:
+        limit = fixed_device_bytes + free_device_bytes(device) // (processes if device.type == "cpu" else 1)
+    return Budget(
+        device_bytes=limit, host_bytes=host // processes, spill_bytes=_disk_bytes(config) // processes
+    )  # fmt: skip
+
+
+def _disk_bytes(config: MemoConfig) -> int:
+    if config.spill_path is None:
+        return 0
+    limit = config.spill_memory_bytes
+    return int(_USABLE_DISK_SHARE * free_disk_bytes(Path(config.spill_path))) if limit is None else limit
+
+
+def fingerprint(
+    model: nn.Module, profile: StepProfile, precision: str, device: torch.device, parallel: str
+) -> Fingerprint:
+    """What a plan of this run is valid for."""
+    run = run_fingerprint(model, precision, device, parallel)
+    return Fingerprint(batch=profile.batch, tokens=profile.tokens, **run)
+
+
+def run_fingerprint(model: nn.Module, precision: str, device: torch.device, parallel: str) -> dict[str, str]:
+    """The part of a fingerprint that is known before the first batch."""
+    return {
+        "model": model_fingerprint(model),
+        "precision": precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "parallel": parallel,
+    }
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Class, and a digest of the names, shapes and types of the weights."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+    # FSDP2 gives a module another class.
+    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return f"{own.__name__}-{digest.hexdigest()[:16]}"

@@ -1,0 +1,100 @@
+"""From the allocator's events to the trace of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_memo.artifacts.trace import NEVER, Trace
+
+_MALLOC: Final = 0
+Events = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step as the allocator saw it."""
+
+    events: Events
+    """Of type `allocator.EVENT`: those of the step, and before them those since the step before."""
+
+    phases: tuple[int, ...]
+    """The phases of the step in order."""
+
+
+def trace_of(step: RecordedStep, following: RecordedStep, names: Sequence[str]) -> Trace:
+    """The trace of a step that was recorded together with the one after it.
+
+    Args:
+        step: The step.
+        following: The next one, in which buffers like gradients die. It may have made other requests: a death in it is
+            told by its phase and the number of requests that the phase had made.
+        names: Names of the phases, by the index that events have.
+    """
+    timeline = _Timeline(step)
+    death = np.full(len(timeline), NEVER, np.int64)
+    for phase, sequence, row in timeline.frees(step.events):
+        # What was born in this list is freed outside of phases only after the last of them.
+        at = len(timeline) if phase < 0 else timeline.time(phase, sequence)
+        death[row] = max(at, row + 1)
+    begins = np.argmax(following.events["phase"] >= 0) if len(following.events) else 0
+    for _, _, row in timeline.frees(following.events[:begins]):  # between the steps
+        death[row] = len(timeline)
+    for phase, sequence, row in timeline.frees(following.events[begins:]):
+        if phase in timeline.position and (at := timeline.time(phase, sequence)) <= row:
+            death[row] = at
+    return Trace(
+        phases=tuple(names[phase] for phase in step.phases),
+        phase=timeline.phase,
+        size=timeline.mallocs["size"].astype(np.int64),
+        death=death,
+        lane=timeline.lane,
+    )
+
+
+class _Timeline:
+    """The requests of a step in order, and when its phases made them."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self.position = {phase: position for position, phase in enumerate(step.phases)}
+        mallocs = step.events[step.events["kind"] == _MALLOC]
+        phase = np.array([self.position[phase] for phase in mallocs["phase"].tolist()], np.int64)
+        order = np.argsort(phase, kind="stable")  # threads may log a little out of order
+        self.mallocs, self.phase = mallocs[order], phase[order]
+        self._row = {own: row for row, own in enumerate(self.mallocs["id"].tolist())}
+        self._start = np.searchsorted(self.phase, np.arange(len(step.phases) + 1))
+        self._in_lane = [
+            start + np.nonzero(self.mallocs["sequence"][start:end] >= 0)[0]
+            for start, end in zip(self._start[:-1], self._start[1:], strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.mallocs)
+
+    @property
+    def lane(self) -> npt.NDArray[np.int64]:
+        """[requests] 0 for those that can be planned; other streams are numbered as they come."""
+        planned = self.mallocs["sequence"] >= 0
+        streams = {
+            stream: 1 + number for number, stream in enumerate(dict.fromkeys(self.mallocs["stream"][~planned].tolist()))
+        }
+        others = [streams.get(stream, 0) for stream in self.mallocs["stream"].tolist()]
+        return np.where(planned, 0, np.array(others, np.int64))
+
+    def time(self, phase: int, sequence: int) -> int:
+        """Requests made before a phase makes its planned request number `sequence`."""
+        position = self.position[phase]
+        rows = self._in_lane[position]
+        return int(rows[sequence]) if sequence < len(rows) else int(self._start[position + 1])
+
+    def frees(self, events: Events) -> Iterator[tuple[int, int, int]]:
+        """Phase, requests that it had made, and the row of the request that is freed."""
+        frees = events[events["kind"] != _MALLOC]
+        columns = (frees[name].tolist() for name in ("phase", "sequence", "id"))
+        for phase, sequence, own in zip(*columns, strict=True):
+            if own in self._row:
+                yield phase, sequence, self._row[own]

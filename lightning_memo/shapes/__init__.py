@@ -1,0 +1,1 @@
+"""Shapes of models, as far as bytes and FLOPs depend on them."""

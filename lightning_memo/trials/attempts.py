@@ -1,0 +1,70 @@
+"""What a search has found so far: a JSON file that is never seen half written, and a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memo.config import format_bytes
+from lightning_memo.trials.length_search import Attempt, LengthSearch
+from lightning_memo.utils.files import replacing
+
+
+def save_search(path: Path, search: LengthSearch, settings: dict[str, Any]) -> None:
+    """Writes the attempts of a search, and what they were made with.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    longest = search.longest
+    content = {
+        "longest": None if longest is None else longest.tokens,
+        "finished": search.next_tokens() is None,
+        "low": search.low,
+        "high": search.high,
+        "multiple_of": search.multiple_of,
+        "settings": settings,
+        "attempts": [asdict(attempt) for attempt in search.attempts],
+    }
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_attempts(path: Path, settings: dict[str, Any]) -> list[Attempt]:
+    """The attempts of an earlier search with the same settings; none if there was no search.
+
+    Raises:
+        ValueError: The file was written with other settings, or is none of `save_search`.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        attempts = [Attempt(**attempt) for attempt in content["attempts"]]
+        earlier = content["settings"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: no search can go on from it ({error}): give another file, or resume=False") from None
+    if differing := sorted(name for name in settings | earlier if settings.get(name) != earlier.get(name)):
+        raise ValueError(f"{path}: that search had another {', '.join(differing)}: search anew with resume=False")
+    return attempts
+
+
+def attempts_table(attempts: Sequence[Attempt]) -> Table:
+    """One row for each length that was tried, the shortest first."""
+    table = Table(title="Lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in ("tokens", "planned", "device peak", "host", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for attempt in sorted(attempts, key=lambda attempt: attempt.tokens):
+        sizes = (attempt.planned_device_bytes, attempt.peak_device_bytes, attempt.host_bytes)
+        seconds = "-" if attempt.step_seconds is None else f"{attempt.step_seconds:.2f} s"
+        cells = ["-" if size is None else format_bytes(size) for size in sizes]
+        table.add_row(f"{attempt.tokens:,}", *cells, seconds, Text("fits" if attempt.fits else attempt.reason))
+    return table

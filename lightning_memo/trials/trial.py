@@ -1,0 +1,207 @@
+"""Training steps at one length, and whether they fit the memory."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_memo.config import format_bytes
+from lightning_memo.planner.alpha.alpha_program import HostMemoryError
+from lightning_memo.profiler.measured_costs import state_bytes
+from lightning_memo.profiler.memory_meter import WorkingSetMeter
+from lightning_memo.strategy import MemoStrategy
+from lightning_memo.trials.length_search import Attempt
+from lightning_memo.utils.find_layers import find_hugging_face
+
+BatchOf = Callable[[int], Any]
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+}
+# Arguments of the trainer that an attempt sets itself: the user's are of no consequence.
+OWN_TRAINER = frozenset({*QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
+_LONGEST_REASON = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens:
+    """Batches of random tokens: `{"input_ids": [batch_size, tokens], "labels": [batch_size, tokens]}`."""
+
+    vocabulary: int
+    batch_size: int = 1
+
+    def __call__(self, tokens: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(0, self.vocabulary, (self.batch_size, tokens), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+def random_tokens(module: LightningModule) -> RandomTokens:
+    """Batches for a module that holds a Hugging Face model.
+
+    Raises:
+        ValueError: It holds none, or one without tokens.
+    """
+    for model in find_hugging_face(module):
+        size = getattr(model.config.get_text_config(), "vocab_size", None)
+        if size:
+            return RandomTokens(vocabulary=size)
+    raise ValueError(
+        f"{type(module).__name__} holds no Hugging Face model that takes tokens (one that configure_model makes is not "
+        "there yet): give batch_of, a function that makes a batch for training_step of a number of tokens"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is tried at each length; it travels to the process in which that happens."""
+
+    module: LightningModule
+    batch_of: BatchOf
+    settings: Mapping[str, Any]
+    """Of `MemoStrategy`."""
+
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """Of Lightning's `Trainer`."""
+
+    steps: int = 3
+    """Optimizer steps: the first is profiled, the last is measured."""
+
+    def __call__(self, tokens: int) -> Attempt:
+        """Trains some steps at a length, in this process, by the module itself.
+
+        Raises:
+            Exception: What is no lack of memory.
+        """
+        strategy, measured = MemoStrategy(**self.settings), LastStep(self.steps)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._fit(strategy, measured, self.batch_of(tokens))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _attempt(tokens, strategy, measured, _one_line(error))
+        return _attempt(tokens, strategy, measured, _over_budget(strategy, measured))
+
+    def _fit(self, strategy: MemoStrategy, measured: LastStep, batch: Any) -> None:
+        accumulate = self.trainer.get("accumulate_grad_batches", 1)
+        own = {"strategy": strategy, "callbacks": [measured], "max_steps": self.steps, "devices": 1}
+        batches = DataLoader([batch] * (self.steps * accumulate), batch_size=None)
+        with tempfile.TemporaryDirectory() as folder:  # plans are saved, and of no use
+            Trainer(**{**self.trainer, **QUIET, **own, "default_root_dir": folder}).fit(self.module, batches)
+
+
+class LastStep(Callback):
+    """The time and the device memory of the last of some steps.
+
+    Attributes:
+        seconds: Its time; `None` before it is over.
+        peak_bytes: Its peak, state of the model included.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.seconds: float | None = None
+        self.peak_bytes: int | None = None
+        self._steps = steps
+        self._meter: WorkingSetMeter | None = None
+        self._started = 0.0
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == self._steps - 1 and self._meter is None:
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize(pl_module.device)
+                torch.cuda.reset_peak_memory_stats(pl_module.device)
+            else:
+                self._meter = WorkingSetMeter(pl_module.device)
+            self._started = time.perf_counter()
+
+    @override
+    def on_before_backward(self, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.begin_backward()
+
+    @override
+    def on_after_backward(self, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.end_backward()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step < self._steps:
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self.seconds = time.perf_counter() - self._started
+        if self._meter is None:
+            self.peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
+            return
+        used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
+        plan = trainer.strategy.plan  # none where no layer is trained
+        buffers = 0 if plan is None else plan.swap.buffer_bytes
+        self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._meter is not None:
+            self._meter.stop(kept_bytes=0, accumulating=False)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the device or the host has no more memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    known = isinstance(error, (MemoryError, HostMemoryError, torch.OutOfMemoryError))
+    return known or no_thread or is_oom_error(error)
+
+
+def _over_budget(strategy: MemoStrategy, measured: LastStep) -> str:
+    limit, peak = strategy.config.device_memory_bytes, measured.peak_bytes or 0
+    if limit is None or peak <= limit:
+        return ""
+    return f"a step takes {format_bytes(peak)} of device memory, and device_memory is {format_bytes(limit)}"
+
+
+def _attempt(tokens: int, strategy: MemoStrategy, measured: LastStep, reason: str) -> Attempt:
+    plan = strategy.plan
+    if plan is None:
+        return Attempt(tokens=tokens, fits=not reason, reason=reason)
+    return Attempt(
+        tokens=tokens,
+        fits=not reason,
+        reason=reason,
+        planned_device_bytes=plan.device_bytes,
+        peak_device_bytes=measured.peak_bytes,
+        host_bytes=plan.swap.host_bytes,
+        device_limit_bytes=plan.budget.device_bytes,
+        host_limit_bytes=plan.budget.host_bytes,
+        alpha=None if plan.swap.mode == "plain" else plan.swap.alpha,
+        step_seconds=measured.seconds,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return textwrap.shorten(text, _LONGEST_REASON, placeholder=" ...")

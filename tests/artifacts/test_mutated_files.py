@@ -1,0 +1,167 @@
+"""Plans, traces and tables are read as if a stranger had written them: refused in one line, or as good as any."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from test_plan import small_plan
+
+from lightning_memo.artifacts.plan import PhasePlacement, Plan, StepPlacement
+from lightning_memo.artifacts.trace import Trace
+from lightning_memo.config import format_bytes
+from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
+from lightning_memo.planner.placement.problem import MAX_BYTES
+
+MUTANTS = 3400  # of each kind of file: more than 10,000 together
+
+_NUMBERS = (b"-1", b"0", b"1e999", b"-0.0", b"9" * 19, b"9" * 400, b"4611686018427387904", b"NaN", b"0x10", b"true")
+
+
+def flip(data: bytearray, chance: random.Random) -> None:
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+
+
+def cut(data: bytearray, chance: random.Random) -> None:
+    del data[chance.randrange(len(data)) :]
+
+
+def drop(data: bytearray, chance: random.Random) -> None:
+    start = chance.randrange(len(data))
+    del data[start : start + chance.randint(1, 40)]
+
+
+def repeat(data: bytearray, chance: random.Random) -> None:
+    """A part comes twice: a line, a field, half a number."""
+    start = chance.randrange(len(data))
+    part = data[start : start + chance.randint(1, 200)]
+    data[start:start] = part
+
+
+def repeat_line(data: bytearray, chance: random.Random) -> None:
+    """A field of a document, or a row of a table, comes twice."""
+    lines = bytes(data).split(b"\n")
+    number = chance.randrange(len(lines))
+    lines.insert(number, lines[number])
+    data[:] = b"\n".join(lines)
+
+
+def renumber(data: bytearray, chance: random.Random) -> None:
+    """A number becomes another one, of any size or of none."""
+    places = [n for n, byte in enumerate(data) if chr(byte).isdigit()]
+    if places:
+        start = chance.choice(places)
+        stop = next((n for n in range(start, len(data)) if not chr(data[n]).isdigit()), len(data))
+        data[start:stop] = chance.choice(_NUMBERS)
+
+
+def nest(data: bytearray, chance: random.Random) -> None:
+    start = chance.randrange(len(data))
+    data[start:start] = chance.choice((b"[", b'{"a":', b'"', b"(")) * chance.choice((1, 100, 5000))
+
+
+def swap(data: bytearray, chance: random.Random) -> None:
+    """Two parts change places."""
+    first, second = sorted(chance.randrange(len(data)) for _ in range(2))
+    part = data[second : second + 30]
+    data[second : second + 30] = data[first : first + 30]
+    data[first : first + len(part)] = part
+
+
+KINDS = (flip, flip, cut, drop, repeat, repeat_line, renumber, renumber, nest, swap)
+
+
+def mutants(original: bytes, seed: int) -> list[bytes]:
+    """The same every time: files with one mistake or several, and each number as large as a number can be."""
+    chance = random.Random(seed)
+    numbers = re.finditer(rb"\d+", original)
+    made = [b"%s%d%s" % (original[: n.start()], 2**62, original[n.end() :]) for n in numbers]
+    for number in range(MUTANTS):
+        data = bytearray(original)
+        for _ in range(1 + number % 2):
+            if data:
+                chance.choice(KINDS)(data, chance)
+        made.append(bytes(data))
+    return made
+
+
+def refused_or_read(path: Path, original: bytes, read: Callable[[Path], object], seed: int) -> list[object]:
+    """What was read of the mutants that are not refused; all others are, in one line that names the file."""
+    found = []
+    for data in mutants(original, seed):
+        path.write_bytes(data)
+        try:
+            found.append(read(path))
+        except ValueError as error:
+            text = str(error)
+            assert text.startswith(str(path)), data
+            assert text.isprintable(), (text, data)
+            assert len(text) < 600, data
+    assert 0 < len(found) < MUTANTS / 2  # both happen
+    return found
+
+
+def placed_plan() -> Plan:
+    phases = (
+        PhasePlacement(name="layer 0 forward", sizes=(64, 128, 64), offsets=(0, 64, -1)),
+        PhasePlacement(name="layer 0 backward", sizes=(256,), offsets=(0,)),
+    )
+    placement = StepPlacement(
+        phases=phases, peak_bytes=256, lower_bound_bytes=192, min_bytes=16, threads=1, method="first fit", seconds=0.1
+    )
+    return replace(small_plan(), placement=placement)
+
+
+def test_mutated_plans(tmp_path: Path) -> None:
+    """What is read is a plan in itself: sizes can be computed, at once, and it can be written again."""
+    original = placed_plan().to_json().encode()
+    for read in refused_or_read(tmp_path / "plan.json", original, Plan.load, seed=1):
+        assert isinstance(read, Plan)
+        assert 0.0 <= read.swap.alpha <= 1.0
+        assert format_bytes(read.device_bytes + read.swap.host_bytes + read.swap.spill_bytes)
+        assert Plan.from_json(read.to_json()) == read
+        for phase in read.placement.phases if read.placement else ():
+            ends = [offset + size for size, offset in zip(phase.sizes, phase.offsets, strict=True) if offset >= 0]
+            assert max(ends, default=0) <= read.placement.peak_bytes
+
+
+def test_mutated_traces(tmp_path: Path) -> None:
+    """What is read can be planned from."""
+    phases = ("input", "layer 0 forward", "layer 0 backward")
+    step = Trace(
+        phases=phases,
+        **{
+            name: np.array(values, np.int64)
+            for name, values in {
+                "phase": [0, 0, 1, 1, 2, 2],
+                "size": [100, 700, 300, 64, 4096, 20],
+                "death": [2, 5, 4, 0, 6, 1],
+                "lane": [0, 0, 0, 0, 1, 0],
+            }.items()
+        },
+    )
+    step.save(tmp_path / "trace.csv")
+    original = (tmp_path / "trace.csv").read_bytes()
+    for trace in refused_or_read(tmp_path / "trace.csv", original, Trace.load, seed=2):
+        assert isinstance(trace, Trace)
+        if sum(trace.size.tolist()) < MAX_BYTES // 2:  # else the problem is refused
+            assert len(trace.problem(64).size) == len(trace.planned)
+        assert len(trace.death_phase) == len(trace.sequence) == len(trace)
+        trace.save(tmp_path / "again.csv")
+        assert trace.same_requests(Trace.load(tmp_path / "again.csv"))
+
+
+def test_mutated_tables(tmp_path: Path) -> None:
+    """What is read are buffers as they may be."""
+    rows = [f"{n},{n},{n + 3},{64 + 96 * n}" for n in range(6)]
+    original = "\n".join([",".join(COLUMNS), *rows, ""]).encode()
+    for table in refused_or_read(tmp_path / "in.csv", original, read_problem, seed=3):
+        problem = table.problem
+        assert (problem.size >= 0).all()
+        assert (problem.lower < problem.upper).all()
+        assert len(table.rows) == len(problem.size)

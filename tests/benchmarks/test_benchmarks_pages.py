@@ -1,0 +1,163 @@
+"""The pages of performance: what they say of results that are written here; those in the project are up to date."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+from support.benchmark_modules import ROOT, load
+
+pytestmark = pytest.mark.usefixtures("own_modules")
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def make(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["performance.py", *map(str, arguments)])
+    return load("performance").main()
+
+
+def result(method, tokens, seconds=None, layers=8, status="ok", reason="", loss=11.0, norm=1.0, **more):
+    """A cell of the tests' own GPU, which computes 1e15 FLOP/s at most."""
+    cell = {"method": method, "tokens": tokens, "model": "llama3_8b", "layers": layers, "tuning": "full"}
+    timed = {
+        "median_seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": 0.5, "hfu": 0.6,
+        "losses": [loss], "gradient_norm": norm,
+        "memory": {"peak_reserved_bytes": 2**30, "alloc_retries": 0, "peak_rss_bytes": 2**31},
+        "waits": None, "activity": None, "plan": {"alpha": 0.25}, "packages": [],
+    } if seconds else {}  # fmt: skip
+    made = {"date": "2027-01-02T03:04:05", "command": "python benchmarks/gpu.py", "device": "Some GPU", "versions": {}}
+    return {"cell": cell, "status": status, "reason": reason, **made, **timed, **more}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project's results and README, and a place for pages."""
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results", results, ignore=shutil.ignore_patterns("gpu", "*.png"))
+    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    return tmp_path
+
+
+def write(project, *results):
+    for number, one in enumerate(results):
+        path = project / "results" / "gpu" / "some_gpu" / "group" / f"{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(one))
+
+
+def pages(monkeypatch, project):
+    options = ("--results", project / "results", "--page", project / "docs" / "p.md", "--readme", project / "README.md")
+    assert make(monkeypatch, *options) == 0
+    assert make(monkeypatch, *options, "--check") == 0
+    return (project / "docs" / "p.md").read_text(), (project / "README.md").read_text()
+
+
+def rows(page, title):
+    """The cells of the table below a line that starts so."""
+    lines = page.partition(title)[2].partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    return {cells[0]: cells[1:] for line in lines[2:] for cells in [[c.strip() for c in line.strip("|").split("|")]]}
+
+
+def test_the_projects_pages_are_what_its_results_say(monkeypatch, capsys):
+    assert make(monkeypatch, "--check") == 0, capsys.readouterr().err
+
+
+def test_a_page_that_is_out_of_date_is_told(monkeypatch, project, capsys):
+    pages(monkeypatch, project)
+    write(project, result("plain", 4096, 1.0))
+    options = ("--results", project / "results", "--page", project / "docs" / "p.md", "--readme", project / "README.md")
+    assert make(monkeypatch, *options, "--check") == 1
+    assert "p.md is not what the results say" in capsys.readouterr().err
+
+
+def test_without_results_of_a_gpu_it_says_so_and_how_to_get_them(monkeypatch, project):
+    for page in pages(monkeypatch, project):
+        assert "bash benchmarks/gpu_all.sh" in page
+        assert "measured" in page
+        assert "NVIDIA" not in page
+
+
+def test_ratios_are_times_over_times(monkeypatch, project):
+    write(
+        project,
+        result("plain", 65536, status="oom", reason="CUDA out of memory"),
+        result("checkpointing", 65536, 12.0),
+        result("alst", 65536, 11.0),
+        result("memo_auto", 65536, 10.0),
+        result("plain", 65536, 2.0, layers=1),
+        result("plain", 65536, 3.0, layers=2),
+    )
+    page, readme = pages(monkeypatch, project)
+    # One layer takes a second, and eight take 2 + 7.
+    assert rows(page, "**Memo auto: how many times as fast**") == {"64K": ["1.100", "DeepSpeed ALST", "1.200", "0.900"]}
+    assert "| llama3_8b-8-full | 64K | 1.100 | DeepSpeed ALST | 1.200 | 0.900 |" in readme
+    speeds = rows(page, "**Tokens per second")
+    assert speeds["plain"] == ["oom"]
+    assert speeds["Memo auto"] == ["6,554 (50.0%)"]
+    assert page.count("### ") == 1, "the layers that tell the bound are no group of their own"
+    picture = next((project / "docs" / "images").iterdir())
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+    assert f"(images/{picture.name})" in page
+
+
+def test_alphas_are_compared_with_the_fastest_of_them(monkeypatch, project):
+    times = {"memo_alpha_0": 12.5, "memo_alpha_0.25": 10.0, "memo_alpha_1": 20.0, "memo_auto_unplanned": 10.1}
+    write(project, *[result(method, 65536, seconds) for method, seconds in times.items()])
+    page, _ = pages(monkeypatch, project)
+    assert rows(page, "**Speed by alpha")["64K"] == ["0.800", "1.000", "0.500", "0.990", "0.250"]
+
+
+def test_copies_are_told_by_stream_and_as_a_share(monkeypatch, project):
+    waits = {"step_seconds": 10.0, "waited_seconds": {"offload": 0.25, "prefetch": 0.25}}
+    activity = {"exposed_copy_seconds": 1.0, "idle_seconds": 0.5}
+    write(project, result("memo_auto", 65536, 10.0, waits=waits), result("alst", 65536, 10.0, activity=activity))
+    page, _ = pages(monkeypatch, project)
+    copies = rows(page, "**Waiting for copies**")
+    assert copies["Memo auto"] == ["64K", "0.250 s", "0.250 s", "5.0%", "-", "-", "-"]
+    assert copies["DeepSpeed ALST"] == ["64K", "-", "-", "-", "1.000 s", "10.0%", "5.0%"]
+
+
+def test_the_longest_length_and_what_ended_it(monkeypatch, project):
+    write(
+        project,
+        result("alst", 65536, 10.0), result("alst", 131072, status="oohm", reason="killed"),
+        result("memo_auto", 65536, 10.0), result("memo_auto", 131072, 30.0),
+        result("memo_auto", 262144, status="timeout"),
+    )  # fmt: skip
+    page, _ = pages(monkeypatch, project)
+    longest = rows(page, "**Longest sequence")
+    assert longest == {"DeepSpeed ALST": ["64K", "128K: oohm"], "Memo auto": ["128K", "256K: timeout"]}
+
+
+def test_a_method_that_computes_something_else_is_told(monkeypatch, project):
+    alike = [result(m, 65536, 10.0, norm=1.01) for m in ("plain", "checkpointing", "memo_alpha_0")]
+    write(project, *alike, result("alst", 65536, 5.0, loss=11.1), result("memo_auto", 65536, 5.0, norm=0.9))
+    page, _ = pages(monkeypatch, project)
+    assert "**DeepSpeed ALST at 64K: its first loss is 0.9% off the others', so its time says nothing.**" in page
+    assert "**Memo auto at 64K: its first gradient's norm is 10.9% off the others'" in page
+    assert page.count("so its time says nothing") == 2
+
+
+def test_a_missing_package_is_no_failure(monkeypatch, project):
+    write(
+        project,
+        result("plain", 65536, 10.0),
+        result("alst", 65536, status="unavailable", reason="deepspeed is not installed"),
+        result("async_offload", 65536, status="unavailable", reason="needs a GPU: of another kind"),
+    )
+    speeds = rows(pages(monkeypatch, project)[0], "**Tokens per second")
+    assert (speeds["DeepSpeed ALST"], speeds["async offload"]) == (["not installed"], ["not to be had"])
+
+
+def test_a_file_that_is_no_result_is_told(monkeypatch, project, capsys):
+    write(project, {"cell": {"tokens": 3}})
+    options = ("--results", project / "results", "--page", project / "p.md", "--readme", project / "README.md")
+    assert make(monkeypatch, *options) == 2
+    assert "0.json: no result of benchmarks/gpu.py" in capsys.readouterr().err
+    (project / "README.md").write_text("no marks")
+    (project / "results" / "gpu" / "some_gpu" / "group" / "0.json").unlink()
+    assert make(monkeypatch, *options) == 2
+    assert "the README needs the lines" in capsys.readouterr().err

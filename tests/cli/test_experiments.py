@@ -1,0 +1,176 @@
+"""Experiments that no test machine can run: they are accepted by all that reads them, and run when they are small."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from support import commands
+from support.paths import REFERENCE, ROOT
+from test_context_extension import SAVED
+from test_documents_data import TEXTS
+
+from lightning_memo.cli.hydra_command import config_dir
+from lightning_memo.cli.runs.assemble import build_strategy
+from lightning_memo.estimate.command import answer
+from lightning_memo.estimate.question.request import read_request
+from lightning_memo.models import ModelConfig, build_model, load_hf_config
+from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.train import main
+
+PAPER = REFERENCE / "papers" / "memo_app_table7_memo.csv"
+
+
+def composed(name: str, *overrides: str) -> DictConfig:
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+def cells_of_the_paper() -> list[dict[str, str]]:
+    with PAPER.open() as file:
+        return [cell for cell in csv.DictReader(file) if cell["model"] == "7B" and cell["status"] == "ok"]
+
+
+def name_of(cell: dict[str, str]) -> str:
+    return "memo_7b_1m" if cell["seq_k"] == "1024" else f"memo_7b_{cell['seq_k']}k"
+
+
+def test_every_length_of_the_paper_has_an_experiment() -> None:
+    files = {path.stem for path in Path(config_dir(), "experiment").glob("memo_7b_*.yaml")}
+    assert files == {name_of(cell) for cell in cells_of_the_paper()}
+
+
+@pytest.mark.parametrize("cell", cells_of_the_paper(), ids=name_of)
+def test_experiments_are_the_papers_settings_and_fit_its_machine(cell: dict[str, str]) -> None:
+    cfg = composed("train", f"experiment={name_of(cell)}")
+    config = build_strategy(cfg.strategy).config
+    sizes = resolve_sizes(config, cfg.trainer.devices)
+    assert [cfg.trainer.devices, sizes.tensor, sizes.context, sizes.data] == [
+        int(cell[name]) for name in ("gpus", "TP", "CP", "DP")
+    ]
+    assert cfg.data.seq_len == int(cell["seq_k"]) * 1024 and config.alpha == float(cell["alpha"])
+    assert cfg.trainer.accumulate_grad_batches * sizes.data * cfg.data.batch_size == 16
+    assert load_hf_config(ModelConfig(**OmegaConf.to_container(cfg.model))).max_position_embeddings >= cfg.data.seq_len
+    parallel = {"tp": sizes.tensor, "cp": sizes.context, "dp": sizes.data, "zero_stage": cfg.strategy.zero_stage}
+    forced = [f"parallel.{name}={size}" for name, size in parallel.items()]
+    asked = composed("estimate", "model=gpt_7b", "cluster=a800", f"seq_len={cfg.data.seq_len}", *forced)
+    settings: dict[str, Any] = OmegaConf.to_container(asked)
+    _, ranking = answer(read_request(settings, "gpt_7b"), progress=False)
+    assert ranking.best.status == "ok"
+
+
+def test_finetuning_takes_a_model_and_documents(tmp_path: Path) -> None:
+    build_model(ModelConfig(config=SAVED)).save_pretrained(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    cfg = composed("train", "experiment=finetune_documents", f"model.path={tmp_path}", "data.path=a.txt")
+    model = load_hf_config(ModelConfig(**OmegaConf.to_container(cfg.model, resolve=True)))
+    assert model.max_position_embeddings == cfg.data.seq_len == 131072
+    assert model.rope_parameters["factor"] == 131072 / 32
+    assert cfg.data.tokenizer == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("data.path=a.txt", "give model.config .* or model.path"), ("model.path=.", "path: give the file or folder")],
+)
+def test_finetuning_without_model_or_documents_is_refused(given: str, message: str) -> None:
+    cfg = composed("train", "experiment=finetune_documents", given, "data.tokenizer=null")
+
+    def start() -> None:
+        ModelConfig(**OmegaConf.to_container(cfg.model, resolve=True))
+        instantiate(cfg.data, seed=0).setup()
+
+    with pytest.raises(ValueError, match=message):
+        start()
+
+
+# ---- experiments run, small
+
+TINY_RUN = (
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=2",
+    "trainer.limit_val_batches=1",
+    "callbacks.progress_bar=null",
+    "+trainer.enable_progress_bar=false",
+    "+trainer.enable_model_summary=false",
+)
+"""Nothing of what an experiment is about: where, how long, and what is shown."""
+
+FINETUNING = ROOT / "docs" / "finetuning.md"
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> None:
+    """What the commands of the documentation name."""
+    build_model(ModelConfig(config=SAVED | {"vocab_size": 264})).save_pretrained(tmp_path / "my-model")
+    lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "documents.jsonl").write_text("".join(lines))
+
+
+def losses(folder: Path) -> list[float]:
+    (metrics,) = folder.glob("outputs/*/runs/*/csv/metrics.csv")
+    with metrics.open() as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+
+
+@pytest.mark.usefixtures("documents")
+@pytest.mark.parametrize("more", [[], ["data.streaming=true", "data.val_documents=6"]], ids=["whole", "streamed"])
+def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_path: Path) -> None:
+    (command,) = re.findall(r"^python -m lightning_memo\.train (experiment=.*)$", FINETUNING.read_text(), re.MULTILINE)
+    status, _, err = in_process(main, *command.split(), *TINY_RUN, "data.tokenizer=null", "data.seq_len=64", *more)
+    assert status == 0, err
+    assert "knows" not in err, "positions are extended to the length of rows"
+    # The uniform distribution over 264 tokens has 5.58 nats; two steps of LoRA change little.
+    assert losses(tmp_path) == pytest.approx([5.58] * 2, abs=0.2)
+
+
+@pytest.mark.parametrize("cell", cells_of_the_paper(), ids=name_of)
+def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> None:
+    """In one process of its own, as ZeRO makes a process group; few weights, a ten-thousandth of the tokens."""
+    small = {
+        "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
+        "data.max_bytes": 40000,
+        "model.config.hidden_size": 32,
+        "model.config.intermediate_size": 64,
+        "model.config.num_hidden_layers": 4,
+        "model.config.num_attention_heads": 2,
+        "trainer.devices": 1,
+        "strategy.tensor_parallel_size": 1,
+        "strategy.context_parallel_size": 1,
+    }
+    settings = [f"{name}={value}" for name, value in small.items()]
+    command = ["python", "-m", "lightning_memo.train", f"experiment={name_of(cell)}", *TINY_RUN, *settings]
+    status, _, err = commands.run(command, tmp_path)
+    assert status == 0, err
+    # The uniform distribution over GPT-2's vocabulary has 10.82 nats.
+    assert losses(tmp_path)[0] == pytest.approx(10.82, abs=0.2)
+
+
+def test_the_terminal_is_not_told_what_pytorch_says_to_itself(tmp_path: Path) -> None:
+    """In a new interpreter: what PyTorch logs is settled when it starts."""
+    command = ["python", "-m", "lightning_memo.train", *commands.TINY_RUN, "data.seq_len=64"]
+    status, out, err = commands.run(command, tmp_path, cold=True)
+    assert status == 0, err
+    assert "the first batch is profiled" in err + out
+    assert not re.search("USDT|CPUAllocator|SyncActivity", err + out)
+
+
+def test_the_commands_of_sweeps_run(in_process: Any, tmp_path: Path) -> None:
+    """A sweep, and that it goes on; the page's others need a machine with GPUs, or SLURM."""
+    text = (FINETUNING.parent / "sweeps.md").read_text()
+    found = re.findall(r"^python -m lightning_memo\.train -m (data.seq_len=.*)$", text, re.MULTILINE)
+    assert len(found) == 2 and found[1] == f"{found[0]} sweep=last"
+    for line in found:
+        short = line.replace("512,1024,2048", "16,24,32").split()
+        tiny = [setting for setting in commands.TINY_RUN if not setting.startswith("data.seq_len")]
+        status, _, err = in_process(main, "-m", *tiny, *short)
+        assert status == 0, err
+        assert len(list(tmp_path.glob("outputs/train/sweeps/2*/[0-9]/summary.json"))) == 6
+    assert len(list(tmp_path.glob("outputs/train/sweeps/2*"))) == 1, "the second one went on"

@@ -1,0 +1,227 @@
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+from lightning_memo import train as command
+from lightning_memo.cli.hydra_command import config_dir, user_message
+from lightning_memo.cli.runs import compare
+from lightning_memo.utils.files import replacing
+
+EXPERIMENTS = sorted(path.stem for path in Path(config_dir(), "experiment").glob("demo*.yaml"))  # on a CPU
+EXPERIMENTS = [name for name in EXPERIMENTS if "parallel" not in name]  # test_train_processes.py runs those
+PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/command_line.md"))
+COMMANDS = sorted(set(re.findall(r"^python -m lightning_memo\.train ?(.*)$", PAGES, re.MULTILINE)))
+
+
+def only(paths):
+    (path,) = paths
+    return path
+
+
+def summary(folder):
+    return json.loads(only(folder.glob("outputs/*/runs/*/summary.json")).read_text())
+
+
+def metrics(run, name):
+    with (run / "csv" / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiments(train, tmp_path, experiment):
+    status, out, err = train(f"experiment={experiment}", "strategy.device_memory=null")
+    assert status == 0, err
+    assert summary(tmp_path)["status"] == "ok"
+    assert "unigram entropy of the text" in out
+
+
+def test_commands_of_the_documentation_are_found():
+    assert len(COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_commands_of_the_documentation(train, tmp_path, arguments):
+    for name in ("a.md", "b.md", "c.md"):
+        (tmp_path / name).write_text("text\n" * 800)
+    if "ckpt_path=last" in arguments:
+        assert train("strategy=plain")[0] == 0
+    # How long, and how long the sequences are, is what the tiny settings are for; a sweep keeps the number of its jobs.
+    short = {"trainer.max_steps=400": "trainer.max_steps=7", "data.seq_len=512,1024,2048": "data.seq_len=16,24,32"}
+    overrides = [short.get(o, o) for o in arguments.split() if o != "data.seq_len=512"]
+    status, _, err = train(*overrides)
+    assert status == 0, err
+
+
+def test_summary_and_files_of_a_run(train, tmp_path):
+    status, out, err = train("strategy=memo", "strategy.alpha=0.5", "trainer.max_steps=6")
+    assert status == 0, err
+    run = only(tmp_path.glob("outputs/train/runs/*"))
+    result = summary(tmp_path)
+    assert result["alpha"] == pytest.approx(0.5, abs=0.1)
+    assert result["host_bytes"] > 0
+    assert result["tokens_per_second"] == pytest.approx(result["seq_len"] / result["step_seconds"])
+    assert result["peak_device_bytes"] > 0
+    assert result["val_loss"] > 0
+    assert "trainer.max_steps=6" in result["overrides"]
+    assert f"unigram entropy of the text {result['unigram_entropy']:.3f}" in out
+    assert (run / "checkpoints" / "last.ckpt").exists()
+    assert list(run.glob("tensorboard/events*"))
+    losses = list(metrics(run, "train_loss").values())
+    assert result["train_loss"] == pytest.approx(sum(losses) / 6)
+    assert not list(tmp_path.glob("**/.*.json"))
+
+
+def test_comparison_table(train):
+    status, out, err = train("strategy=full_recompute", "compare=true")
+    assert status == 0, err
+    table = out[out.index("Comparison") :]
+    assert "plain" in table
+    assert "this run, alpha 0.00" in table
+
+
+def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
+    class Terminated(command.CausalLM):
+        def training_step(self, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(compare, "CausalLM", Terminated)
+    # Lightning's own exception has no status, which Python takes for 0.
+    assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
+
+
+def test_learning_beats_the_unigram_entropy(train, tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
+    quick = ["trainer.max_steps=60", "optim.lr=0.02", "optim.warmup_steps=5", "data.batch_size=4"]
+    assert train("strategy=plain", f"data.path={tmp_path}", *quick)[0] == 0
+    result = summary(tmp_path)
+    assert result["val_loss"] < 0.8 * result["unigram_entropy"]
+
+
+def test_resuming_the_newest_run(train, tmp_path):
+    settings = ["strategy=plain", "callbacks.checkpoint.every_n_train_steps=2", "callbacks.checkpoint.save_top_k=-1"]
+    assert train(*settings, "trainer.max_steps=6", "name=whole")[0] == 0
+    whole = only(tmp_path.glob("outputs/whole/runs/*"))
+    middle = whole / "checkpoints" / "step-2.ckpt"
+    status, _, err = train(*settings, "trainer.max_steps=6", "name=part", f"ckpt_path={middle}")
+    assert status == 0, err
+    part = only(tmp_path.glob("outputs/part/runs/*"))
+    for name in ("train_loss", "lr", "tokens"):
+        rest = metrics(part, name)
+        assert set(rest) == {2, 3, 4, 5}
+        assert rest == {step: value for step, value in metrics(whole, name).items() if step >= 2}
+    assert train(*settings, "trainer.max_steps=8", "name=part", "ckpt_path=last", "hydra.run.dir=again")[0] == 0
+    assert set(metrics(tmp_path / "again", "train_loss")) == {6, 7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed: give one of 32-true, bf16-true, bf16-mixed"),
+        (["trainer.precision=8"], "trainer.precision=8: give one of"),
+        (["model=nothing"], "Could not find 'model/nothing' Available options"),
+        (["nothing=1"], "nothing: no such setting; --help lists all"),
+        (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
+        (["data=documents"], "data.max_bytes: no such setting of the data that is chosen; data=text has it"),
+        (["+datum=1"], "datum: no such setting; did you mean data"),
+        (["demo"], "demo: give SETTING=VALUE"),
+        (["data.seq_len=["], "See https://hydra.cc"),
+        (["+trainer.nothing=1"], "trainer: Trainer.__init__() got an unexpected keyword argument 'nothing'"),
+        (["strategy.alpha=2"], "strategy.alpha=2"),
+        (["data.path=/nowhere"], "data.path=/nowhere: no such folder"),
+        (["data.seq_len=1"], "data.seq_len=1: give 2 or more"),
+        (["data.seq_len=lots"], "data.seq_len='lots' is not a number of tokens"),
+        (
+            ["data.seq_len=90K"],
+            "data.seq_len=92160 x batch_size=1: one batch needs 92160 tokens, the",
+        ),
+        (["data.suffix=.nothing"], "data.path="),
+        (["model.path=/nowhere", "data.tokenizer=/nowhere"], "error: model.path=/nowhere: no config.json"),
+        (["model.config.vocab_size=100"], "data.tokenizer: its ids go up to 256, but the model has embeddings for 100"),
+        (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
+        (["strategy.plan=/nowhere.json"], "/nowhere.json"),
+        (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
+        (["paths.root=/dev/null/runs"], "a run's folder is made there; give paths.root=FOLDER"),
+        (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
+    ],
+)
+def test_mistakes_end_with_one_line(train, overrides, message):
+    status, _, err = train(*overrides)
+    assert status == 2
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in err
+
+
+def test_a_model_with_a_tokenizer_gets_no_bytes(train, tmp_path):
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    status, _, err = train(f"model.path={tmp_path}")
+    assert status == 2
+    assert f"error: data.tokenizer=None: that is one token per byte, and the model of {tmp_path} has" in err
+
+
+def test_checkpoint_of_other_data_is_refused(train, tmp_path):
+    assert train("strategy=plain")[0] == 0
+    status, _, err = train("strategy=plain", "ckpt_path=last", "data.seq_len=16")
+    assert status == 2
+    assert "resume with the same data settings" in err
+
+
+def test_checkpoint_of_another_model_is_refused(train, tmp_path):
+    assert train("strategy=plain")[0] == 0
+    status, _, err = train("ckpt_path=last", "model.config.hidden_size=32")
+    assert status == 2
+    line = only(line for line in err.splitlines() if line.startswith("error: "))
+    assert "last.ckpt: of another model: model.model.embed_tokens.weight is [264, 16] in the checkpoint" in line
+    assert "size mismatch" not in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug")])
+def test_bugs_keep_their_tracebacks(train, monkeypatch, error):
+    class Broken(command.CausalLM):
+        def training_step(self, batch, batch_idx):
+            raise error
+
+    monkeypatch.setattr(command, "CausalLM", Broken)
+    with pytest.raises(type(error), match="a bug") as caught:
+        train("strategy=plain")
+    assert user_message(caught.value) is None
+
+
+def test_settings_that_plain_training_ignores_warn(train):
+    with pytest.warns(UserWarning, match=r"strategy=auto .*ignores strategy.device_memory"):
+        assert train("strategy=plain", "+strategy.device_memory=1GiB")[0] == 0
+
+
+def test_mistake_in_a_process_of_its_own(tmp_path):
+    arguments = [sys.executable, "-m", "lightning_memo.train", "data.path=/nowhere"]
+    ended = subprocess.run(arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("error: data.path=/nowhere: no such folder")
+    assert ended.stdout == ""
+
+
+def test_interrupted_writing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "folder" / "file.txt"
+    with replacing(path) as new:
+        new.write_text("old")
+
+    def interrupted():
+        with replacing(path) as new:
+            new.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [p.read_text() for p in path.parent.iterdir()] == ["old"]

@@ -1,0 +1,184 @@
+"""The training command in several processes: one output, one voice, one end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, TINY_RUN, errors, lightning, run, torchrun
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.cli.hydra_command import config_dir
+from lightning_memo.cli.launch import SweepRefused, arguments_of_process, is_first_process
+
+PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
+PAGE = (ROOT / "docs" / "parallelism.md").read_text()
+PAGE_COMMANDS = re.findall(r"^((?:python -m|torchrun) .*)$", PAGE, re.MULTILINE)
+README_COMMANDS = re.findall(r"^(torchrun .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def only(paths):
+    (path,) = paths
+    return path
+
+
+def metrics(folder, name):
+    with (folder / "csv" / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
+
+
+def files(folder):
+    """Names of all files, without what differs from run to run."""
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(re.sub(r"events\.out.*", "events", name) for name in names)
+
+
+def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
+    saving = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.accumulate_grad_batches=2"]
+    settings = [*saving, "strategy.alpha=0.5", "data.seq_len=31"]
+    (tmp_path / "both").mkdir()
+    parallel = ["strategy.context_parallel_size=2", "strategy.zero_stage=3", "compare=true"]
+    status, out, err = run(torchrun(*settings, *parallel), tmp_path / "both", cold=True)
+    assert status == 0, err
+    both = only((tmp_path / "both" / "outputs" / "train" / "runs").iterdir())
+    assert [p.name for p in (tmp_path / "both").iterdir()] == ["outputs"]
+    assert len(re.findall("unigram entropy of the text", out)) == 1
+    assert err.count("compare=true compares runs in one process") == 1
+
+    assert train(*settings, "name=alone")[0] == 0
+    alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())
+    for name in ("train_loss", "val_loss", "tokens", "lr"):
+        assert metrics(both, name) == pytest.approx(metrics(alone, name), rel=1e-5), name
+    results = [json.loads((folder / "summary.json").read_text()) for folder in (both, alone)]
+    assert [result["processes"] for result in results] == [2, 1]
+    assert results[0]["train_loss"] == pytest.approx(results[1]["train_loss"], rel=1e-5)
+    for result in results:
+        assert result["tokens_per_second"] == pytest.approx(2 * 31 / result["step_seconds"])
+    # One process's checkpoint is a file; whether memory is planned within 5 steps is a matter of time.
+    one, two = ({f for f in files(each) if ".ckpt" not in f and "memory" not in f} for each in (alone, both))
+    assert two == one | {"launch.json"}
+
+    checkpoint = only((both / "checkpoints").glob("step-4.ckpt"))
+    assert checkpoint.is_dir()
+    assert train(*settings, "trainer.max_steps=7", f"ckpt_path={both / 'checkpoints' / 'last.ckpt'}", "name=on")[0] == 0
+    assert train(*settings, "trainer.max_steps=7", "name=whole")[0] == 0
+    on, whole = (metrics(only((tmp_path / "outputs" / n / "runs").iterdir()), "train_loss") for n in ("on", "whole"))
+    assert set(on) == {4, 5, 6}
+    # The schedule of the learning rate is that of the checkpoint's 5 steps and of 7: the first losses are before that.
+    assert on[4] == pytest.approx(whole[4], rel=1e-4)
+
+
+def test_fpdt_is_one_word(tmp_path, train):
+    status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path, cold=True)
+    assert status == 0, err
+    both = only((tmp_path / "outputs" / "train" / "runs").iterdir())
+    swap = Plan.load(next(both.rglob("memo_plan.json"))).swap
+    assert (swap.host_backed, swap.slice_tokens, swap.alpha) == ("all", 6, 0.0)
+    assert train("name=alone", "strategy.alpha=0")[0] == 0
+    alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())
+    assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)
+
+
+def test_commands_of_the_documentation(tmp_path):
+    assert set(README_COMMANDS) <= set(PAGE_COMMANDS)
+    assert len(PAGE_COMMANDS) >= 4
+    checkpoint = tmp_path / "checkpoint"
+    for command in PAGE_COMMANDS:
+        if "lightning_memo.export" in command:
+            last = max((tmp_path / "outputs" / "train" / "runs").glob("*/checkpoints/last.ckpt"))
+            checkpoint.symlink_to(last)
+            words = command.replace("CHECKPOINT", str(checkpoint)).split()
+        else:
+            # A run that resumes has something left to do.
+            steps = ["trainer.max_steps=7"] if "ckpt_path=last" in command else []
+            words = [*command.split(), *TINY_RUN, *steps]
+        status, _, err = run(words, tmp_path)
+        assert status == 0, f"{command}\n{err}"
+    assert (tmp_path / "FOLDER" / "config.json").is_file()
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("outputs/*/runs/*/summary.json")]
+    assert [result["processes"] for result in runs] == [2] * len(runs)
+    assert len(runs) == sum("lightning_memo.train" in command for command in PAGE_COMMANDS)
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs", "FOLDER", "checkpoint"}
+
+
+def test_all_parallel_experiments_are_on_the_page():
+    assert PARALLEL_EXPERIMENTS
+    for name in PARALLEL_EXPERIMENTS:
+        assert any(f"experiment={name}" in command for command in PAGE_COMMANDS), name
+
+
+ONE_HEAD = ["model.config.num_attention_heads=1", "model.config.num_key_value_heads=1"]
+
+
+def test_a_mistake_of_all_is_told_once(tmp_path):
+    ended, _, err = run(lightning("strategy.tensor_parallel_size=2", *ONE_HEAD), tmp_path)
+    assert ended == 2
+    assert "tensor_parallel_size=2 does not divide num_attention_heads=1" in only(errors(err))
+
+
+@pytest.mark.parametrize(("start", "status"), [(torchrun, 1), (lightning, 2)])
+def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
+    (tmp_path / "text0").mkdir()
+    for name in "abc":
+        (tmp_path / "text0" / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
+    # The other process waits for this one to join, and would for half an hour.
+    ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}"), tmp_path)
+    assert ended == status  # torchrun's own is always 1
+    assert "data.path=text1: no such folder" in only(errors(err))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy.context_parallel_size=3"], "context_parallel_size=3 x tensor_parallel_size=1 = 3 does not divide"),
+        (["strategy.zero_stage=4"], "zero_stage=4"),
+        (
+            ["data.max_bytes=30000", "data.seq_len=1000", "data.batch_size=10"],
+            "data.batch_size=10 on 2 data-parallel processes: the training",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_other_processes_start(train, overrides, message):
+    status, _, err = train("trainer.devices=2", *overrides)
+    assert status == 2
+    assert message in only(errors(err))
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.devices=1"], "that is 1 processes, and 2 were started; make trainer.devices"),
+        (["-m", "trainer.devices=2", "data.seq_len=16,32"], "-m: start a sweep as one process, without torchrun"),
+    ],
+)
+def test_mistakes_under_torchrun(train, monkeypatch, tmp_path, overrides, message):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, err = train(*overrides)
+    assert status == 2
+    assert message in only(errors(err))
+    assert not list(tmp_path.glob("outputs/*/sweeps"))
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"])
+def test_only_the_first_process_has_a_folder(monkeypatch, name):
+    given = ["data.seq_len=16", "hydra.run.dir=mine"]
+    monkeypatch.setenv(name, "0")
+    assert is_first_process()
+    assert arguments_of_process(given) == given
+    monkeypatch.setenv(name, "1")
+    assert not is_first_process()
+    assert arguments_of_process(given) == [*given, "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    assert "hydra.run.dir=." in arguments_of_process([])
+
+
+def test_a_sweep_in_one_process_of_torchrun_is_allowed(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert arguments_of_process(["-m", "data.seq_len=16,32"]) == ["-m", "data.seq_len=16,32"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SweepRefused):
+        arguments_of_process(["--multirun", "data.seq_len=16,32"])

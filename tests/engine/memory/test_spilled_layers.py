@@ -1,0 +1,200 @@
+"""Layer calls whose activations go to a file on a disk: what is computed does not change, and what is planned holds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.families import FAMILIES, make_batch
+from support.harness import DELAYS, EngineUnderTest, Step, assert_equal
+from torch import nn
+
+from lightning_memo.artifacts import spill_sizes
+from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES
+from lightning_memo.engine.memory.slot import Slot
+from lightning_memo.engine.memory.spill_file import SpillError
+
+BATCH = make_batch(2, 48)
+SWAPPED_CALLS = 4
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill_sizes, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
+
+
+def build(family: str = "llama") -> nn.Module:
+    """A model of six layers: four are swapped."""
+    torch.manual_seed(0)
+    config = FAMILIES[family].build().config
+    config.num_hidden_layers = SWAPPED_CALLS + 2
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def profiled(folder: Path, family: str = "llama") -> EngineUnderTest:
+    under_test = EngineUnderTest(build(family), test_mode=DELAYS, spill_path=folder)
+    with under_test:
+        under_test.profile_step(BATCH)
+    return under_test
+
+
+def two_steps(under_test: EngineUnderTest) -> list[Step]:
+    return [under_test.step(BATCH, seed=seed) for seed in (5, 6)]
+
+
+class Counted:
+    """A system call that counts the bytes it moves."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self._call, self.sizes = call, list[int]()
+
+    def __call__(self, *arguments: object) -> int:
+        self.sizes.append(self._call(*arguments))
+        return self.sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("family", "alpha", "slice_tokens"),
+    [("llama", 0.0, None), ("llama", 0.5, None), ("llama", 1.0, None), ("gpt2_dropout", 0.5, 13)],
+)
+def test_gradients_are_those_without_spilling_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, alpha: float, slice_tokens: int | None
+) -> None:
+    written, read = Counted(os.pwritev), Counted(os.preadv)
+    monkeypatch.setattr(os, "pwritev", written)
+    monkeypatch.setattr(os, "preadv", read)
+    with profiled(tmp_path, family) as under_test:
+        under_test.load(alpha, slice_tokens)
+        expected = two_steps(under_test)
+        assert not written.sizes
+        for spilled in (1, 3, SWAPPED_CALLS):
+            predicted = under_test.load(alpha, slice_tokens, spilled_calls=spilled)
+            for step, other in zip(two_steps(under_test), expected, strict=True):
+                assert_equal(step, other)
+            under_test.assert_as_planned()
+            planned = spilled * (max(predicted) + -max(predicted) % BLOCK_BYTES)
+            assert under_test.engine.swap is not None and under_test.engine.swap.spill_bytes == planned
+            assert sum(written.sizes) == sum(read.sizes) == 2 * planned
+            assert list(tmp_path.iterdir()) == []
+            written.sizes.clear()
+            read.sizes.clear()
+
+
+def test_host_memory_is_that_of_the_plan(tmp_path: Path) -> None:
+    with profiled(tmp_path) as under_test:
+        for spilled in (0, 2):
+            predicted = under_test.load(0.5, spilled_calls=spilled)
+            under_test.step(BATCH)
+            engine = under_test.engine
+            assert engine.memory is not None and engine.swap is not None
+            bounce = 0 if engine.memory.spill is None else engine.memory.spill.sizes.bounce_bytes
+            assert engine.memory.stats.peak_host_bytes == engine.swap.host_bytes == engine.host_bytes
+            assert engine.host_bytes == (SWAPPED_CALLS - spilled) * max(predicted) + bounce
+
+
+def test_a_slot_may_go_to_the_host_in_part(tmp_path: Path) -> None:
+    """Tensors of one layer call go two ways."""
+    with profiled(tmp_path) as under_test:
+        under_test.load(1.0, spilled_calls=1)
+        memory = under_test.engine.memory
+        assert memory is not None and memory.spill is not None
+        slot = memory.lease(0, swap=True, spill_bytes=5000)
+        tensors = [torch.full((n,), float(n)) for n in (100, 200, 300, 900)]
+        stored = [slot.put(t, spill=t.numel() > 250) for t in tensors]
+        assert slot.put(torch.empty(BLOCK_BYTES), spill=True) is None
+        assert [slot.to_host.used_bytes, slot.to_disk.used_bytes] == [448 + 832, 1216 + 3648]
+        memory.offload(slot)
+        assert slot.to_disk.copied_bytes == BLOCK_BYTES  # whole blocks only, as more may follow
+        memory.offload(slot, last=True)
+        memory.lease(2, swap=False)
+        assert slot.buffer is None
+        memory.fetch(slot, 0)
+        for t, place in zip(tensors, stored, strict=True):
+            assert place is not None and torch.equal(slot.load(place), t)
+        memory.release(slot)
+
+
+@pytest.mark.parametrize(("calls", "spilled"), [(4, 2), (5, 2), (30, 7), (30, 30), (30, 0)])
+def test_spilled_calls_are_spread(calls: int, spilled: int) -> None:
+    swap = SwapPlan(
+        mode="memo", alpha=0.5, schedule="layer", slice_tokens=None, calls=calls + 2, slot_bytes=64,
+        spilled_calls=spilled,
+    )  # fmt: skip
+    chosen = [call for call in range(calls + 2) if swap.spills(call)]
+    assert len(chosen) == spilled and all(call < calls for call in chosen)
+    gaps = {b - a for a, b in zip(chosen, [*chosen[1:], calls + chosen[0]], strict=True)} if chosen else {1}
+    assert max(gaps) - min(gaps) <= 1
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_failed_disk_ends_the_step_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with profiled(tmp_path) as under_test:
+        under_test.load(0.5, spilled_calls=2)
+        expected = under_test.step(BATCH)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, fail)
+            with pytest.raises(SpillError, match=r"spill file in .* failed: Input/output error; the step is lost"):
+                under_test.step(BATCH)
+        assert_equal(under_test.step(BATCH), expected)
+        under_test.assert_as_planned()
+
+
+def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path) -> None:
+    with profiled(tmp_path) as under_test:
+        under_test.load(0.5, spilled_calls=1)
+        expected = under_test.step(BATCH)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES, hard))
+        try:
+            with pytest.raises(SpillError, match="spilling needs"):
+                under_test.load(0.5, spilled_calls=2)
+            under_test.step(BATCH)  # is profiled
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        under_test.load(0.5, spilled_calls=2)
+        assert_equal(under_test.step(BATCH), expected)
+
+
+def test_a_step_that_is_dropped_gives_the_file_back(tmp_path: Path) -> None:
+    with profiled(tmp_path) as under_test:
+        under_test.load(1.0, spilled_calls=3)
+        loss = under_test.model(**BATCH).loss
+        memory = under_test.engine.memory
+        assert memory is not None and memory.spill is not None and len(memory.spill.file.space) == 3
+        del loss
+        under_test.assert_empty()
+        under_test.step(BATCH)
+
+
+def test_a_plan_that_spills_needs_a_folder() -> None:
+    under_test = EngineUnderTest(build())
+    with under_test:
+        under_test.profile_step(BATCH)
+        with pytest.raises(ValueError, match=r"it spills .* KiB to a disk, and no spill_path is given"):
+            under_test.load(0.5, spilled_calls=2)
+
+
+def test_slots_of_spilled_calls_have_no_host_memory(tmp_path: Path) -> None:
+    with profiled(tmp_path) as under_test:
+        under_test.load(1.0, spilled_calls=2)
+        loss = under_test.model(**BATCH).loss
+        slots = [unit.slot for unit in under_test.engine._units.values()]
+        assert [elsewhere(slot) for slot in slots if slot is not None] == ["disk", "host", "disk", "host", "", ""]
+        loss.backward()
+
+
+def elsewhere(slot: Slot) -> str:
+    return "host" * (slot.host is not None) + "disk" * (slot.disk is not None)

@@ -1,0 +1,188 @@
+"""storage="kinds" with a disk: what is spilled is computed with as before, and bytes and budgets are those planned."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from support.families import make_batch
+from support.harness import DELAYS, assert_close, assert_equal
+from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
+from test_spilled_layers import Counted, build
+from test_spilled_training import spill_threads
+from test_storage_kinds import BASE, TOKENS, ByKind, Rows
+from test_storage_kinds_training import ALWAYS, MIB, planned
+
+from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.spill_sizes import SpillSizes, whole_blocks
+from lightning_memo.artifacts.storage_costs import NvmeTier, StorageBudget
+from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.planner.alpha.sensitivity import explain
+from lightning_memo.profiler import measured_costs as costs
+from lightning_memo.reports.plan_tables import plan_tables
+
+KIB = 1024
+BATCH = make_batch(2, TOKENS)
+
+
+def four_ways(names: list[str]) -> tuple[Rows, ...]:
+    """Classes of layer calls: to all places, to the host, to the disk, and kept."""
+    mixed: Rows = {
+        "input": [("keep", 0, 8), ("swap", 8, 24), ("spill", 24, TOKENS)],
+        "attention": [("spill", 16, 32), ("keep", 32, 40), ("swap", 40, TOKENS)],
+        "all": [("spill", 48, TOKENS)],
+        names[0]: [("swap", 0, 16), ("spill", 16, 40)],
+    }
+    disk: Rows = {"input": [("spill", 0, TOKENS)], "attention": [("spill", 0, TOKENS)], names[1]: [("spill", 3, 30)]}
+    kept: Rows = {"input": [("keep", 0, TOKENS)], "attention": [("keep", 0, TOKENS)]}
+    return mixed, BASE, disk, kept
+
+
+def on_host(rows: Rows) -> Rows:
+    return {kind: [("swap" if place == "spill" else place, a, b) for place, a, b in of] for kind, of in rows.items()}
+
+
+def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, read = Counted(os.pwritev), Counted(os.preadv)
+    monkeypatch.setattr(os, "pwritev", written)
+    monkeypatch.setattr(os, "preadv", read)
+    with ByKind(build(), DELAYS, tmp_path) as under_test:
+        under_test.profile_step(BATCH)
+        ways = four_ways(under_test.products)
+        under_test.load_storage(*map(on_host, ways))
+        expected = under_test.step(BATCH)
+        assert not written.sizes
+        under_test.load_storage(*ways)
+        assert_equal(under_test.step(BATCH), expected)
+        under_test.assert_as_planned()
+        engine = under_test.engine
+        assert engine.swap is not None and engine.memory is not None
+        spilled = engine.swap.stored_spill_bytes[:-2]
+        assert [size > 0 for size in spilled] == [True, False, True, False]
+        assert sum(written.sizes) == sum(read.sizes) == engine.swap.spill_bytes == sum(map(whole_blocks, spilled))
+        bounce = SpillSizes(max(spilled)).bounce_bytes
+        assert engine.memory.stats.peak_host_bytes == engine.host_bytes == engine.swap.stored_host_bytes + bounce
+
+
+def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with ByKind(build(), DELAYS, tmp_path) as under_test:
+        expected = under_test.profile_step(BATCH)
+        ways = four_ways(under_test.products)
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(SpillError, match=r"^spilling needs .*No space left on device\): free space") as caught:
+                under_test.load_storage(*ways)
+        assert "\n" not in str(caught.value) and spill_threads() == []
+        under_test.load_storage(*ways)
+        assert_close(under_test.step(BATCH), expected)
+
+
+# ---- planning
+
+
+def disk_of(speed: float, gib: int = 1) -> NvmeTier:
+    return NvmeTier(capacity_bytes=gib * 2**30, write_bytes_per_second=speed, read_bytes_per_second=speed)
+
+
+def budget_of(host_mib: int, nvme: NvmeTier | None) -> StorageBudget:
+    spill_bytes = nvme.capacity_bytes if nvme else 0
+    return StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=host_mib * MIB, spill_bytes=spill_bytes, nvme=nvme)
+
+
+@pytest.mark.parametrize("unit", [1, 2**16])
+def test_host_and_disk_are_kept_to_the_byte(unit: int) -> None:
+    budget = budget_of(60, disk_of(2e8))
+    plan, without = planned(budget, unit), planned(budget_of(60, None), unit)
+    assert plan.step_seconds < without.step_seconds
+    assert plan.swap.spill_bytes > 0 and plan.budget == budget.capacities
+    assert 0.9 * budget.host_bytes < plan.swap.host_bytes <= budget.host_bytes
+    assert plan.swap.host_bytes == plan.swap.stored_host_bytes + plan.swap.spill_sizes.bounce_bytes
+    assert plan.device_bytes <= budget.device_bytes
+    assert Plan.from_json(plan.to_json()) == plan
+    tight = replace_capacity(budget, plan.swap.spill_bytes // 2 + 1)
+    assert tight.spill_bytes * 0.9 < planned(tight, unit).swap.spill_bytes <= tight.spill_bytes
+
+
+def replace_capacity(budget: StorageBudget, spill_bytes: int) -> StorageBudget:
+    assert budget.nvme is not None
+    return replace(budget, spill_bytes=spill_bytes, nvme=replace(budget.nvme, capacity_bytes=spill_bytes))
+
+
+def test_a_disk_that_does_not_help_is_not_used() -> None:
+    assert planned(budget_of(60, disk_of(1e3))).swap.spill_bytes == 0
+    assert planned(budget_of(1, disk_of(2e8))).swap.spill_bytes == 0  # a step would take as long
+    assert planned(budget_of(4, disk_of(2e8))).step_seconds < planned(budget_of(4, None)).step_seconds
+    no_room_for_buffers = replace(budget_of(60, disk_of(2e8)), host_bytes=4 * KIB)
+    assert planned(no_room_for_buffers).swap.spill_bytes == 0
+
+
+def test_bounce_buffers_fit_a_small_host() -> None:
+    plan = planned(budget_of(24, disk_of(2e8)))
+    assert 20 * MIB < plan.swap.spill_sizes.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
+    assert plan.step_seconds < planned(budget_of(24, None)).step_seconds
+
+
+@pytest.mark.parametrize("host_mib", [6, 12, 24])
+def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
+    plan = planned(budget_of(host_mib, disk_of(2e8, gib=64)))
+    assert plan.swap.storage is not None and plan.swap.spill_bytes > 0
+    rows = {row.resource: row for row in explain(plan.swap.storage)}
+    assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
+    assert rows["host memory"].used == plan.swap.host_bytes / MIB
+    assert (rows["NVMe space"].limit, rows["NVMe space"].binds) == (64, False)
+    assert rows["NVMe space"].used == plan.swap.spill_bytes / 2**30
+
+
+def test_tables_show_the_disk() -> None:
+    console = Console(width=120, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(*plan_tables(planned(budget_of(60, disk_of(2e8)))), sep="\n")
+    rows = [" ".join(line.split()) for line in captured.get().splitlines()]
+    assert any(row.startswith("disk") and "of 1.0 GiB available: layer calls 0, 1, 2, 3" in row for row in rows)
+    assert any("size kept swapped on the disk computed again" in row for row in rows)
+    assert any(row.startswith("NVMe space 1 GiB") for row in rows)
+    assert any(row.startswith("NVMe write bandwidth 200 MB/s") for row in rows)
+
+
+# ---- training
+
+SETTINGS: dict[str, Any] = {"storage": "kinds", "device_memory": "1.6MiB", "host_memory": "160KiB"}
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shorten_measurements(monkeypatch)
+    for name in ("disk_bandwidth", "copy_bandwidth"):  # else how busy this machine is would decide on the plan
+        monkeypatch.setattr(costs, name, lambda *_: (1e12, 1e12))
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+def train(steps: int, disk: Path | None, **settings: Any) -> Result:
+    data = ResumableLoader(Sequences(10))
+    strategy = MemoStrategy(**SETTINGS, spill_path=disk)
+    return fit(strategy, LanguageModel(build), data, max_steps=steps, max_epochs=9, **settings)
+
+
+def test_training_is_resumed_with_the_plan_that_spills(disk: Path) -> None:
+    saver = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
+    whole = train(4, disk, callbacks=[saver], enable_checkpointing=True)
+    swap = whole.plan.swap
+    assert swap.storage is not None and swap.spill_bytes > 0
+    assert swap.host_bytes <= 160 * KIB and whole.plan.device_bytes <= whole.plan.budget.device_bytes
+    assert whole.held == [0] * 4
+    assert list(disk.iterdir()) == [] and spill_threads() == []
+    resumed = train(4, disk, ckpt_path=Path("saved") / "epoch=0-step=2.ckpt")
+    assert resumed.plan.swap == swap
+    assert resumed.losses == whole.losses[2:]

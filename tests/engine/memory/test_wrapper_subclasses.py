@@ -1,0 +1,58 @@
+"""Saved tensors that are made of others (quantised ones) leave the device part by part, and come back as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import PlainBlock, PlainModel
+from support.trainer_harness import LanguageModel, fit, loader, plain
+from support.wrapped_tensors import Opaque, Rounded, RoundedLinear
+from torch import Tensor, nn
+
+from lightning_memo import MemoStrategy
+from lightning_memo.engine.saved.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped, plain_parts
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def module(kind: type[Tensor]) -> LanguageModel:
+    def build() -> nn.Module:
+        blocks = [PlainBlock() for _ in range(4)]
+        for block in blocks:
+            for linear in (block.qkv, block.mlp[0], block.mlp[2]):
+                linear.__class__, linear.kind = RoundedLinear, kind
+        return PlainModel(blocks)
+
+    return LanguageModel(build)
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.5}, {"storage": "kinds"}], ids=str)
+@pytest.mark.parametrize("kind", [Rounded, Opaque])
+def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[str, object]) -> None:
+    budget = {"device_memory": "1100KiB"} if "storage" in settings else {}
+    strategy = MemoStrategy(check_restored=True, plan_memory=False, **settings, **budget)
+    result, expected = fit(strategy, module(kind), max_steps=3), plain(module(kind), max_steps=3)
+    exact = settings.get("alpha") in (0.0, 1.0)
+    assert result.plan.swap.mode == "memo"
+    assert result.losses == (expected.losses if exact else pytest.approx(expected.losses, abs=3e-6))
+    assert result.held == [0, 0, 0]
+
+
+def test_parts_are_what_is_planned() -> None:
+    """Inputs in 8 bits take a quarter of the room."""
+    data = loader(tokens=24)  # not the width of a weight
+    slots = [
+        fit(MemoStrategy(alpha=1.0), made, data, max_steps=1).plan.swap.slot_bytes
+        for made in (module(Rounded), LanguageModel("block"))
+    ]
+    tokens, features, linears = 2 * 24, 32 + 32 + 128, 3
+    saved = tokens * (3 * features - linears * 4)  # a byte instead of four, and a scale in fp32 for each row
+    assert slots[0] <= slots[1] - saved + 2 * linears * 512  # where tensors begin
+
+
+def test_a_tensor_is_taken_apart_and_made_again() -> None:
+    t = Rounded.of(torch.randn(4, 6))
+    assert is_wrapped(t) and not is_opaque(t) and plain_parts(t) == [t.data_int8, t.scale]
+    made = WrappedHandle.of(t, lambda part: part.clone()).wrap(lambda part: part)
+    assert type(made) is Rounded and torch.equal(made.real(), t.real())
+    assert is_opaque(Opaque.of(torch.ones(2))) and not is_wrapped(torch.ones(2)) and not is_opaque(torch.ones(2))

@@ -1,0 +1,162 @@
+"""Layers that change something of their own in each forward: buffers are replayed, what cannot be is refused."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.families import PlainBlock, PlainModel
+from support.trainer_harness import LanguageModel, fit, loader, plain
+from torch import Tensor, nn
+
+from lightning_memo import MemoStrategy
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+class Delayed(nn.Module):
+    """A block whose output goes by a scale of earlier forwards, as with FP8's delayed scaling."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("history", torch.ones(3))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.history.amax().clone()
+        self.history.copy_(torch.cat([x.detach().abs().amax()[None], self.history[:-1]]))
+        self.forwards += 1
+        return self.block(x) + (x / scale * 16).tanh() * scale
+
+
+class Replaced(Delayed):
+    """The same, with a new tensor in place of the buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.history.amax()
+        self.history = torch.cat([x.detach().abs().amax()[None], self.history[:-1]])
+        return self.block(x) + (x / scale * 16).tanh() * scale
+
+
+class Normalised(nn.Module):
+    """A block with a norm over the batch and its running statistics."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.norm = block, nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def module(kind: Callable[[nn.Module], nn.Module]) -> LanguageModel:
+    return LanguageModel(lambda: PlainModel([kind(PlainBlock(dropout=0.1)) for _ in range(3)]))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [Delayed, Replaced, Normalised])
+def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float) -> None:
+    """Looking at layers, profiling and recomputing leave no trace, and a recomputation sees what the forward saw.
+
+    With two micro-batches a step, with validation in between.
+    """
+    settings = {"max_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 2, "limit_val_batches": 1}
+    strategy = MemoStrategy(alpha=alpha, plan_memory=False, check_restored=True)
+    with pytest.warns(UserWarning, match="layers run as one slice, because"):
+        result = fit(strategy, module(kind), loader(), loader(), **settings)
+    expected = plain(module(kind), loader(), val_data=loader(), **settings)
+    assert result.losses == expected.losses
+    for (name, a), b in zip(result.module.state_dict().items(), expected.module.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"alpha": 0.5}, 'changes its buffer history in each forward: use alpha=0, alpha=1 or "auto"'),
+        ({"storage": "kinds"}, 'changes its buffer history in each forward: use storage="alpha"'),
+        (
+            {"slice_tokens": 8, "host_backed": "attention"},
+            'changes its buffer history in each forward: set host_backed="none"',
+        ),
+    ],
+)
+def test_slices_would_change_buffers_more_than_once(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        fit(MemoStrategy(**settings), module(TokenwiseState))
+
+
+class TokenwiseState(Delayed):
+    """Tokens do not meet, but each call counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.history.amax().clone()
+        self.history += 1
+        return self.block(x) + x / scale
+
+
+class Noisy(nn.Module):
+    """A block with a random generator of its own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.chance = block, torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + torch.empty_like(x).normal_(generator=self.chance)
+
+
+class Counting(nn.Module):
+    """A block that changes with the number of its forwards, which is no buffer."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.forwards = block, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.block(x) * (1 + 0.1 * self.forwards)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Counting])
+def test_what_cannot_be_replayed_is_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__} gives another output for the same input") as caught:
+        fit(MemoStrategy(alpha=0.0), module(kind))
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_is_no_hidden_state() -> None:
+    """A model that has diverged trains on as it does plainly: with losses of NaN."""
+
+    def build() -> nn.Module:
+        model = PlainModel([PlainBlock() for _ in range(3)])
+        model.blocks[0].out.bias.data[3] = float("nan")
+        return model
+
+    assert all(loss != loss for loss in fit(MemoStrategy(alpha=0.5), LanguageModel(build), max_steps=2).losses)
+
+
+def test_transformer_engine_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules keep scales outside of buffers. Without FP8 they run; here they are stood in for by a plain one."""
+    state = types.SimpleNamespace(is_fp8_enabled=lambda: True)
+    manager = types.SimpleNamespace(FP8GlobalStateManager=state)
+    linear = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    for where in ("quantization", "fp8"):
+        with monkeypatch.context() as patch:
+            patch.setitem(__import__("sys").modules, f"transformer_engine.pytorch.{where}", manager)
+
+            def build() -> nn.Module:
+                blocks = [PlainBlock() for _ in range(3)]
+                for block in blocks:
+                    block.out.__class__ = linear
+                return PlainModel(blocks)
+
+            state.is_fp8_enabled = lambda: True
+            with pytest.raises(ValueError, match="Linear of PlainBlock is TransformerEngine's and computes in FP8"):
+                fit(MemoStrategy(alpha=0.0), LanguageModel(build))
+            state.is_fp8_enabled = lambda: False
+            assert len(fit(MemoStrategy(alpha=0.5), LanguageModel(build), max_steps=1).losses) == 1

@@ -1,0 +1,319 @@
+"""What layers store kind by kind: gradients, bytes, and what is not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from support.families import FAMILIES, make_batch
+from support.harness import (
+    CPU,
+    DELAYS,
+    Batch,
+    EngineUnderTest,
+    Step,
+    assert_equal,
+    gradients_of,
+    in_double,
+    loss_and_gradients,
+)
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.storage_costs import PLACES, Place
+from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
+from lightning_memo.utils.find_layers import find_layers
+
+TOKENS = 56  # not a size of any weight: what is saved is told apart by its shape
+NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+# As in the tests of every family: distance to fp64, in units of plain training's own.
+FARTHER = 1.25
+
+Rows = dict[str, list[tuple[Place, int, int]]]
+BASE: Rows = {"input": [("swap", 0, TOKENS)], "attention": [("swap", 0, TOKENS)]}
+
+
+def lora() -> nn.Module:
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), config)
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return (lora() if name == "lora" else FAMILIES[name].build()).train()
+
+
+def call_plan(rows: Rows) -> CallPlan:
+    ranges = (StoredRange(kind=kind, place=p, start=a, stop=b) for kind, of in rows.items() for p, a, b in of)
+    return CallPlan(ranges=tuple(ranges))
+
+
+def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
+    """Layer calls are of the given classes in turns."""
+    return StoragePlan(
+        tokens=TOKENS,
+        call_classes=tuple(n % len(classes) for n in range(calls)),
+        calls=tuple(call_plan(rows) for rows in classes),
+        needs=NOTHING,
+        bound_seconds=0.0,
+        alpha_seconds=None,
+        prices=(),
+    )
+
+
+def everything(names: list[str]) -> Rows:
+    """Every kind in every place, in eight slices; the first tokens' attention runs again."""
+    rows: Rows = {
+        "input": [("keep", 0, 20), ("swap", 20, TOKENS)],
+        "attention": [("swap", 16, 32), ("keep", 32, TOKENS)],
+        "all": [("swap", 40, 48), ("keep", 48, TOKENS)],
+    }
+    for n, name in enumerate(names):
+        rows[name] = [[("swap", 8, 40)], [("keep", 24, 40)], [("swap", 0, 24), ("keep", 24, 40)]][n % 3]
+    return rows
+
+
+class ByKind(EngineUnderTest):
+    """An engine that stores kind by kind."""
+
+    def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
+        super().__init__(model, test_mode=test_mode)
+        layers = find_layers(model)[1]
+        self.engine = Engine(model, layers, CPU, test_mode=test_mode, by_kind=True, spill_path=spill_path)
+
+    @property
+    def products(self) -> list[str]:
+        assert self.profile is not None
+        return [product.name for product in self.profile.in_order()[1].products]
+
+    def load_storage(self, *classes: Rows) -> tuple[list[int], list[int]]:
+        """Returns the bytes that each layer call is predicted to swap and to keep."""
+        profile = self.profile
+        assert profile is not None
+        plan = storage_plan(classes, len(profile.calls))
+        kept, swapped, spilled = (predicted_bytes(profile, plan, place) for place in PLACES)
+        swap = SwapPlan(
+            mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(profile.calls),
+            slot_bytes=max(map(sum, zip(swapped, spilled, strict=True))), storage=plan,
+            stored_host_bytes=sum(swapped[:-2]), stored_spill_bytes=tuple(spilled), kept_bytes=sum(kept),
+        )  # fmt: skip
+        self.engine.load(swap, profile.batch * profile.tokens)
+        return swapped, kept
+
+
+def predicted_bytes(profile: StepProfile, plan: StoragePlan, place: Place) -> list[int]:
+    calls = ([*call.saved, *(product.saved for product in call.products)] for call in profile.in_order())
+    return [
+        stored_bytes(saved, profile.tokens, stored_slices(plan, n, profile.tokens), place)
+        for n, saved in enumerate(calls)
+    ]
+
+
+@dataclass
+class Case:
+    """A model that is attached and profiled, and what plain training makes of a batch."""
+
+    batch: Batch
+    amp: bool
+    double: nn.Module
+    plain: Step
+    under_test: ByKind
+
+
+CASES = [("llama", False), ("llama_gqa", True), ("gpt2", True), ("block_dropout", False), ("lora", False)]
+CASES += [("lora", True), ("mistral_window", False), ("qwen3_moe", False)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0] + "-bf16" * case[1])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    name, amp = request.param
+    model, batch = build(name), make_batch(2, TOKENS)
+    plain, double = loss_and_gradients(model, batch, amp), in_double(model)
+    with ByKind(model) as under_test:
+        under_test.profile_step(batch, amp)
+        yield Case(batch, amp, double, plain, under_test)
+
+
+def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
+    under_test, engine = case.under_test, case.under_test.engine
+    swapped, kept = under_test.load_storage(everything(under_test.products), BASE)
+    model = under_test.model
+    model.zero_grad()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.amp):
+        loss = model(**case.batch).loss
+    runs = [run for _, run in sorted(engine._runs.items())]
+    assert [run.unit.slot.used_bytes for run in runs] == swapped
+    assert [run.kept.size_bytes for run in runs] == kept
+    del runs
+    loss.backward()
+    assert engine.memory is not None
+    assert engine.memory.stats.peak_host_bytes == engine.host_bytes == sum(swapped[:-2])
+    assert len(set(swapped)) == 2
+    under_test.assert_as_planned()
+    under_test.assert_empty()
+    assert_as_good(case, Step(loss.detach(), gradients_of(model)))
+
+
+def assert_as_good(case: Case, actual: Step) -> None:
+    """In fp32 gradients are plain training's but for rounding; else they are no farther from fp64."""
+    assert actual.gradients.keys() == case.plain.gradients.keys()
+    if not case.amp:
+        assert actual.distance(case.plain) <= 1e-6
+        return
+    exact = loss_and_gradients(case.double, case.batch)
+    assert actual.distance(exact) <= FARTHER * case.plain.distance(exact)
+
+
+def test_products_are_those_with_a_row_for_each_token(case: Case) -> None:
+    """The last product is not among them: nothing in the layer needs its output."""
+    products = case.under_test.products
+    assert len(set(products)) == len(products) >= 3
+    assert not any("expert" in name or name in ("mlp.down_proj", "mlp.c_proj") for name in products)
+
+
+def test_a_shorter_batch_runs_in_the_same_slots() -> None:
+    model, shorter = build("llama"), make_batch(1, 23)
+    plain = loss_and_gradients(model, shorter)
+    with ByKind(model) as under_test:
+        under_test.profile_step(make_batch(2, TOKENS))
+        under_test.load_storage(everything(under_test.products))
+        assert under_test.step(shorter).distance(plain) <= 1e-6
+
+
+def test_a_dropped_graph_gives_its_memory_back(llama: ByKind) -> None:
+    llama.load_storage(everything(llama.products))
+    batch = make_batch(2, TOKENS)
+    loss = llama.model(**batch).loss
+    assert llama.engine.slots_in_use > 0
+    del loss
+    llama.assert_empty()
+    loss = llama.model(**batch).loss
+    torch.autograd.grad(loss, list(llama.engine.layers[-1].parameters()))  # recomputes in no other layer
+    del loss
+    llama.assert_empty()
+
+
+# ---- what is computed again
+
+
+def computed(under_test: ByKind, batch: Batch) -> dict[str, float]:
+    """FLOPs of a backward, recomputation included, by operator."""
+    torch.manual_seed(5)
+    loss = under_test.model(**batch).loss
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    under_test.assert_empty()
+    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[ByKind]:
+    with ByKind(build("llama"), test_mode=None) as under_test:
+        under_test.profile_step(make_batch(2, TOKENS))
+        yield under_test
+
+
+def flops_of(under_test: ByKind, rows: Rows) -> float:
+    under_test.load_storage(rows)
+    return sum(computed(under_test, make_batch(2, TOKENS)).values())
+
+
+@pytest.mark.parametrize("place", ["swap", "keep"])
+def test_a_stored_product_is_not_computed_again(llama: ByKind, place: Place) -> None:
+    up = 2 * 2 * TOKENS * 32 * 64  # FLOPs of one product of 32 x 64 weights, for all tokens of the batch
+    layers = len(llama.engine.layers)
+    whole = flops_of(llama, BASE)
+    assert whole - flops_of(llama, BASE | {"mlp.up_proj": [(place, 0, TOKENS)]}) == layers * up
+    assert whole - flops_of(llama, BASE | {"mlp.up_proj": [(place, 14, 28)]}) == layers * up / 4
+    nothing = flops_of(llama, BASE | {name: [(place, 0, TOKENS)] for name in llama.products})
+    assert nothing == flops_of(llama, BASE | {"all": [(place, 0, TOKENS)]})
+
+
+def test_dropped_attention_runs_again(llama: ByKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    backend = type(llama.engine.attention.backend(*[torch.zeros(1, 1, 4, 8)] * 3, _causal()))
+    forward = backend.forward
+
+    def counted(self: object, q: torch.Tensor, *args: object, **kwargs: object) -> object:
+        calls.append(q.shape[2])
+        return forward(self, q, *args, **kwargs)
+
+    batch = make_batch(2, TOKENS)
+    llama.load_storage(BASE | {"attention": [("swap", 24, TOKENS)]})
+    loss = llama.model(**batch).loss
+    monkeypatch.setattr(backend, "forward", counted)
+    loss.backward()
+    assert calls == [24] * len(llama.engine.layers)
+
+
+def _causal() -> object:
+    from lightning_memo.kernels import AttentionSpec
+
+    return AttentionSpec()
+
+
+# ---- copy races
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_delays_and_poison_change_nothing(name: str) -> None:
+    model, batch = build(name), make_batch(2, TOKENS)
+    with ByKind(model, test_mode=None) as under_test:
+        under_test.profile_step(batch)
+        rows = everything(under_test.products)
+        under_test.load_storage(rows)
+        expected = under_test.step(batch)
+        for seed in range(3):
+            under_test.engine.test_mode = TestMode(seed, 0.002)
+            under_test.load_storage(rows)
+            assert_equal(under_test.step(batch), expected)
+
+
+# ---- what is refused
+
+
+def _without(rows: Rows, kind: str) -> Rows:
+    return {name: of for name, of in rows.items() if name != kind}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: _without(rows, "input"), "layer inputs have no place"),
+        (lambda rows: rows | {"all": [("swap", 0, 8)]}, "attention output is not"),
+        (lambda rows: rows | {"mlp.up_proj": [("swap", 0, 9), ("keep", 8, 12)]}, "mlp.up_proj overlap"),
+        (lambda rows: rows | {"mlp.up_proj": [("spill", 0, 8)]}, r"spills 8.0 KiB to a disk, and no spill_path"),
+    ],
+    ids=["input", "attention", "overlap", "no disk"],
+)
+def test_plans_that_cannot_run_are_refused(llama: ByKind, change: Callable[[Rows], Rows], message: str) -> None:
+    rows = change(BASE | {"attention": [("swap", 8, TOKENS)]})
+    with pytest.raises(ValueError, match=message):
+        llama.load_storage(rows)
+
+
+def test_a_plan_of_one_alpha_is_refused(llama: ByKind) -> None:
+    plan = SwapPlan(mode="memo", alpha=0.5, schedule="layer", slice_tokens=None, calls=4, slot_bytes=64)
+    assert "alpha" in llama.engine.why_not(plan)
+    assert llama.engine.why_not(replace(plan, mode="plain", alpha=0.0)) == ""
+
+
+def test_attention_dropout_is_refused() -> None:
+    with (
+        ByKind(build("gpt2_dropout")) as under_test,
+        pytest.raises(ValueError, match='draws dropout: use storage="alpha"'),
+    ):
+        under_test.step(make_batch(2, TOKENS))

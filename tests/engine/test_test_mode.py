@@ -1,0 +1,128 @@
+"""Delayed copies and poisoned buffers change nothing, and would if some wait were missing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.families import FAMILIES, make_batch
+from support.harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
+from torch import nn
+
+from lightning_memo.engine import TestMode
+from lightning_memo.engine.copies.copy_events import CopyEvent
+from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.memory import slot_memory as memory
+
+SEEDS = 50
+DELAY_SECONDS = 0.005  # about what the backward of a layer takes
+# A copy begins a whole layer before it is needed: only a longer delay brings out that nobody waits for it.
+LONG_DELAY_SECONDS = 0.2
+BATCHES = [make_batch(2, 48, seed=seed) for seed in range(2)]
+
+
+def build(family: str) -> nn.Module:
+    """A model of six layers: four are swapped, so that each rounding buffer changes hands three times."""
+    torch.manual_seed(0)
+    config = FAMILIES[family].build().config
+    config.num_hidden_layers = 6
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def two_steps(model: nn.Module) -> list[Step]:
+    return [loss_and_gradients(model, batch, seed=seed) for seed, batch in enumerate(BATCHES)]
+
+
+class Steps:
+    """A model with an engine whose test mode can be changed."""
+
+    def __init__(self, family: str, alpha: float, slice_tokens: int | None = None) -> None:
+        self.under_test = EngineUnderTest(build(family), test_mode=None)
+        self._alpha, self._slice_tokens = alpha, slice_tokens
+        with self.under_test:
+            self.under_test.profile_step(BATCHES[0])
+
+    def run(self, test_mode: TestMode | None) -> list[Step]:
+        self.under_test.engine.test_mode = test_mode
+        with self.under_test:
+            self.under_test.load(self._alpha, self._slice_tokens)
+            steps = two_steps(self.under_test.model)
+            self.under_test.assert_empty()
+            return steps
+
+
+CASES = [
+    pytest.param(
+        family, alpha, slice_tokens, id=f"{family}-alpha{alpha:g}" + f"-slices{slice_tokens}" * bool(slice_tokens)
+    )
+    for family in ("llama", "gpt2_dropout")
+    for alpha, slice_tokens in ((0.0, None), (0.5, None), (1.0, None), (0.5, 13))
+]
+each_case = pytest.mark.parametrize(("family", "alpha", "slice_tokens"), CASES)
+
+
+@pytest.mark.parametrize(("family", "alpha", "slice_tokens"), CASES[:3] + CASES[4:7])
+def test_delays_and_poison_change_nothing(family: str, alpha: float, slice_tokens: int | None) -> None:
+    steps = Steps(family, alpha, slice_tokens)
+    expected = steps.run(None)
+    assert expected[0].distance(expected[1]) > 0.01
+    for seed in range(SEEDS):
+        for actual, step in zip(steps.run(TestMode(seed, DELAY_SECONDS)), expected, strict=True):
+            assert_equal(actual, step)
+
+
+class HeedlessEvent:
+    """An event for which nobody waits."""
+
+    def __init__(self, event: CopyEvent) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class HeedlessStream(ThreadCopyStream):
+    """A broken copy stream: its copies are taken for finished at once."""
+
+    def copy(self, *arguments: Any, **subject: Any) -> CopyEvent:
+        return HeedlessEvent(super().copy(*arguments, **subject))
+
+
+def _make_copy_stream(broken: str, device: torch.device, name: str, *arguments: Any) -> ThreadCopyStream:
+    return (HeedlessStream if name == broken else ThreadCopyStream)(name, *arguments)
+
+
+@pytest.mark.parametrize("broken", ["offload", "prefetch"])
+@each_case
+def test_missing_wait_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, family: str, alpha: float, slice_tokens: int | None, broken: str
+) -> None:
+    steps = Steps(family, alpha, slice_tokens)
+    expected = steps.run(None)
+    monkeypatch.setattr(memory, "make_copy_stream", functools.partial(_make_copy_stream, broken))
+    assert any(_differ(steps.run(TestMode(seed, LONG_DELAY_SECONDS)), expected) for seed in range(5))
+
+
+def _differ(actual: list[Step], expected: list[Step]) -> bool:
+    pairs = zip(actual, expected, strict=True)
+    return any(not torch.equal(a.gradients[name], g) for a, step in pairs for name, g in step.gradients.items())
+
+
+@each_case
+def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens: int | None) -> None:
+    steps = Steps(family, alpha, slice_tokens)
+    steps.under_test.engine.test_mode = TestMode(0, 0.0)
+    with steps.under_test as under_test:
+        under_test.load(alpha, slice_tokens)
+        two_steps(under_test.model)
+        slots = under_test.engine.memory
+        assert slots is not None
+        for buffer in [*slots._buffers, slots.arena._memory]:
+            assert buffer.view(torch.float32).isnan().all()
+            assert buffer.view(torch.bfloat16).isnan().all()

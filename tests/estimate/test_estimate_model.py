@@ -1,0 +1,291 @@
+"""The cost model by itself: what must hold whatever the constants are."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.presets import load_cluster, load_model
+from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.step.activation_shares import format_alpha
+from lightning_memo.estimate.step.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
+from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
+from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.planner import solve_alpha
+
+RING = Parallelism(tp=4, cp=2, zero_stage=1)
+
+
+def ask(**changes: object) -> Question:
+    question = Question(
+        shape=load_model("gpt_7b"),
+        cluster=load_cluster("a800"),
+        constants=replace(constants_of("a800"), program="lightning_memo"),
+        method="memo",
+        gpus=8,
+        seq_len=256 * 1024,
+        batch_size=16,
+    )
+    return replace(question, **changes)  # type: ignore[arg-type]
+
+
+def test_alpha_is_that_of_the_program_that_training_solves() -> None:
+    question = ask(seq_len=512 * 1024)
+    solution = solve_alpha(layer_costs(question, RING), budget(question, RING))
+    assert 0.3 < solution.alpha < 0.6
+    assert estimate(question, RING).alpha == pytest.approx(solution.alpha, abs=1e-5)
+
+
+def test_a_rule_beyond_the_program_is_declared() -> None:
+    answer = estimate(ask(seq_len=512 * 1024, constants=constants_of("a800")), RING)
+    assert answer.alpha == 0.125
+    assert any("linear program gives alpha=0.43" in limit for limit in answer.limits)
+    assert not any("linear program" in limit for limit in estimate(ask(), RING).limits)
+
+
+def test_rule_of_the_published_runs() -> None:
+    assert [published_alpha(limit, True) for limit in (1.0, 0.99, 0.5, 0.49, 0.25, 0.24)] == [
+        1,
+        0.5,
+        0.5,
+        0.125,
+        0.125,
+        0,
+    ]
+    assert published_alpha(1.0, False) == 0
+
+
+@pytest.mark.parametrize("method", ["memo", "full_recompute", "megatron", "deepspeed_ulysses", "fpdt", "plain"])
+def test_bytes_add_up_and_grow_with_the_length(method: str) -> None:
+    parallel = RING if method in ("memo", "full_recompute", "megatron", "plain") else Parallelism(cp=8, zero_stage=3)
+    short, long = (estimate(ask(method=method, seq_len=tokens), parallel) for tokens in (2**15, 2**16))
+    for answer in (short, long):
+        parts = [size for kind, size in answer.device_bytes.items() if kind != "total"]
+        assert answer.device_bytes["total"] == sum(parts)
+        assert min(parts) >= 0
+    assert short.device_bytes["total"] < long.device_bytes["total"]
+    assert short.status == "ok" and short.step_seconds is not None
+
+
+def test_recomputing_counts_in_hfu_only() -> None:
+    """Full recomputation runs a third more in the layers; attention's backward has 2.5 times its forward's FLOPs."""
+    answer = estimate(ask(method="full_recompute"), RING)
+    assert answer.mfu is not None and answer.hfu is not None
+    assert 1.28 < answer.hfu / answer.mfu < 1.34
+    swapped = estimate(ask(method="full_swap", seq_len=2**17), RING)
+    assert swapped.hfu == swapped.mfu
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares", "beside"),
+    [
+        ({"method": "memo", "alpha": 0.25}, (25, 75, 0), "inputs and attention outputs are swapped"),
+        ({"method": "memo", "alpha": 0.0}, (0, 100, 0), "inputs and attention outputs are swapped"),
+        ({"method": "memo", "seq_len": 2**12}, (0, 0, 100), ""),
+        ({"method": "full_swap"}, (100, 0, 0), "inputs and attention outputs are swapped"),
+        ({"method": "full_recompute"}, (0, 100, 0), "inputs are kept"),
+        ({"method": "fpdt"}, (0, 100, 0), "inputs are swapped"),
+        ({"method": "plain"}, (0, 0, 100), ""),
+        ({"method": "memo", "seq_len": 2**23}, (0, 100, 0), "inputs and attention outputs are swapped"),
+    ],
+)
+def test_what_happens_to_activations_is_the_first_that_is_told(
+    changes: dict[str, object], shares: tuple[int, int, int], beside: str
+) -> None:
+    swapped, recomputed, kept = shares
+    expected = (
+        f"Of the tokens' activations {swapped} % are swapped, {recomputed} % recomputed, {kept} % kept on the device"
+    )
+    answer = estimate(ask(**{"seq_len": 2**15, **changes}), Parallelism(cp=8, zero_stage=3))
+    assert answer.limits[0] == expected + (f"; layer {beside} for all tokens." if beside else ".")
+    assert (format_alpha(answer.alpha, answer.device_bytes) == "kept") == (kept == 100 and answer.alpha is not None)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_of_zero_takes_less(stage: int) -> None:
+    less, more = (
+        estimate(ask(), replace(RING, zero_stage=zero_stage)).device_bytes for zero_stage in (stage, stage - 1)
+    )
+    kind = {1: "optimizer", 2: "gradients", 3: "parameters"}[stage]
+    assert less[kind] == pytest.approx(more[kind] / RING.cp, abs=1)
+
+
+def test_out_of_memory_on_the_device_and_on_the_host() -> None:
+    recompute = estimate(ask(method="full_recompute", seq_len=2**22), RING)
+    assert (recompute.status, recompute.step_seconds, recompute.mfu) == ("oom", None, None)
+    assert "The device would hold" in recompute.limits[1]
+    swap = estimate(ask(method="full_swap", seq_len=2**19), RING)
+    assert (swap.status, swap.alpha) == ("oohm", 1.0)
+    assert swap.host_bytes > ask().cluster.host_bytes * ask().constants.host_share
+
+
+@pytest.mark.parametrize("method", ["memo", "full_swap"])
+def test_bytes_are_those_that_were_too_many(method: str) -> None:
+    tokens = {"memo": 2**23, "full_swap": 2**19}[method]
+    many, few = (estimate(ask(method=method, seq_len=length), RING) for length in (tokens, 2**16))
+    assert (many.status, few.status) == ("oohm", "ok")
+    assert many.device_bytes.keys() == few.device_bytes.keys()
+    # Bytes are proportional to the tokens, and to what alpha adds: at most a factor of 16 / 2.
+    for kind in ("rounding_buffers", "transients"):
+        assert many.device_bytes[kind] > tokens / 2**16 * few.device_bytes[kind] / 9
+
+
+def test_attention_of_the_papers_deepspeed_takes_twice_as_long() -> None:
+    """As table 3 of MEMO shows; on other clusters, all programs have the same kernels."""
+    for published, factor in ((True, 2.0), (False, 1.0)):
+        constants = constants_of("a800" if published else "h100")
+        mine, other = (
+            layer_times(ask(method=method, constants=constants), Parallelism(cp=8))
+            for method in ("deepspeed_ulysses", "megatron")
+        )
+        assert mine.attention_forward == factor * other.attention_forward
+        assert mine.attention_backward == factor * other.attention_backward
+        assert mine.dense == other.dense
+
+
+def test_deepspeed_waits_for_gathered_weights_in_the_papers() -> None:
+    published = ask(method="deepspeed_ulysses", constants=constants_of("a800"), seq_len=2**15)
+    own = replace(published, constants=replace(constants_of("a800"), program="lightning_memo"))
+    parallel = Parallelism(cp=4, dp=2, zero_stage=3)
+    gathered = 8 * 6 * published.shape.parameters * 7 / 8 / published.cluster.node_bandwidth
+    assert data_parallel_seconds(published, parallel, 1e6) == pytest.approx(gathered, rel=1e-3)
+    assert data_parallel_seconds(own, parallel, 1e6) == 0
+
+
+def test_loss_of_a_divided_sequence_takes_softmax_and_its_logarithm() -> None:
+    """Of DeepSpeed: 8 bytes of a logit more, and half of that again is lost to fragmentation."""
+    question = ask(method="deepspeed_ulysses", seq_len=2**15)
+    whole, divided = (
+        estimate(question, Parallelism(cp=cp, dp=8 // cp, zero_stage=3)).device_bytes["total"] for cp in (1, 8)
+    )
+    units = 2 + question.shape.layers  # hidden states at the loss, and a checkpoint of each layer
+    expected = 1.5 * 2**15 * ((8 - 16 / 8) * question.shape.vocab + 7 / 8 * 2 * units * question.shape.hidden)
+    assert whole - divided == pytest.approx(expected, rel=0.01)
+
+
+def test_memory_is_reorganised_where_the_loss_and_a_layer_do_not_fit_side_by_side() -> None:
+    """Of the paper's Megatron-LM on TP 4, CP 2 between 64K and 128K, as in table 4."""
+    published = ask(method="megatron", constants=constants_of("a800"))
+    for seq_len, reorganises in ((2**16, False), (2**17, True)):
+        megatron, planned = (
+            estimate(replace(published, seq_len=seq_len, method=method), RING)
+            for method in ("megatron", "full_recompute")
+        )
+        assert any("reorganisation" in limit for limit in megatron.limits) == reorganises
+        assert megatron.step_seconds is not None and planned.step_seconds is not None
+        assert (megatron.step_seconds > 1.5 * planned.step_seconds) == reorganises
+    elsewhere = estimate(ask(method="megatron", seq_len=2**17), RING)
+    assert not any("reorganisation" in limit for limit in elsewhere.limits)
+
+
+def test_one_device_has_its_link_to_itself() -> None:
+    cluster = replace(load_cluster("h100"), host_bandwidth=60e9, host_bandwidth_shared=20e9, devices_per_node=8)
+    assert [cluster.host_bandwidth_of(devices) for devices in (1, 2, 4, 8)] == [60e9, 60e9, 40e9, 20e9]
+    asked = [(ask(cluster=cluster, gpus=gpus), Parallelism(cp=gpus)) for gpus in (1, 8, 16)]
+    rates = [layer_costs(*each).offload_bytes_per_second for each in asked]
+    assert rates == pytest.approx([rate * ask().constants.host_efficiency for rate in (60e9, 20e9, 20e9)])
+
+
+def test_alpha_is_lowered_where_the_device_has_no_room() -> None:
+    """To one of the paper's where its runs are estimated; else by the planner, as in training."""
+    own = ask(cluster=replace(load_cluster("a800"), device_bytes=31 * 2**30), seq_len=2**18)
+    lowered = estimate(own, RING)
+    assert lowered.status == "ok" and lowered.alpha is not None and 0 < lowered.alpha < 1
+    assert any(f"above alpha={lowered.alpha:.4g} the device budget of" in limit for limit in lowered.limits)
+    assert estimate(replace(own, alpha=lowered.alpha + 1e-4), RING).status == "oom"
+    published = estimate(replace(own, constants=constants_of("a800")), RING)
+    assert published.alpha in {alpha for _, alpha in PUBLISHED_ALPHAS} | {0.0}
+
+
+def test_layers_of_hugging_face_keep_more_than_fused_ones() -> None:
+    """Where this project runs them; the papers' programs have fused kernels on every cluster."""
+    shape = load_model("llama3_8b")
+    assert (shape.kernels, load_model("gpt_7b").kernels, load_model("qwen3_8b").kernels) == (
+        "llama",
+        "gpt_neox",
+        "qwen3",
+    )
+    own, published = ask(shape=shape), ask(shape=shape, constants=constants_of("a800"))
+    others = [layer_costs(q, RING).other_bytes[0] for q in (own, published, replace(own, method="megatron"))]
+    assert others[0] > 1.3 * others[1]
+    assert others[1] == others[2]
+
+
+def test_rings_use_the_network_where_they_leave_the_node() -> None:
+    cluster = load_cluster("a800")
+    assert ring_bandwidth(cluster, 8) == cluster.node_bandwidth
+    assert ring_bandwidth(cluster, 2, stride=8) == cluster.network_bandwidth
+    assert ring_bandwidth(cluster, 4, stride=4) == 2 * cluster.network_bandwidth
+
+
+def test_pipelines_wait_for_a_layer_while_they_fill() -> None:
+    one, two = (estimate(ask(gpus=8 * pp), replace(RING, pp=pp, zero_stage=0)) for pp in (1, 2))
+    assert one.step_seconds is not None and two.step_seconds is not None
+    assert one.step_seconds / 2 < two.step_seconds < 0.53 * one.step_seconds
+
+
+def test_a_window_makes_attention_cheaper() -> None:
+    shape = load_model("gpt_7b")
+    whole, window = (
+        layer_times(ask(shape=replace(shape, window=tokens)), RING).attention_forward for tokens in (None, 4096)
+    )
+    assert window == pytest.approx(whole * 2 * 4096 / 2**18, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "message"),
+    [
+        ({}, Parallelism(tp=2), "is 2 devices, but gpus=8"),
+        ({"gpus": 3}, Parallelism(cp=3), "3 does not divide the sequence, 262144"),
+        ({"alpha": 1.5}, RING, "alpha=1.5 must be from 0 to 1"),
+        ({"alpha": 0.5, "method": "megatron"}, RING, "alpha=0.5 has no meaning with method=megatron"),
+        ({"method": "fpdt"}, RING, "fpdt has neither tensor nor pipeline parallelism"),
+        ({"method": "megatron"}, replace(RING, zero_stage=2), "zero_stage=2 is not what Megatron-LM has"),
+        (
+            {"method": "deepspeed_ulysses", "gpus": 16, "shape": load_model("gpt_13b")},
+            Parallelism(cp=16),
+            "16 does not divide the heads, 40",
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_line(
+    changes: dict[str, object], parallel: Parallelism, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")) as error:
+        estimate(ask(**changes), parallel)
+    assert "\n" not in str(error.value)
+
+
+def test_constants_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(dataclasses.asdict(constants_of("h100"))))
+    assert read_constants(path) == constants_of("h100") == constants_of("another")
+    for wrong, message in (({"dense_efficiency": 1.5}, "dense_efficiency=1.5"), ({"program": "other"}, "program")):
+        path.write_text(json.dumps({**dataclasses.asdict(constants_of("h100")), **wrong}))
+        with pytest.raises(ValueError, match=message) as error:
+            read_constants(path)
+        assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_constants_that_are_no_shares_are_refused() -> None:
+    values = {**dataclasses.asdict(constants_of("a800")), "host_share": 0.0}
+    with pytest.raises(ValueError, match=r"host_share=0\.0 must be above 0"):
+        Constants(**values)
+
+
+def test_a_precision_is_this_projects_own() -> None:
+    """It changes what this project's training takes; for a paper's program it changes nothing, and that is told."""
+    h100 = ask(cluster=load_cluster("h100"), constants=constants_of("h100"), seq_len=2**16)
+    steps = {p: estimate(replace(h100, precision=p), RING) for p in ("bf16-mixed", "bf16-true", "32-true")}
+    assert steps["32-true"].step_seconds > 1.5 * steps["bf16-true"].step_seconds
+    assert steps["bf16-true"].device_bytes["optimizer"] * 2 == steps["bf16-mixed"].device_bytes["optimizer"]
+    assert any("TF32" in limit for limit in steps["32-true"].limits)
+    megatron = [estimate(replace(h100, method="megatron", precision=p), RING) for p in ("bf16-mixed", "32-true")]
+    assert megatron[0].step_seconds == megatron[1].step_seconds
+    assert not any("32-true" in limit for limit in megatron[0].limits)
+    assert any("32-true changes nothing" in limit for limit in megatron[1].limits)

@@ -1,0 +1,227 @@
+"""Slices of tokens in estimates: bytes are those that training plans and measures, and times wait where it would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.trainer_harness import batches, make_trainer
+
+from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.estimate import (
+    Parallelism,
+    Question,
+    Slices,
+    constants_of,
+    estimate,
+    load_cluster,
+    load_model,
+    longest,
+    search,
+)
+from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of
+from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.step.streamed_times import tokens_read
+from lightning_memo.estimate.suggest_slices import offer, offer_sentence
+from lightning_memo.kernels import AttentionSpec
+from lightning_memo.models import CausalLM
+from lightning_memo.planner.token_slices import slice_tokens_by_alpha
+from lightning_memo.shapes.adapters import adapters_of
+from lightning_memo.shapes.model_shape import ModelShape
+
+K = 1024
+SLICE = 2 * K  # as many tokens as a block of keys and values has at least
+ATTENTION, ALL, BY_SLICE = (
+    Slices(tokens=SLICE),
+    Slices(tokens=SLICE, host_backed="all"),
+    Slices(tokens=SLICE, host_backed="all", schedule="slice"),
+)
+SMALL = ModelShape(
+    name="small", layers=2, hidden=64, ffn=176, heads=4, kv_heads=2, head_dim=16, vocab=512, gated=True, tied=False,
+    kernels="llama",
+)  # fmt: skip
+ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
+
+
+def train(
+    folder: Path, shape: ModelShape, slices: Slices, tokens: int, precision: Precision, lora: dict[str, Any] | None
+) -> Plan:
+    """The plan of a step of a small Llama, half of whose tokens are swapped."""
+    config = {
+        "model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.ffn, "use_cache": False,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab, "max_position_embeddings": 16 * K, "tie_word_embeddings": False,
+    }  # fmt: skip
+    ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
+    backed = "auto" if slices.schedule == "slice" else slices.host_backed
+    schedule = "slice" if slices.schedule == "slice" else "auto"
+    strategy = MemoStrategy(
+        plan_memory=False, slice_tokens=slices.tokens, host_backed=backed, schedule=schedule, alpha=0.5,
+        device_memory="4GiB", host_memory="1GiB",
+    )  # fmt: skip
+    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
+    trainer.fit(CausalLM({"config": config, "lora": lora or {}}), batches([{"input_ids": ids, "labels": ids}]))
+    return trainer.strategy.plan
+
+
+@pytest.mark.parametrize(
+    ("slices", "precision", "changes", "tokens", "lora"),
+    [
+        (ATTENTION, "32-true", {"kv_heads": 4}, 8 * K, None),
+        (ATTENTION, "bf16-true", {}, 6 * K, None),
+        (ATTENTION, "bf16-mixed", {"layers": 3}, 4 * K, None),
+        (ALL, "32-true", {"hidden": 128, "ffn": 256, "head_dim": 32}, 5000, None),
+        (ALL, "bf16-true", {}, 8 * K, ALL_LINEAR),
+        (ALL, "bf16-mixed", {"kv_heads": 1}, 6 * K, None),
+        (BY_SLICE, "32-true", {"layers": 3}, 5000, None),
+        (BY_SLICE, "bf16-true", {"kv_heads": 4}, 6 * K, None),
+        (BY_SLICE, "bf16-true", {"vocab": 96}, 4 * K, ALL_LINEAR),
+    ],
+    ids=str,
+)
+def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
+    tmp_path: Path,
+    slices: Slices,
+    precision: Precision,
+    changes: dict[str, int],
+    tokens: int,
+    lora: dict[str, Any] | None,
+) -> None:
+    """What is planned agrees to the byte. How many slices of hidden states are on their way at once is up to timing."""
+    if lora:
+        pytest.importorskip("peft")
+    shape = replace(SMALL, **changes, adapters=adapters_of(lora or {}))
+    trained = train(tmp_path, shape, slices, tokens, precision, lora)
+    question = Question(
+        shape=shape, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
+        seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices,
+    )  # fmt: skip
+    sizes, measured, told = bytes_of(precision, 1), trained.costs, layer_costs(question, Parallelism())
+    for name in ("input_bytes", "attention_bytes", "other_bytes"):
+        assert getattr(told, name) == getattr(measured, name), name
+    swap = trained.swap
+    planned = slices.streamed_bytes(shape, kernels="llama", sizes=sizes, tokens=tokens, alpha=swap.alpha)
+    assert (planned.slot, planned.host, planned.gradients, planned.staging, planned.states) == (
+        swap.slot_bytes, swap.streamed_host_bytes, swap.gradient_host_bytes, swap.staging_bytes, swap.state_host_bytes,
+    )  # fmt: skip
+    answer = estimate(question, Parallelism())
+    assert answer.host_bytes == swap.host_bytes
+    passing = slices.tokens * shape.hidden * sizes.stream if slices.states_on_host else 0
+    share = slices.tokens / tokens
+    for mine, theirs in (
+        (told.transient_device_bytes, measured.transient_device_bytes),
+        (told.working_bytes(share), measured.working_bytes(share)),
+        (answer.device_bytes["total"], trained.device_bytes),
+    ):
+        assert mine == pytest.approx(theirs, rel=0.04 if precision == "bf16-mixed" else 0.03, abs=passing)
+
+
+# ---- times
+
+
+def ask(seq_len: int, model: str = "llama3_2_1b", **changes: Any) -> Question:
+    question = Question(
+        shape=load_model(model), cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
+        seq_len=seq_len, batch_size=1, precision="bf16-true",
+    )  # fmt: skip
+    return replace(question, **changes)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 512, 513, 1025, 5000])
+def test_what_slices_read_is_what_attention_fetches(window: int | None) -> None:
+    slices, spec = slice_tokens_by_alpha(4100, 0.0, 512), AttentionSpec(causal=True, window=window)
+    fetched = sum(
+        earlier.tokens
+        for n, part in enumerate(slices)
+        for earlier in slices[:n]
+        if not spec.sees_nothing(part.start, earlier.stop)
+    )
+    assert tokens_read(4100, 512, window) == fetched
+
+
+def test_keys_and_values_are_waited_for_where_slices_are_short_or_the_link_slow() -> None:
+    """A block of keys and values takes as long to read for few queries as for many."""
+    fast = ask(256 * K)
+    slow = replace(fast, cluster=replace(fast.cluster, host_bandwidth=1e10))
+    for question, tokens, waits in ((fast, 32 * K, False), (slow, 128 * K, False), (slow, 4 * K, True)):
+        whole = layer_costs(replace(question, seq_len=256 * K), Parallelism())
+        sliced = layer_costs(replace(question, slices=Slices(tokens=tokens)), Parallelism())
+        pairs = ((each.forward_seconds[0], each.backward_seconds[0]) for each in (sliced, whole))
+        slower = [seconds / least for seconds, least in zip(*pairs, strict=True)]
+        assert min(slower) >= 1.0
+        assert (max(slower) > 1.2) == waits, (tokens, slower)
+
+
+def test_gradients_on_the_host_are_more_to_read() -> None:
+    slow = ask(256 * K, cluster=replace(load_cluster("h100"), host_bandwidth=1e10))
+    seconds = [
+        layer_costs(replace(slow, slices=replace(slices, tokens=4 * K)), Parallelism()).backward_seconds[0]
+        for slices in (ATTENTION, ALL)
+    ]
+    assert seconds[1] > 2 * seconds[0]
+
+
+# ---- what is asked and offered
+
+
+def test_a_sequence_of_one_slice_runs_without() -> None:
+    plain, sliced = (estimate(ask(8 * K, slices=s), Parallelism()) for s in (None, Slices(tokens=8 * K)))
+    assert replace(sliced, slices=None) == plain
+
+
+def test_less_stays_on_the_device_the_more_is_on_the_host() -> None:
+    answers = [
+        estimate(ask(512 * K, alpha=0.0, slices=s if s is None else replace(s, tokens=16 * K)), Parallelism())
+        for s in (None, ATTENTION, ALL)
+    ]
+    totals = [answer.device_bytes["total"] for answer in answers]
+    assert totals == sorted(totals, reverse=True)
+    assert answers[1].host_bytes < answers[2].host_bytes
+
+
+def test_longer_sequences_fit_in_slices() -> None:
+    lengths = [longest(ask(K, slices=s), multiple_of=128 * K) for s in (None, Slices(tokens=32 * K))]
+    assert lengths[0] and lengths[1] and lengths[1] > 2 * lengths[0]
+
+
+def test_slices_are_offered_where_swapping_is_not_enough() -> None:
+    question = ask(K * K)
+    assert search(question).best.status == "oom"
+    answer = offer(question, {"pp": 1})
+    assert answer is not None and answer.status == "ok" and answer.slices is not None
+    asked = search(replace(question, slices=answer.slices)).best
+    assert asked == answer
+    larger = replace(answer.slices, tokens=2 * answer.slices.tokens)
+    assert search(replace(question, slices=larger)).best.status != "ok"
+    assert str(answer.slices) in offer_sentence(answer)
+
+
+def test_nothing_is_offered_where_slices_do_not_help() -> None:
+    assert offer(ask(K * K, model="llama3_8b", precision="bf16-mixed"), {}) is None  # its state alone is too much
+    assert offer(ask(K * K, cluster=replace(load_cluster("h100"), host_bytes=2**30)), {}) is None
+    assert offer(ask(K * K, model="qwen3_8b"), {}) is None  # layers whose buffers are not known
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "words"),
+    [
+        ({"gpus": 2}, Parallelism(tp=2), "tp, cp and pp must be 1"),
+        ({"gpus": 2, "batch_size": 2, "slices": BY_SLICE}, Parallelism(dp=2), "for one GPU"),
+        ({"slices": BY_SLICE, "precision": "bf16-mixed"}, Parallelism(), "not estimated for precision=bf16-mixed"),
+        ({"shape": load_model("qwen3_8b")}, Parallelism(), "layers of Llama"),
+        ({"method": "full_swap"}, Parallelism(), "method=memo"),
+    ],
+)
+def test_what_is_not_estimated_is_refused(changes: dict[str, Any], parallel: Parallelism, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        estimate(replace(ask(64 * K, slices=ATTENTION), **changes), parallel)
+
+
+def test_data_parallel_slices_are_those_of_one_device_with_less_state() -> None:
+    question = ask(256 * K, slices=Slices(tokens=32 * K), gpus=8, batch_size=8)
+    answer = search(question, {"dp": 8}).best
+    assert answer.status == "ok" and answer.parallel.dp == 8

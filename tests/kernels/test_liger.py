@@ -1,0 +1,242 @@
+"""liger-kernel's kernels in the layers: the option of models, and gradients of models that somebody changed by it.
+
+Its kernels overwrite their inputs: rotary positions in the forward, feed-forwards what they saved and norms the
+gradient of their output in the backward. They run on a CPU here, by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from support.harness import EngineUnderTest, assert_close, assert_equal, loss_and_gradients
+from support.parallel_training import whole
+from support.processes import run_in_processes
+from support.trainer_harness import LanguageModel, Sequences, fit
+from test_storage_kinds import TOKENS, ByKind, everything
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from lightning_memo import MemoStrategy
+from lightning_memo.models import CausalLM, ModelConfig, build_model
+from lightning_memo.models import liger as option
+
+MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
+needs_liger = pytest.mark.skipif(
+    bool(MISSING) or torch.cuda.is_available(),
+    reason=f"{' and '.join(MISSING)} not installed" if MISSING else "runs compiled on a GPU: gpu/test_cuda_liger.py",
+)
+SIZES = {
+    "vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def interpreter():
+    from support.liger_interpreter import interpreted
+
+    with interpreted():
+        yield
+
+
+def build(lora: bool = False, fused_loss: bool = False, **sizes: int) -> nn.Module:
+    """A Llama as its user changes it with liger-kernel."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
+    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=fused_loss)
+    if lora:
+        targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+        settings = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, settings)
+    return model.train()
+
+
+def batch_of(tokens: int = 6) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---- gradients
+
+
+@needs_liger
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_gradients_are_those_of_plain_training_with_liger(lora, interpreter):
+    model, batch = build(lora), batch_of()
+    expected = loss_and_gradients(model, batch)
+    with EngineUnderTest(model) as run:
+        assert_equal(run.profile_step(batch), expected)
+        assert run.engine.kinds.why_whole == ""
+        for alpha in (0.0, 1.0):
+            run.load(alpha)
+            assert_equal(run.step(batch), expected)
+            run.assert_as_planned()
+        run.load(0.4, slice_tokens=2)
+        assert_close(run.step(batch), expected)
+        run.assert_as_planned()
+
+
+@needs_liger
+def test_gradients_with_grouped_queries_and_all_but_a_slice_on_the_host(interpreter):
+    model, batch = build(num_key_value_heads=2), batch_of()
+    expected = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, slice_tokens=3, host_backed="all") as run:
+        assert_close(run.profile_step(batch), expected)
+        run.load(0.5)
+        assert_close(run.step(batch), expected)
+
+
+@needs_liger
+def test_products_that_a_kernel_overwrites_are_stored_as_they_were(interpreter):
+    """Rotary positions are written over what `q_proj` and `k_proj` gave, which a plan by kind stores."""
+    model, batch = build(), batch_of(TOKENS)
+    expected = loss_and_gradients(model, batch)
+    with ByKind(model) as run:
+        run.profile_step(batch)
+        run.load_storage(everything(run.products))
+        assert_close(run.step(batch), expected)
+        run.assert_as_planned()
+        swap = run.engine.swap
+        run.engine.load(replace(swap, slot_bytes=swap.slot_bytes // 4), TOKENS)
+        assert_close(run.step(batch), expected)
+        assert run.engine.memory.stats.overflow_bytes > 0  # what finds no room in its slot stays on the device
+
+
+# ---- the loss
+
+
+def trained(strategy: Any, module: LightningModule) -> list[float]:
+    data = torch.utils.data.DataLoader(Sequences(2, 8), batch_size=1)
+    return fit(strategy, module, data, max_steps=2).losses
+
+
+@needs_liger
+def test_ligers_own_loss_is_left_in_force_and_told(interpreter, caplog):
+    """A model that was changed by liger with its fused loss, its default: `loss_chunk_tokens` has nothing to do."""
+    expected = LanguageModel(lambda: build(fused_loss=True))
+    losses = trained("auto", expected)
+    module = LanguageModel(lambda: build(fused_loss=True))
+    strategy = MemoStrategy(alpha=0.5, loss_chunk_tokens=3, plan_memory=False)
+    with caplog.at_level("INFO"):
+        found = trained(strategy, module)
+    assert found == pytest.approx(losses, rel=1e-6)
+    for (name, mine), theirs in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert float((mine - theirs).detach().norm() / theirs.detach().norm()) < 1e-5, name
+    assert "the loss is liger-kernel's fused one, and loss_chunk_tokens is not used" in caplog.text
+
+
+# ---- several processes
+
+
+def _train_on_this_rank(settings: dict[str, Any], fused_loss: bool) -> tuple[str, list[float], dict[str, torch.Tensor]]:
+    """Train on this process's part of two sequences; returns what was refused, the losses and the weights."""
+    from support.liger_interpreter import interpreted
+
+    with interpreted():
+        module = LanguageModel(lambda: build(fused_loss=fused_loss))
+        together = settings.get("context_parallel_size", settings.get("tensor_parallel_size", 1))
+        data = Sequences(2, 8) if together > 1 else [Sequences(2, 8)[dist.get_rank()]]
+        loader = torch.utils.data.DataLoader(data, batch_size=2 // (dist.get_world_size() // together))
+        strategy = MemoStrategy(alpha=0.5, plan_memory=False, **settings)
+        try:
+            losses = fit(
+                strategy, module, loader, max_steps=1, devices=dist.get_world_size(), use_distributed_sampler=False
+            ).losses
+        except ValueError as refused:
+            return str(refused), [], {}
+        return "", losses, {name: whole(p) for name, p in module.named_parameters()}
+
+
+@needs_liger
+@pytest.mark.parametrize("fused_loss", [False, True], ids=["loss in chunks", "fused loss"])
+@pytest.mark.parametrize("settings", [{"zero_stage": 3}, {"context_parallel_size": 2}], ids=["zero 3", "context"])
+def test_processes_train_as_one(settings, fused_loss, interpreter):
+    module = LanguageModel(lambda: build(fused_loss=fused_loss))
+    losses = fit("auto", module, torch.utils.data.DataLoader(Sequences(2, 8), batch_size=2), max_steps=1).losses
+    outcomes = run_in_processes(2, _train_on_this_rank, settings, fused_loss)
+    assert sum(found[0] for _, found, _ in outcomes) / 2 == pytest.approx(losses[0], rel=1e-6)
+    for name, weight in module.named_parameters():
+        assert float((outcomes[0][2][name] - weight).detach().norm() / weight.detach().norm()) < 1e-5, name
+
+
+@needs_liger
+def test_tensor_parallelism_is_refused(interpreter):
+    outcomes = run_in_processes(2, _train_on_this_rank, {"tensor_parallel_size": 2}, False)
+    for refused, _, _ in outcomes:
+        assert re.fullmatch(
+            r"\w+MLP runs by a kernel of liger-kernel, which takes no part of a weight: set [^\n]+", refused
+        )
+
+
+# ---- the option
+
+
+@needs_liger
+def test_the_option_takes_all_kernels_but_the_loss(interpreter):
+    own = modeling_llama.apply_rotary_pos_emb
+    config = {"model_type": "llama", **SIZES}
+    model = build_model(ModelConfig(config=config, liger=True))
+    names = {module._get_name() for module in model.modules()}
+    assert {"LigerRMSNorm", "LigerSwiGLUMLP"} <= names
+    assert "LlamaRMSNorm" not in names
+    assert modeling_llama.apply_rotary_pos_emb is not own
+    assert modeling_llama.LlamaRMSNorm.__name__ == "LlamaRMSNorm"
+    assert type(model).forward is LlamaForCausalLM.forward
+    assert "forward" not in vars(model)
+    plain = build_model(ModelConfig(config=config))
+    assert modeling_llama.apply_rotary_pos_emb is own
+    assert {module._get_name() for module in plain.modules()}.isdisjoint({"LigerRMSNorm", "LigerSwiGLUMLP"})
+
+
+@needs_liger
+def test_the_option_trains_as_without(interpreter):
+    torch.manual_seed(3)
+    config = {"model_type": "llama", **SIZES, "num_hidden_layers": 2}
+    model = build_model(ModelConfig(config=config, liger=True))
+    found = loss_and_gradients(model, batch_of())
+    plain = build_model(ModelConfig(config=config))
+    plain.load_state_dict(model.state_dict())
+    assert_close(found, loss_and_gradients(plain, batch_of()), bound=1e-5)
+
+
+@needs_liger
+def test_a_type_without_kernels_is_refused():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8, n_positions=8))
+    with pytest.raises(
+        ValueError, match=r"^model.liger=true: liger-kernel has no kernels for models of type gpt2; .*lla"
+    ):
+        option.apply_liger(model)
+
+
+def test_without_a_gpu_it_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(option, "_PACKAGE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = CausalLM({"config": {"model_type": "llama", **SIZES}, "liger": True})
+    with pytest.raises(ValueError, match=r"^model.liger=true needs a GPU, and this model runs on cpu: [^\n]*$"):
+        module.configure_model()
+
+
+def test_without_the_package_it_is_refused(train, monkeypatch):
+    monkeypatch.setattr(option, "_PACKAGE", False)
+    status, _, errors = train("model.liger=true")
+    assert status == 2
+    assert (
+        errors.strip()
+        .splitlines()[-1]
+        .endswith(
+            "model.liger=true needs liger-kernel 0.8 or later, which is not installed: "
+            "pip install 'lightning-memo[liger]', or set it to false"
+        )
+    )

@@ -1,0 +1,131 @@
+"""ZeRO stages hold the bytes that they promise, and communicate as often as they have to, and no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from support.parallel_training import Run, train_together
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_memo.parallel.local_tensors import local_part
+
+RUN = Run(family="llama", tokens=16, accumulate=2, steps=2, batch=4)
+LAYERS = 4  # of the model
+UNITS = LAYERS + 1  # and the root: embedding, last norm, head
+
+
+def _parameters(module: torch.nn.Module) -> list[Any]:
+    """FSDP2's record of every parameter."""
+    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return [p for group in groups for p in group.fsdp_params]
+
+
+def _gathered_bytes(module: torch.nn.Module) -> int:
+    """Memory of whole weights, gathered for computing."""
+    return sum(t.untyped_storage().nbytes() for p in _parameters(module) for t in p.all_gather_outputs)
+
+
+class StateBytes(Callback):
+    """Notes what this process holds at the points of a step where each kind is at its largest."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    @override
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.notes["weights"] = _gathered_bytes(module)
+
+    @override
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.fit_loop._should_accumulate():  # between two micro-batches
+            whole = [p.unsharded_accumulated_grad for p in _parameters(module)]
+            shards = [p.sharded_param.grad for p in _parameters(module)]
+            self.notes["gradients"] = sum(local_part(t).nbytes for t in (*whole, *shards) if t is not None)
+
+    @override
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        states = trainer.optimizers[0].state.values()
+        kept = sum(local_part(p).nbytes for p in module.parameters())
+        self.notes["kept weights"] = kept
+        self.notes["moments"] = sum(local_part(s[name]).nbytes for s in states for name in ("exp_avg", "exp_avg_sq"))
+        self.notes["count"] = sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_per_process_in_mixed_precision(stage: int, processes: int) -> None:
+    """Of n parameters: bf16 weights 2n, fp32 gradients 4n, and 12n for the optimizer (fp32 weights, two moments).
+
+    Stage 1 divides the 12n by the processes, stage 2 the 4n as well, stage 3 everything. At stage 3 the root is whole
+    during a step; gradients that wait for the last micro-batch are whole at stages 0 and 1.
+    """
+    run = Run(**{**RUN.__dict__, "precision": "bf16-mixed", "batch": processes})
+    notes = train_together(processes, run, {"zero_stage": stage, "alpha": 0.5}, watch=StateBytes).notes
+    n, root = notes["count"][0], 2 * 96 * 32 + 32
+    for rank in range(processes):
+        held = {name: values[rank] for name, values in notes.items()}
+        assert held["weights"] == 2 * (root if stage == 3 else n)
+        assert held["gradients"] == 4 * n // (processes if stage >= 2 else 1)
+        assert held["kept weights"] + held["moments"] == 12 * n // (processes if stage >= 1 else 1)
+
+
+class Collectives(Callback):
+    """Counts collectives on tensors of more than one number, by optimizer step."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+        self._counting = Counting()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == RUN.accumulate - 1:  # the second optimizer step comes: nothing is profiled or made
+            self.notes["counts"] = self._counting.__enter__().counts
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if "counts" in self.notes:
+            self._counting.__exit__(None, None, None)
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives as they reach the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sizes = [t.numel() for t in tree_leaves(args) if isinstance(t, Tensor)]
+            self.counts[func._schema.name.removeprefix("c10d::")] += max(sizes, default=0) > 1
+        return func(*args, **(kwargs or {}))
+
+
+GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+EXPECTED = {
+    0: {REDUCE: UNITS},
+    1: {GATHER: UNITS, SCATTER: UNITS},
+    2: {GATHER: UNITS, SCATTER: UNITS * RUN.accumulate},
+    3: {
+        GATHER: (UNITS + LAYERS) * RUN.accumulate,
+        SCATTER: UNITS * RUN.accumulate,
+    },
+}
+
+
+@pytest.mark.parametrize("stage", EXPECTED)
+def test_collectives_of_an_optimizer_step(stage: int) -> None:
+    """Two micro-batches: reduced once at stages 0 and 1, weights gathered once at 1 and 2."""
+    notes = train_together(2, RUN, {"zero_stage": stage, "alpha": 0.5}, watch=Collectives).notes
+    for counts in notes["counts"]:
+        assert dict(+counts) == EXPECTED[stage]

@@ -1,0 +1,292 @@
+import math
+from dataclasses import replace
+
+import highspy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts
+from lightning_memo.planner import HostMemoryError, linear_program, plan_swap, solve_alpha
+
+GIB = 2**30
+FINGERPRINT = Fingerprint(
+    model="tiny", batch=1, tokens=1000, precision="bf16", device="cuda", torch="2.13", parallel="1"
+)
+
+
+def costs_of(n=6, **changes):
+    """n equal layers; all tokens of one move 1.2 GiB in 1.2 s, under a forward of 0.8 s."""
+    costs = LayerCosts(
+        batch=1,
+        tokens=1000,
+        input_bytes=(GIB // 10,) * n,
+        attention_bytes=(GIB // 10,) * n,
+        other_bytes=(GIB,) * n,
+        forward_seconds=(0.8,) * n,
+        backward_seconds=(1.5,) * n,
+        recompute_seconds=(0.5,) * n,
+        outside_seconds=2.0,
+        offload_bytes_per_second=float(GIB),
+        prefetch_bytes_per_second=float(GIB),
+        fixed_device_bytes=2 * GIB,
+        transient_device_bytes=GIB,
+    )
+    return replace(costs, **changes)
+
+
+AMPLE = 2**50
+
+
+def plan(costs, host_bytes=100 * GIB, device_bytes=None, alpha="auto", allowed=None, align=1):
+    """A plan that is not plain, unless a device budget is given."""
+
+    def slot_bytes(fraction):
+        return -(-costs.swapped_bytes(0, fraction) // align) * align
+
+    return plan_swap(
+        costs,
+        Budget(device_bytes=AMPLE if device_bytes is None else device_bytes, host_bytes=host_bytes),
+        FINGERPRINT,
+        alpha=alpha,
+        schedule="layer",
+        slice_tokens=None,
+        slot_bytes=slot_bytes,
+        allowed=allowed,
+        may_be_plain=device_bytes is not None,
+    )
+
+
+def solve(costs, host_bytes=100 * GIB):
+    return solve_alpha(costs, Budget(device_bytes=0, host_bytes=host_bytes))
+
+
+@st.composite
+def problems(draw):
+    n, exponent = draw(st.integers(1, 8)), draw(st.integers(4, 40))
+    sizes = st.tuples(*[st.integers(0, 2**exponent)] * n)
+    costs = costs_of(
+        n,
+        input_bytes=draw(sizes),
+        attention_bytes=draw(sizes),
+        other_bytes=draw(sizes),
+        forward_seconds=draw(st.tuples(*[st.floats(0.0, 10.0)] * n)),
+        offload_bytes_per_second=draw(st.floats(1.0, 2.0 ** (exponent + 2))),
+        prefetch_bytes_per_second=draw(st.floats(1.0, 2.0 ** (exponent + 2))),
+    )
+    return costs, draw(st.integers(0, n * 2 ** (exponent + 2)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_the_program_agrees_with_its_closed_form(problem):
+    costs, host_bytes = problem
+    bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
+    layers = list(zip(costs.input_bytes, costs.attention_bytes, costs.other_bytes, costs.forward_seconds, strict=True))
+    swapped = layers[:-2]
+    least = sum(x + attention for x, attention, _, _ in swapped)
+    if least > host_bytes:
+        with pytest.raises(HostMemoryError):
+            solve(costs, host_bytes)
+        return
+    rooms = [(other, seconds * bandwidth - x - attention) for x, attention, other, seconds in swapped]
+    solution = solve(costs, host_bytes)
+    assert solution.hidden == all(room >= 0 for _, room in rooms)
+    if not solution.hidden:
+        assert (solution.alpha, solution.binding) == (0.0, "overlap")
+        return
+    rooms.append((sum(other for other, _ in rooms), host_bytes - least))
+    limits = [room / other if other else math.inf for other, room in rooms]
+    expected = min(1.0, *limits)
+    assert solution.alpha == pytest.approx(expected, abs=2e-6)
+    if expected > 1 - 1e-7:
+        assert solution.binding == "all tokens swapped"
+    elif expected < 1 - 1e-5 and abs(limits[-1] - min(limits[:-1])) > 1e-5:
+        assert solution.binding == ("host" if expected == limits[-1] else "overlap")
+
+
+@given(st.integers(12, 45))
+@settings(max_examples=20, deadline=None)
+def test_alpha_does_not_depend_on_the_unit(exponent):
+    unit = 2.0 ** (exponent - 30)
+    scaled = {
+        name: tuple(int(size * unit) for size in getattr(costs_of(), name))
+        for name in ("input_bytes", "attention_bytes", "other_bytes")
+    }
+    rate = GIB * unit
+    costs = costs_of(**scaled, offload_bytes_per_second=rate, prefetch_bytes_per_second=rate)
+    assert solve(costs, 2**60).alpha == pytest.approx(0.6, abs=2e-3)
+
+
+def test_overlap_limits_alpha_by_the_slower_direction():
+    assert solve(costs_of()).alpha == pytest.approx(0.6)
+    assert solve(costs_of()).binding == "overlap"
+    assert solve(costs_of(prefetch_bytes_per_second=GIB / 2)).alpha == pytest.approx(0.2)
+    assert solve(costs_of(offload_bytes_per_second=GIB / 2)).alpha == pytest.approx(0.2)
+
+
+def test_the_host_limits_alpha_of_all_but_two_layers():
+    solution = solve(costs_of(n=6), host_bytes=4 * (2 * (GIB // 10) + GIB // 4))
+    assert solution.alpha == pytest.approx(0.25)
+    assert (solution.binding, solution.hidden) == ("host", True)
+
+
+def test_all_tokens_are_swapped_where_nothing_limits():
+    solution = solve(costs_of(forward_seconds=(9.0,) * 6))
+    assert (solution.alpha, solution.binding, solution.hidden) == (1.0, "all tokens swapped", True)
+
+
+def test_two_layers_have_nothing_to_swap():
+    assert solve(costs_of(n=2, forward_seconds=(0.0, 0.0)), host_bytes=0).alpha == 1.0
+    made = plan(costs_of(n=2), host_bytes=0)
+    assert (made.swap.alpha, made.swap.host_bytes) == (1.0, 0)
+    assert "there are no others" in made.reason
+
+
+def test_copies_that_cannot_be_hidden_are_said_so():
+    made = plan(costs_of(forward_seconds=(0.1,) * 6))
+    assert made.swap.alpha == 0.0
+    assert made.reason == "Even at alpha=0 copies outlast the forward and slow the step."
+
+
+def test_a_host_too_small_is_refused_in_one_line():
+    with pytest.raises(HostMemoryError) as caught:
+        plan(costs_of(), host_bytes=GIB // 2)
+    text = str(caught.value)
+    assert text.startswith("alpha=0 swaps 819.2 MiB")
+    assert f"({GIB // 2} bytes) for it: raise host_memory" in text
+    assert "\n" not in text
+
+
+def test_ample_device_memory_means_plain_training():
+    costs = costs_of()
+    needed = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
+    made = plan(costs, device_bytes=needed)
+    assert (made.swap.mode, made.swap.alpha, made.swap.host_bytes, made.swap.slot_bytes) == ("plain", 0.0, 0, 0)
+    assert made.reason.startswith("Device memory is ample: plain training needs 10.2 GiB of 10.2 GiB")
+    assert made.step_seconds == pytest.approx(6 * (0.8 + 1.5) + 2.0)
+    assert plan(costs, device_bytes=needed - 1).swap.mode == "memo"
+
+
+def test_a_given_alpha_is_taken_even_where_memory_is_ample():
+    made = plan(costs_of(), device_bytes=2**50, alpha=1)
+    assert (made.swap.mode, made.swap.alpha) == ("memo", 1.0)
+    assert made.reason == "alpha was given; copies outlast the forward and slow the step."
+    assert plan(costs_of(), alpha=0.5).reason == "alpha was given; copies hide under the forward."
+
+
+def test_a_given_alpha_must_fit_the_host():
+    with pytest.raises(HostMemoryError, match=r'^alpha=0.9 swaps .*: set a smaller alpha or alpha="auto"'):
+        plan(costs_of(), host_bytes=4 * GIB, alpha=0.9)
+
+
+def test_a_given_alpha_must_be_one_that_the_layers_allow():
+    with pytest.raises(
+        ValueError, match=r'^alpha=0.5 is not possible, as the layers allow only 0 or 1: give one, or "auto"$'
+    ):
+        plan(costs_of(), alpha=0.5, allowed=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "forward_seconds", "expected"),
+    [((0.0, 1.0), 0.8, 0.0), ((0.0, 1.0), 2.0, 1.0), ((0.0, 0.5, 1.0), 0.8, 0.5), ((1.0,), 0.8, 1.0)],
+)
+def test_only_allowed_fractions_are_chosen(allowed, forward_seconds, expected):
+    made = plan(costs_of(forward_seconds=(forward_seconds,) * 6), allowed=allowed)
+    assert made.swap.alpha == expected
+    assert "the layers allow only" in made.reason
+
+
+def test_an_allowed_fraction_that_overflows_the_host_is_refused():
+    with pytest.raises(HostMemoryError, match="alpha=1 swaps"):
+        plan(costs_of(), host_bytes=2 * GIB, allowed=(1.0,))
+
+
+@settings(max_examples=100, deadline=None)
+@given(host_bytes=st.integers(4 * GIB // 5, 6 * GIB), align=st.sampled_from([1, 512, 2**21, 2**28]))
+def test_the_host_budget_is_kept_to_the_byte_and_used_up(host_bytes, align):
+    costs = costs_of(forward_seconds=(9.0,) * 6)
+
+    def slots(fraction):
+        return 4 * (-(-costs.swapped_bytes(0, fraction) // align) * align)
+
+    if slots(0.0) > host_bytes:
+        with pytest.raises(HostMemoryError):
+            plan(costs, host_bytes=host_bytes, align=align)
+        return
+    made = plan(costs, host_bytes=host_bytes, align=align)
+    assert made.swap.host_bytes == slots(made.swap.alpha) <= host_bytes
+    token = 1 / costs.tokens
+    assert made.swap.alpha == 1.0 or slots(made.swap.alpha + 2 * token) > host_bytes
+
+
+def test_alignment_that_lowers_alpha_is_said_so():
+    costs = costs_of(forward_seconds=(9.0,) * 6)
+    made = plan(costs, host_bytes=4 * (costs.swapped_bytes(0, 0.5)), align=2**28)
+    assert made.swap.alpha == pytest.approx(0.3, abs=1e-3)  # two aligned blocks of 256 MiB, 20 % of 1 GiB of them fixed
+    assert "host slots are aligned, so alpha=0.3 is what fits" in made.reason
+
+
+def test_one_cold_layer_does_not_decide():
+    cold = costs_of(forward_seconds=(30.0, 0.8, 0.8, 0.8, 0.8, 0.8), backward_seconds=(1.5,) * 5 + (40.0,))
+    assert plan(cold) == replace(plan(costs_of()), costs=cold)
+
+
+@pytest.mark.parametrize("allowed", [None, (0.0, 1.0)])
+@pytest.mark.parametrize("align", [1, 2**24])
+def test_auto_takes_what_the_device_has_room_for(align, allowed):
+    """At every budget: the plan fits if that of alpha 0 does, and no more tokens would."""
+    costs = costs_of(offload_bytes_per_second=4.0 * GIB, prefetch_bytes_per_second=4.0 * GIB)
+    least, most = (plan(costs, alpha=alpha, align=align).device_bytes for alpha in (0.0, 1.0))
+    taken = []
+    for device_bytes in range(least - 2**28, most + 2**28, 2**26 + 1):
+        made = plan(costs, device_bytes=device_bytes, align=align, allowed=allowed)
+        taken.append(made.swap.alpha)
+        if device_bytes < least:
+            assert (made.swap.alpha, made.device_excess_bytes) == (0.0, least - device_bytes)
+            continue
+        assert made.device_excess_bytes == 0
+        if made.swap.alpha == 1.0:
+            continue
+        more = 1.0 if allowed else made.swap.alpha + 1 / costs.tokens
+        assert plan(costs, device_bytes=device_bytes, alpha=more, align=align).device_excess_bytes > 0
+        assert allowed or "the device budget of" in made.reason
+    assert taken == sorted(taken) and taken[-1] == 1.0
+
+
+def test_layers_of_other_sizes_keep_their_own_times():
+    costs = costs_of(other_bytes=(GIB // 2,) + (GIB,) * 5, forward_seconds=(0.4,) + (0.8,) * 5)
+    assert plan(costs).swap.alpha == pytest.approx(0.4, abs=1e-3)
+
+
+def test_the_expected_step_takes_the_longer_of_compute_and_copy():
+    made = plan(costs_of(offload_bytes_per_second=GIB / 2), alpha=1.0)
+    swapped_gib = 1.0 + 2 * (GIB // 10) / GIB
+    forward = 4 * 2 * swapped_gib + 2 * 0.8
+    backward = 6 * 1.5  # a prefetch of 1.2 s hides
+    assert made.step_seconds == pytest.approx(forward + backward + 2.0)
+    half = plan(costs_of(), alpha=0.5)
+    assert half.step_seconds == pytest.approx(6 * 0.8 + 6 * (1.5 + 0.25) + 2.0)
+
+
+def test_the_plan_holds_what_was_asked_for():
+    made = plan(costs_of(), host_bytes=50 * GIB)
+    assert made.fingerprint == FINGERPRINT
+    assert made.costs == costs_of()
+    assert made.budget == Budget(device_bytes=AMPLE, host_bytes=50 * GIB)
+    assert (made.swap.schedule, made.swap.slice_tokens, made.swap.calls) == ("layer", None, 6)
+    assert made.swap.alpha == 0.6
+
+
+def test_a_solver_that_fails_is_not_believed(monkeypatch):
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
+    with pytest.raises(RuntimeError, match="HiGHS"):
+        solve(costs_of())
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kWarning)
+    with pytest.raises(RuntimeError, match="HiGHS did not solve a linear program"):
+        solve(costs_of())
+
+
+def test_an_unknown_option_is_noticed():
+    with pytest.raises(RuntimeError, match="refused"):
+        linear_program._accept(highspy.Highs().setOptionValue("no_such_option", 1))

@@ -1,0 +1,122 @@
+"""What goes to the disk is no more than has to, fits, and keeps up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_alpha import FINGERPRINT, GIB, costs_of
+
+from lightning_memo.artifacts.plan import Budget, LayerCosts, Plan, SwapPlan
+from lightning_memo.artifacts.spill_sizes import SpillSizes
+from lightning_memo.planner import HostMemoryError, plan_swap
+from lightning_memo.planner.alpha.spilled_calls import disk_keeps_up
+
+CALLS = 12
+FAST = 100.0 * GIB
+
+
+def costs(write: float = FAST, read: float = FAST, copies: float = 2.0 * GIB) -> LayerCosts:
+    """Twelve layers, ten of them swapped, 0.2 to 1.2 GiB each, forward 0.8 s, backward 1.5 s, recomputation 0.5 s."""
+    return costs_of(
+        CALLS,
+        offload_bytes_per_second=copies,
+        prefetch_bytes_per_second=copies,
+        spill_write_bytes_per_second=write,
+        spill_read_bytes_per_second=read,
+    )
+
+
+def plan(costs: LayerCosts, host: float, disk: float, alpha: float | str = "auto") -> Plan:
+    budget = Budget(device_bytes=2**50, host_bytes=int(host * GIB), spill_bytes=int(disk * GIB))
+    return plan_swap(
+        costs, budget, FINGERPRINT, alpha=alpha, schedule="layer", slice_tokens=None,
+        slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction), may_be_plain=False,
+    )  # fmt: skip
+
+
+def test_a_disk_that_is_not_needed_changes_nothing() -> None:
+    with_disk, without = plan(costs(), host=12.1, disk=100), plan(costs(), host=12.1, disk=0)
+    assert with_disk.swap == without.swap and with_disk.swap.spilled_calls == 0
+    assert with_disk.step_seconds == without.step_seconds
+
+
+def test_the_fewest_calls_go_to_the_disk() -> None:
+    swap = plan(costs(), host=5, disk=100).swap
+    assert swap.alpha == 1.0 and swap.spilled_calls == 7  # bounce buffers take a slot's place and a bit
+    assert swap.host_bytes <= 5 * GIB < replace(swap, spilled_calls=6).host_bytes
+    assert swap.spill_bytes == 7 * SpillSizes(swap.slot_bytes).region_bytes
+
+
+def test_a_small_disk_limits_alpha() -> None:
+    made = plan(costs(), host=4, disk=3)
+    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls > 0
+    assert made.swap.spill_bytes <= 3 * GIB
+    assert "the host budget of 4.0 GiB and the disk's of 3.0 GiB would overflow" in made.reason
+
+
+def test_room_for_the_way_to_the_disk_limits_alpha() -> None:
+    made = plan(costs(), host=1, disk=100)
+    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls == 10
+    assert f"the way to the disk takes host memory, too, so alpha={made.swap.alpha:.4g} is what fits" in made.reason
+
+
+def test_too_little_of_both_is_told() -> None:
+    told = r"alpha=0 swaps 2\.0 GiB .* and the disk 819\.2 MiB: raise host_memory or spill_memory, or shorten"
+    with pytest.raises(HostMemoryError, match=told):
+        plan(costs(), host=0.8, disk=0.8)
+
+
+def test_a_host_without_room_for_the_bounce_buffers_cannot_spill() -> None:
+    with pytest.raises(HostMemoryError):
+        plan(costs(), host=0.1, disk=100)
+
+
+@pytest.mark.parametrize(("write", "read"), [(1.0, 100.0), (100.0, 0.4)])
+def test_a_slow_disk_limits_alpha(write: float, read: float) -> None:
+    slow = costs(write * GIB, read * GIB)
+    made = plan(slow, host=5, disk=100)
+    assert 0.0 < made.swap.alpha < 1.0
+    assert "layers would wait for the disk" in made.reason
+    alphas = [count / slow.tokens for count in range(slow.tokens + 1)]
+    best = max(a for a in alphas if keeps_up(slow, plan(slow, host=5, disk=100, alpha=a).swap))
+    assert made.swap.alpha == best
+
+
+def keeps_up(costs: LayerCosts, swap: SwapPlan) -> bool:
+    return disk_keeps_up(costs, swap.slot_bytes, swap.spilled_calls, swap.alpha)
+
+
+def test_a_disk_that_is_too_slow_for_anything_still_makes_training_possible() -> None:
+    with pytest.raises(HostMemoryError):
+        plan(costs(), host=1.5, disk=0)
+    made = plan(costs(write=0.01 * GIB), host=1.5, disk=100)
+    assert made.swap.alpha == 0.0 and made.swap.spilled_calls > 0
+    assert made.reason.endswith("; layers wait for the disk.")
+    assert made.step_seconds > made.swap.spill_bytes / (0.01 * GIB)
+
+
+def test_a_given_alpha_is_taken_though_the_disk_is_slow() -> None:
+    made = plan(costs(write=0.1 * GIB), host=5, disk=100, alpha=1.0)
+    assert made.swap.alpha == 1.0 and "layers wait for the disk" in made.reason
+
+
+@settings(max_examples=100, deadline=None)
+@given(host=st.floats(0.3, 14.0), disk=st.floats(0.1, 14.0), write=st.floats(0.05, 20.0), read=st.floats(0.05, 20.0))
+def test_plans_fit_and_are_no_worse_than_without_a_disk(host: float, disk: float, write: float, read: float) -> None:
+    measured = costs(write * GIB, read * GIB)
+    try:
+        without = plan(measured, host, 0.0).swap.alpha
+    except HostMemoryError:
+        without = 0.0
+    try:
+        made = plan(measured, host, disk)
+    except HostMemoryError:
+        assert without == 0.0
+        return
+    assert made.swap.host_bytes <= made.budget.host_bytes and made.swap.spill_bytes <= made.budget.spill_bytes
+    assert made.swap.alpha >= without
+    assert made.swap.alpha == 0.0 or keeps_up(measured, made.swap)
+    assert Plan.from_json(made.to_json()) == made

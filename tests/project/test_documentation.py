@@ -1,0 +1,140 @@
+"""The pages of the documentation: what they show runs, imports what there is, and is what the code says."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from lightning.pytorch import Trainer
+from support.benchmark_modules import ROOT, benchmark_modules
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from lightning_memo import MemoStrategy
+from lightning_memo.estimate.command import main as estimate_command
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text())
+
+
+def test_the_quick_start_runs(own_folder: None) -> None:
+    found = blocks(DOCS / "quick_start.md")
+    assert len(found) >= 5
+    names: dict[str, object] = {"__name__": "quick_start"}
+    for number, block in enumerate(found):
+        exec(compile(block, f"quick_start.md, block {number}", "exec"), names)
+    assert Path("plan.json").is_file()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "finetuning.md"], ids=lambda page: page.stem)
+def test_finetuning_of_the_pages_runs(page: Path, own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model and documents of the examples, and rows of 128 tokens, twice what the model knows."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("cache").absolute())
+    tiny = importlib.import_module("tiny")
+    Path(tiny.save_model(Path())).rename("my-model")
+    words = {str(number): 1 + number for number in range(256)} | {"[UNK]": 257, "[EOS]": 256, "-": 0}
+    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]").save_pretrained("my-model")
+    tiny.write_documents(Path())
+    Path("corpus").mkdir()
+    tiny.write_documents(Path("corpus"), 120)
+    names: dict[str, Any] = {"Trainer": Trainer, "MemoStrategy": MemoStrategy}
+    short = {"131072": "128", "max_epochs=1": "max_epochs=1, max_steps=3", "max_steps=1000": "max_steps=3"}
+    for block in (block for block in blocks(page) if "DocumentsDataModule" in block):
+        for written, small in (short | {"val_check_interval=100": "val_check_interval=3"}).items():
+            block = block.replace(written, small)
+        exec(block, names)
+        assert names["documents"].train_sequences > 3
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_python_on_the_pages_imports_what_there_is(page: Path) -> None:
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(str(node.module))
+                assert not [name.name for name in node.names if not hasattr(module, name.name)]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_out_of_the_root_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def estimates() -> list[str]:
+    """The commands for an estimate that the README and their page show, but those with names to fill in."""
+    text = (ROOT / "README.md").read_text() + (DOCS / "estimate.md").read_text()
+    found = re.findall(r"^python -m lightning_memo\.estimate (model.*)$", text, re.MULTILINE)
+    return sorted({command for command in found if "FOLDER" not in command})
+
+
+@pytest.mark.parametrize("arguments", estimates())
+def test_commands_for_estimates(in_process: Callable[..., tuple[int, str, str]], arguments: str) -> None:
+    status, out, err = in_process(estimate_command, *arguments.split())
+    assert status == 0, err
+    assert "MFU" in out or "mfu" in out
+
+
+def literals() -> list[str]:
+    """What the code may say, with a gap where it is filled in."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    files = (ROOT / "lightning_memo").rglob("*.py")
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    return [text(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+
+
+def test_messages_of_troubleshooting_are_the_codes() -> None:
+    entries = re.findall(r'\*\*"(.+?)"\*\*', (DOCS / "troubleshooting.md").read_text(), re.DOTALL)
+    said = "\n".join(literals())
+    unknown = []
+    for entry in entries:
+        pieces = [re.escape(piece) for piece in re.sub(r"\s+", " ", entry).split("...")]
+        if not re.search(r"[^\n]*".join(pieces), said):
+            unknown.append(entry)
+    assert not unknown
+    assert len(entries) > 90
+
+
+def test_the_tables_for_choosing_are_what_estimates_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["choosing.py", "--check"])
+    with benchmark_modules():
+        status = importlib.import_module("choosing").main()
+    assert status == 0, capsys.readouterr().err
+
+
+def test_every_picture_is_made_by_the_script_or_by_hand_and_shown() -> None:
+    with benchmark_modules():
+        made = set(importlib.import_module("pictures")._PICTURES)
+    there = {path.name for path in (DOCS / "images").iterdir()}
+    assert {name for name in there if not name.startswith("performance-")} == made | {
+        "alpha.svg",
+        "stages.svg",
+        "streams.svg",
+    }
+    pages = "".join(page.read_text() for page in PAGES)
+    assert not [name for name in there if f"images/{name})" not in pages]

@@ -1,0 +1,174 @@
+import ast
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from support import commands
+from support.paths import ROOT
+
+import lightning_memo
+from lightning_memo.cli import hydra_command as cli
+
+# What a clone has, beside hidden files and what running leaves.
+SOURCES = (
+    "benchmarks", "conf", "docs", "examples", "lightning_memo", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
+    "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.cfg",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def setup_cfg():
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+def names(requirements):
+    return {re.match(r"[\w-]+", line)[0] for line in requirements.split("\n") if line}
+
+
+def test_all_packages_are_listed(setup_cfg):
+    folders = {path.parent for path in (ROOT / "lightning_memo").rglob("*.py")}
+    tree = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(setup_cfg["options"]["packages"].split()) == tree | {"lightning_memo.conf"}
+
+
+def test_everything_imported_is_declared(setup_cfg):
+    options = setup_cfg["options"]
+    extras = setup_cfg["options.extras_require"]
+    declared = names(options["install_requires"]).union(
+        *(names(extras[name]) for name in ("flash", "te", "liger", "peft", "datasets"))
+    )
+    imported = set()
+    for path in (ROOT / "lightning_memo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.split(".")[0])
+    distributions = {"hydra": "hydra-core"}
+    own = set(sys.stdlib_module_names) | {"lightning_memo"}
+    assert {distributions.get(name, name.replace("_", "-")) for name in imported - own} <= declared
+
+
+def built(kind, source, folder):
+    """A distribution of the sources in a folder, made as `python -m build --no-isolation` makes it."""
+    build = f"from setuptools import build_meta; import sys; build_meta.build_{kind}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
+    (path,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    source = folder / "source"
+    source.mkdir()
+    # setuptools writes into the source tree, which other tests read.
+    for name in SOURCES:
+        (source / name).symlink_to(ROOT / name)
+    return built("sdist", source, folder)
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist):
+    """The files of the source distribution."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent, filter="data")
+    return sdist.with_name(sdist.name.removesuffix(".tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked, tmp_path_factory):
+    """Made from the source distribution, so that one that lacks something makes a wheel that lacks it."""
+    return built("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder into which the wheel alone is installed."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder, wheel]
+    subprocess.run(pip, check=True, capture_output=True)
+    return folder
+
+
+def files_of(folder, below=""):
+    """Paths of the files in a folder, caches left out."""
+    files = (path for path in (folder / below).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)) for path in files}
+
+
+def test_wheel_holds_the_package_and_its_configuration_alone(installed):
+    config = {f"lightning_memo/{path}" for path in files_of(ROOT, "conf")}
+    shipped = {path for path in files_of(installed) if ".dist-info/" not in path}
+    assert shipped == files_of(ROOT, "lightning_memo") | config
+    assert {Path(path).suffix for path in shipped} == {".py", ".yaml", ".html", ".json", ".cpp", ".h", ".typed"}
+    assert len([path for path in files_of(installed) if path.endswith("licenses/LICENSE")]) == 1
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples", "docs"])
+def test_source_distribution_holds_all_that_is_in_the_tree(unpacked, folder):
+    assert files_of(ROOT, folder) <= files_of(unpacked, folder)
+
+
+def test_the_version_is_told_once(wheel):
+    assert wheel.name == f"lightning_memo-{lightning_memo.__version__}-py3-none-any.whl"
+
+
+@pytest.fixture
+def command(installed, tmp_path):
+    """Runs a module of the installed package from an empty folder, where nothing of the sources is seen."""
+
+    def run(*words):
+        folder = tmp_path / "empty"
+        folder.mkdir(exist_ok=True)
+        status, out, err = commands.run(["python", *words], folder, PYTHONPATH=str(installed))
+        assert status == 0, err
+        return out
+
+    return run
+
+
+def test_the_installed_package_is_what_runs(command, installed):
+    out = command(
+        "-c",
+        "import lightning_memo, lightning_memo.cli.hydra_command as c; print(lightning_memo.__file__, c.config_dir())",
+    )
+    assert out.split() == [str(installed / "lightning_memo" / name) for name in ("__init__.py", "conf")]
+
+
+def test_installed_package_runs_a_sweep_and_reports(command, tmp_path):
+    command("-m", "lightning_memo.train", "-m", *commands.TINY_RUN, "data.seq_len=16,32")
+    (sweep,) = (tmp_path / "empty").glob("outputs/*/sweeps/last")
+    assert (sweep / "sweep.png").stat().st_size > 0
+    assert len(list(sweep.glob("*/csv/report.html"))) == 2
+
+
+def test_installed_package_estimates_and_places(command, tmp_path):
+    told = json.loads(command("-m", "lightning_memo.estimate", "model=llama3_8b", "cluster=h100", "output=json"))
+    assert told["status"] == "ok"
+    command("-c", "from pathlib import Path; Path('in.csv').write_text('id,lower,upper,size\\na,0,3,4\\nb,2,5,4\\n')")
+    assert "peak         8 bytes" in command("-m", "lightning_memo.place", "in.csv", "out.csv")
+
+
+def test_installed_package_compiles_the_planned_allocator(command):
+    code = (
+        "import torch; from lightning_memo.allocator import PlannedAllocator as A; print(A(torch.device(%r)).stats())"
+    )
+    assert "hits=0" in command("-c", code % "cpu")
+
+
+def test_checkout_finds_its_configuration():
+    assert cli.config_dir() == str(ROOT / "conf")
+
+
+def test_license_is_the_complete_standard_text():
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"

@@ -1,0 +1,357 @@
+"""Every wrong setting and unusable input is refused in one clear line, and the process stays usable."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from support import warm
+from support.families import PlainBlock, PlainModel, make_batch
+from support.paths import ROOT
+from support.trainer_harness import (
+    LanguageModel,
+    batches,
+    copy_threads,
+    fit,
+    forwards,
+    make_trainer,
+    mixing_model,
+    plain,
+)
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def assert_one_line(error: BaseException, *words: str) -> None:
+    message = str(error)
+    assert message
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+# ---- settings
+
+
+SETTINGS = {
+    "alpha too large": ({"alpha": 1.5}, ("alpha=1.5", "0.0 to 1.0", '"auto"')),
+    "alpha negative": ({"alpha": -0.1}, ("alpha=-0.1", "0.0 to 1.0")),
+    "alpha nan": ({"alpha": float("nan")}, ("alpha=nan", "0.0 to 1.0")),
+    "alpha text": ({"alpha": "x"}, ("alpha='x'", "0.0 to 1.0")),
+    "alpha switch": ({"alpha": True}, ("alpha=True", "0.0 to 1.0")),
+    "alpha none": ({"alpha": None}, ("alpha=None", "0.0 to 1.0")),
+    "schedule": ({"schedule": "zigzag"}, ("schedule='zigzag'", '"layer"', '"nest"')),
+    "attention": ({"attention": "magic"}, ("attention='magic'", '"sdpa"', '"flash_attn"')),
+    "context_parallel_method": ({"context_parallel_method": "x"}, ("context_parallel_method='x'", '"ring"')),
+    "data_parallel_size": ({"data_parallel_size": 0}, ("data_parallel_size=0", "at least 1", '"auto"')),
+    "context_parallel_size": ({"context_parallel_size": -2}, ("context_parallel_size=-2", "at least 1")),
+    "tensor_parallel_size": ({"tensor_parallel_size": 1.5}, ("tensor_parallel_size=1.5", "at least 1")),
+    "parallel text": ({"tensor_parallel_size": "auto"}, ("tensor_parallel_size='auto'", "at least 1")),
+    "zero_stage": ({"zero_stage": 4}, ("zero_stage=4", "0, 1, 2 or 3")),
+    "ulysses_size without usp": ({"ulysses_size": 2}, ("ulysses_size=2", '"usp"', '"auto"')),
+    "ulysses_size": (
+        {"context_parallel_size": 4, "context_parallel_method": "usp", "ulysses_size": 3},
+        ("ulysses_size=3", "does not divide", "context_parallel_size=4"),
+    ),
+    "sequence_parallel": ({"sequence_parallel": 1}, ("sequence_parallel=1", "True or False")),
+    "plan_memory": ({"plan_memory": "yes"}, ("plan_memory='yes'", "True or False")),
+    "device_memory": ({"device_memory": "lots"}, ("device_memory='lots'", "120GiB")),
+    "device_memory unit": ({"device_memory": "5 GiBs"}, ("device_memory='5 GiBs'", "120GiB")),
+    "device_memory zero": ({"device_memory": 0}, ("device_memory=0", "120GiB")),
+    "host_memory": ({"host_memory": "-1GiB"}, ("host_memory='-1GiB'", "120GiB")),
+    "host_memory float": ({"host_memory": 1.5}, ("host_memory=1.5", "120GiB")),
+    "slice_tokens": ({"slice_tokens": 0}, ("slice_tokens=0", "at least 1")),
+    "slice_tokens text": ({"slice_tokens": "few"}, ("slice_tokens='few'", "at least 1")),
+    "layers": ({"layers": ""}, ("layers=''", "ModuleList")),
+    "plan": ({"plan": ""}, ("plan=''", "saved plan")),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), SETTINGS.values(), ids=SETTINGS)
+def test_settings(settings, words):
+    """A wrong setting is refused where it is given, with what is allowed."""
+    with pytest.raises(ValueError, match="=") as caught:
+        MemoStrategy(**settings)
+    assert_one_line(caught.value, *words)
+
+
+@pytest.mark.parametrize(
+    ("attention", "package"), [("flash_attn", "flash_attn"), ("transformer_engine", "transformer_engine")]
+)
+def test_kernel_that_is_not_installed(monkeypatch, attention, package):
+    """A missing package is named, with the command that installs it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    with pytest.raises(ValueError, match="not installed") as caught:
+        MemoStrategy(attention=attention)
+    assert_one_line(caught.value, attention, "pip install", 'attention="auto"')
+
+
+SIZES = {
+    "data": ({"data_parallel_size": 2}, ("data_parallel_size=2", "there are 1 processes", '"auto"')),
+    "context": (
+        {"context_parallel_size": 2},
+        ("context_parallel_size=2", "does not divide the 1 processes", "devices"),
+    ),
+    "tensor": ({"tensor_parallel_size": 4}, ("tensor_parallel_size=4", "does not divide the 1 processes", "devices")),
+    "all": (
+        {"data_parallel_size": 1, "context_parallel_size": 2, "tensor_parallel_size": 2},
+        ("data_parallel_size=1 x context_parallel_size=2 x tensor_parallel_size=2 = 4", "there are 1 processes"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), SIZES.values(), ids=SIZES)
+def test_sizes_that_do_not_make_up_the_processes(settings, words):
+    """Sizes that do not multiply to the number of processes are refused before anything is built."""
+    with pytest.raises(ValueError, match="parallel_size") as caught:
+        fit(MemoStrategy(**settings))
+    assert_one_line(caught.value, *words)
+
+
+@pytest.mark.parametrize("precision", ["7-bit", "64-true"])
+def test_precision(precision):
+    """A precision that is unknown, or not available, is refused with those that are."""
+    with pytest.raises(ValueError, match="precision") as caught:
+        make_trainer(MemoStrategy(), precision=precision)
+    assert_one_line(caught.value, precision, "bf16-mixed")
+
+
+def test_float16():
+    """Lightning refuses 16-mixed itself, of what it calls ModelParallelStrategy, and would take 16-true."""
+    with pytest.raises(ValueError, match="16-true") as caught:
+        make_trainer(MemoStrategy(), precision="16-true")
+    assert_one_line(caught.value, 'precision="16-true": give one of 32-true, bf16-true, bf16-mixed')
+    assert make_trainer(MemoStrategy(), precision="bf16-true").precision == "bf16-true"
+
+
+def test_a_folder_that_cannot_be_written():
+    """It is found before the first step, not after."""
+    Path("file").touch()
+    trainer = make_trainer(MemoStrategy(), default_root_dir="file/folder")
+    with pytest.raises(ValueError, match="memo_plan") as caught:
+        trainer.fit(LanguageModel(), batches([make_batch(2, 16)]))
+    assert_one_line(caught.value, "file/folder: memo_plan.json can't be written there", "default_root_dir")
+    assert trainer.global_step == 0
+
+
+def test_strategy_object_belongs_to_one_trainer():
+    """A strategy object that another Trainer has is refused; a new object works."""
+    strategy = MemoStrategy(alpha=1.0)
+    fit(strategy)
+    for accelerator in ("cpu", "auto"):
+        with pytest.raises(ValueError, match="one Trainer") as caught:
+            Trainer(strategy=strategy, accelerator=accelerator)
+        assert_one_line(caught.value, "make a new MemoStrategy")
+    assert fit(MemoStrategy(alpha=1.0)).losses == plain().losses
+
+
+def test_other_namespace():
+    """`pytorch_lightning.Trainer` refuses strategies of `lightning.pytorch`, and prints what to use."""
+    pytest.importorskip("pytorch_lightning")
+    script = (
+        "import pytorch_lightning, lightning_memo\n"
+        "try:\n"
+        "    pytorch_lightning.Trainer(strategy=lightning_memo.MemoStrategy(), accelerator='cpu', devices=1)\n"
+        "except Exception as error:\n"
+        "    print(repr(str(error)))\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([warm.tools() / "python", "-c", script], capture_output=True, text=True, env=env, check=True)
+    assert_one_line(ValueError(ast.literal_eval(done.stdout)), "MemoStrategy", "needs lightning.pytorch.Trainer")
+
+
+# ---- what is found while fitting
+
+
+class Checkpointed(LanguageModel):
+    """Gradient checkpointing of transformers is on."""
+
+    def __init__(self):
+        super().__init__("llama")
+        self.model.gradient_checkpointing_enable()
+
+
+class NoLayers(LanguageModel):
+    def __init__(self):
+        super().__init__(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+
+
+class OneLayer(LanguageModel):
+    def __init__(self):
+        super().__init__(lambda: PlainModel([PlainBlock()]))
+
+
+class ReturnsDict(LanguageModel):
+    """Layers whose output is nothing that a layer may return."""
+
+    class Block(PlainBlock):
+        def forward(self, x):
+            return {"hidden": super().forward(x["hidden"] if isinstance(x, dict) else x)}
+
+    class Model(PlainModel):
+        def forward(self, input_ids, labels):
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = block(x)["hidden"]
+            return torch.nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def __init__(self):
+        super().__init__(lambda: self.Model([self.Block() for _ in range(4)]))
+
+    @override
+    def loss(self, batch):
+        return self.model(**batch)
+
+
+def left_padded(n=0):
+    batch = make_batch(2, 16, padded=True, seed=n)
+    return {name: t.flip(1) for name, t in batch.items()}
+
+
+IN_FIT = {
+    "no layers": ({}, NoLayers, None, ("NoLayers", "no repeated layers", "layers=")),
+    "one layer": ({}, OneLayer, None, ("OneLayer", "no repeated layers")),
+    "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
+    "mixes tokens": (
+        {"alpha": 0.5},
+        lambda: LanguageModel(mixing_model),
+        None,
+        ("alpha=0.5", "Mixing mixes tokens outside attention", "alpha=0", "alpha=1", '"auto"'),
+    ),
+    "gradient checkpointing": ({}, Checkpointed, None, ("gradient_checkpointing_disable()", "alpha=0")),
+    "host memory, alpha given": (
+        {"alpha": 1.0, "host_memory": "1KiB"},
+        LanguageModel,
+        None,
+        ("alpha=1", "host", "1.0 KiB", "raise host_memory"),
+    ),
+    "host memory, alpha auto": (
+        {"host_memory": "1KiB", "device_memory": "1MiB"},
+        LanguageModel,
+        None,
+        ("host", "1.0 KiB", "raise host_memory", "shorten the sequence"),
+    ),
+    "left padding": ({}, lambda: LanguageModel("llama"), left_padded, ("not on the right", "padding_side")),
+    "layer returns a dict": ({}, ReturnsDict, None, ("dict", "hidden states")),
+}
+
+
+@pytest.mark.parametrize(("settings", "module", "batch", "words"), IN_FIT.values(), ids=IN_FIT)
+def test_in_fit(settings, module, batch, words):
+    """What only the model or the data shows is refused in fit; the model is given back, and training goes on."""
+    module = module()
+    data = None if batch is None else batches(batch(n) for n in range(4))
+    trainer = make_trainer(MemoStrategy(**settings))
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        trainer.fit(module, batches(make_batch(2, 16, seed=n) for n in range(4)) if data is None else data)
+    assert_one_line(caught.value, *words)
+    assert copy_threads() == []
+    assert forwards(module) == []
+    assert "Together" not in [type(callback).__name__ for callback in trainer.callbacks]
+    assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == plain(max_steps=2).losses
+
+
+def test_left_padding_in_a_later_batch():
+    """A batch that cannot be trained is refused wherever it comes."""
+    data = batches([make_batch(2, 16), make_batch(2, 16, padded=True), left_padded()])
+    with pytest.raises(ValueError, match="not on the right") as caught:
+        fit(MemoStrategy(alpha=0.5), LanguageModel("llama"), data)
+    assert_one_line(caught.value, "padding_side")
+    assert copy_threads() == []
+
+
+class BackwardTwice(LanguageModel):
+    """A second backward through the same graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    @override
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("schedule", ["layer", "nest"])
+def test_second_backward(schedule, alpha):
+    """A second backward is refused with what to do, while profiling and afterwards."""
+    fit(MemoStrategy(alpha=alpha, schedule=schedule), max_steps=1)
+    for plan in (None, "memo_plan.json"):
+        with pytest.raises(RuntimeError, match="retain_graph") as caught:
+            fit(MemoStrategy(alpha=alpha, schedule=schedule, plan=plan), BackwardTwice())
+        assert_one_line(caught.value, "run the forward again")
+    assert copy_threads() == []
+
+
+# ---- plans
+
+
+def a_plan():
+    return json.loads(Path("memo_plan.json").read_text())
+
+
+def changed(**fields):
+    def change(content):
+        return json.dumps(content | {name: content[name] | value for name, value in fields.items()})
+
+    return change
+
+
+PLANS = {
+    "not JSON": (lambda plan: "hello", ("wrong.json", "not a plan", "delete it")),
+    "empty": (lambda plan: "", ("wrong.json", "not a plan")),
+    "cut short": (lambda plan: json.dumps(plan)[:200], ("wrong.json", "not a plan")),
+    "other JSON": (lambda plan: "[1, 2]", ("wrong.json", "not a plan", "version")),
+    "another version": (lambda plan: json.dumps(plan | {"version": 99}), ("wrong.json", "version is 99")),
+    "field missing": (
+        lambda plan: json.dumps({name: value for name, value in plan.items() if name != "swap"}),
+        ("wrong.json", "swap is missing"),
+    ),
+    "alpha out of range": (changed(swap={"alpha": 7.0}), ("wrong.json", "alpha=7.0")),
+    "text for a number": (changed(swap={"calls": "four"}), ("wrong.json", "swap.calls", "an integer")),
+    "negative size": (changed(swap={"slot_bytes": -1}), ("wrong.json", "slot_bytes=-1")),
+    "more than the host has": (changed(swap={"slot_bytes": 2**50}), ("wrong.json", "host")),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), PLANS.values(), ids=PLANS)
+def test_plan_file(content, words):
+    """A file that is no plan, or asks for more than there is, is refused in one line that names it."""
+    fit(MemoStrategy(alpha=1.0), max_steps=1)
+    Path("wrong.json").write_text(content(a_plan()))
+    with pytest.raises(ValueError, match=r"wrong\.json") as caught:
+        fit(MemoStrategy(plan="wrong.json"))
+    assert_one_line(caught.value, *words)
+    assert copy_threads() == []
+    assert fit(MemoStrategy(plan="memo_plan.json")).losses == plain().losses
+
+
+def test_plan_beyond_the_given_host_memory():
+    """A plan that needs more host memory than `host_memory` allows is refused, not silently carried out."""
+    fit(MemoStrategy(alpha=1.0), max_steps=1)
+    with pytest.raises(ValueError, match="host") as caught:
+        fit(MemoStrategy(plan="memo_plan.json", host_memory="1KiB"))
+    assert_one_line(caught.value, "memo_plan.json", "1.0 KiB")
+
+
+@pytest.mark.parametrize("path", ["missing.json", "."], ids=["missing", "folder"])
+def test_plan_path(path):
+    """A path that is no file is named."""
+    with pytest.raises(ValueError, match="no such file") as caught:
+        fit(MemoStrategy(plan=path))
+    assert_one_line(caught.value, path)

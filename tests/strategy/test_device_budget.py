@@ -1,0 +1,117 @@
+"""The device memory that a user gives is kept, or one line says how much is missing: by the plan, and by a step."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.callbacks.planning.step_meter import StepMeter
+
+TOKENS = 96
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: Any, own_folder: Any) -> None:
+    shorten_measurements(monkeypatch)
+
+
+class Peak(Callback):
+    """The peak of the third batch, which the package itself does not measure."""
+
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.meter = StepMeter(trainer.strategy.engine) if batch_idx == 2 else None
+
+    @override
+    def on_before_backward(self, *args: Any) -> None:
+        if self.meter is not None:
+            self.meter.begin_backward()
+
+    @override
+    def on_after_backward(self, *args: Any) -> None:
+        if self.meter is not None:
+            self.meter.end_backward()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self.meter is not None:
+            measured, plan = self.meter.stop(accumulating=False), trainer.strategy.plan
+            assert measured is not None
+            always = plan.costs.fixed_device_bytes + plan.swap.buffer_bytes
+            self.bytes = always + max(measured.layers, measured.outside)
+
+
+def train(steps: int = 3, **settings: Any) -> tuple[Plan, int, list[str]]:
+    """The plan, the peak of a step, and the lines about device memory that is missing."""
+    peak = Peak()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = MemoStrategy(**({"plan_memory": False} | settings))
+        fit(strategy, LanguageModel("llama"), loader(2 * steps, TOKENS), max_steps=steps, callbacks=[peak])
+    told = [str(each.message) for each in caught if "more than the budget of" in str(each.message)]
+    return strategy.plan, peak.bytes, told
+
+
+@pytest.mark.parametrize("storage", ["alpha", "kinds"])
+def test_every_budget_is_kept_or_told_of(storage: str) -> None:
+    """From what alpha 0 needs to what plain training does, and a byte less than the least."""
+    least = train(alpha=0.0)[0].device_bytes
+    most = train(device_memory="1GiB")[0].device_bytes
+    first = least - 1 if storage == "alpha" else least
+    budgets = [first, least, *range(least, most, (most - least) // 3), most - 1, most]
+    for device_bytes in budgets:
+        plan, peak_bytes, told = train(storage=storage, device_memory=device_bytes)
+        assert plan.budget.device_bytes == device_bytes
+        assert plan.device_excess_bytes == max(least - device_bytes, 0)
+        assert len(told) == (max(plan.device_bytes, peak_bytes) > device_bytes), (device_bytes, peak_bytes, told)
+        assert (plan.swap.mode == "plain") == (device_bytes >= most)
+
+
+def test_a_larger_budget_is_used() -> None:
+    least, most = (train(alpha=alpha)[0].device_bytes for alpha in (0.0, 1.0))
+    budgets = [least, (least + most) // 2, most]
+    alphas = [train(device_memory=device_bytes)[0].swap.alpha for device_bytes in budgets]
+    assert all(a < b for a, b in pairwise(alphas)), alphas
+
+
+def test_a_given_plan_is_told_of_by_what_there_is_now(capsys: Any) -> None:
+    made = train(alpha=1.0, device_memory="1GiB")[0]
+    made.save("given.json")
+    capsys.readouterr()
+    now, _, told = train(plan="given.json", device_memory=made.device_bytes - 2**10)
+    assert now.swap == made.swap
+    assert told and "this plan needs" in told[0] and "1.0 KiB more than the budget" in told[0]
+    assert "1.0 KiB too much" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_arena_that_is_larger_than_what_lives_in_it_is_told_of() -> None:
+    class Wait(Callback):
+        @override
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            while trainer.strategy.memory.busy:
+                time.sleep(0.01)
+
+    strategy = MemoStrategy(alpha=0.0)
+    fit(strategy, LanguageModel("llama"), loader(32, TOKENS), max_steps=12, callbacks=[Wait()])
+    plan = strategy.plan
+    assert plan is not None and plan.placement is not None
+    wide = replace(plan, placement=replace(plan.placement, peak_bytes=plan.placement.peak_bytes + 2**20))
+    for made, missing in ((plan, False), (wide, True)):
+        made.save("given.json")
+        budget = plan.device_bytes + 2**18
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again = MemoStrategy(plan="given.json", device_memory=budget)
+            fit(again, LanguageModel("llama"), loader(32, TOKENS), max_steps=12, callbacks=[Wait()])
+        assert again.memory is not None and again.memory.stats is not None
+        assert any("a step takes" in str(each.message) for each in caught) == missing

@@ -1,0 +1,178 @@
+"""What fails in a step: device memory that runs out, a copy that fails; the step is run again or ends in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.trainer_harness import (
+    LanguageModel,
+    assert_usable_again,
+    fit,
+    forwards,
+    loader,
+    make_trainer,
+    plain,
+)
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.callbacks.planning import host_watch
+from lightning_memo.engine.copies.copy_events import CopyEvent
+from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.memory import slot_memory as memory
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+class Scarce(LanguageModel):
+    """Runs out of device memory in some attempts at a batch: in a layer's forward, or in its backward.
+
+    Args:
+        fails: The batch and, attempt by attempt, where: "forward", "backward", or "" for nowhere.
+    """
+
+    def __init__(self, fails: dict[int, list[str]]) -> None:
+        super().__init__()
+        self._fails, self._where = {batch: list(places) for batch, places in fails.items()}, ""
+        norm = self.model.blocks[1].norm2
+        norm.register_forward_hook(lambda *args: self._run_out("forward"))
+        norm.weight.register_hook(lambda gradient: self._run_out("backward"))
+
+    def _run_out(self, where: str) -> None:
+        if self._where == where:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nAnd much more of this.")
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self._where = self._fails[batch_idx].pop(0) if self._fails.get(batch_idx) else ""
+        loss = self.loss(batch)
+        self._last = loss.item()
+        return loss
+
+    @override
+    def on_train_batch_end(self, *args: object) -> None:
+        self.losses.append(self._last)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("alpha", [1.0, "auto"], ids=["memo", "plain"])
+def test_out_of_memory_once(where, alpha):
+    """The step is run again with a smaller plan: losses and weights are those of a run in which nothing failed."""
+    with pytest.warns(UserWarning, match="out of device memory") as caught:
+        result = fit(MemoStrategy(alpha=alpha, device_memory="64GiB"), Scarce({2: [where]}), max_steps=6)
+    told = [str(w.message) for w in caught if "out of device memory" in str(w.message)]
+    assert len(told) == 1
+    assert "\n" not in told[0]
+    assert ("plain training" if alpha == "auto" else "alpha=1 ") in told[0]
+    assert "the step is run again" in told[0]
+    expected = plain(max_steps=6)
+    # From then on slices round: in the backward first, where alpha is the half; "auto" may find any other.
+    exact = 4 if result.plan.swap.alpha in (0.0, 0.5, 1.0) else 3
+    assert result.losses[:exact] == expected.losses[:exact]
+    assert max(abs(a - b) for a, b in zip(result.losses, expected.losses, strict=True)) <= 3e-6
+    assert result.plan.swap.mode == "memo"
+    assert result.plan.swap.alpha == 0.5 or alpha == "auto"
+    assert set(result.held) == {0}
+
+
+def test_out_of_memory_again_and_again():
+    """Each time the plan gets smaller, down to alpha=0."""
+    fails = {n: ["forward"] for n in (1, 2, 3, 4, 5, 6)}
+    with pytest.warns(UserWarning, match="out of device memory"), pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(MemoStrategy(alpha=1.0), Scarce(fails), max_steps=8)
+    assert "no plan takes less than alpha=0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fails", "settings", "told"),
+    [
+        ({0: ["forward"]}, {}, "even with every layer recomputed"),
+        ({2: ["forward", "backward"]}, {}, "even with every layer recomputed"),
+        ({2: ["backward", "forward"]}, {}, "even with every layer recomputed"),
+        ({2: ["backward"]}, {"accumulate_grad_batches": 2}, "gradients of earlier batches would be lost"),
+        ({3: ["backward"]}, {"accumulate_grad_batches": 2}, "gradients of earlier batches would be lost"),
+    ],
+    ids=str,
+)
+def test_out_of_memory_for_good(fails, settings, told):
+    """What does not fit is said in one line, with what to do; the process goes on."""
+    trainer, module = make_trainer(MemoStrategy(alpha=1.0), **settings), Scarce(fails)
+    with pytest.raises(torch.OutOfMemoryError, match=told) as caught:
+        trainer.fit(module, loader())
+    assert "\n" not in str(caught.value)
+    assert "shorten the sequence" in str(caught.value)
+    assert forwards(module) == []
+    assert_usable_again()
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_out_of_memory_while_gradients_accumulate(batch):
+    """A forward is run again in any batch; numbers are those of a run in which nothing failed."""
+    settings = {"accumulate_grad_batches": 2, "max_steps": 3}
+    result = fit(MemoStrategy(alpha=1.0), Scarce({batch: ["forward"]}), **settings)
+    assert result.losses[:4] == plain(**settings).losses[:4]
+
+
+def test_host_memory_that_falls(monkeypatch):
+    """Where others take the host's memory, the plan gives its own back and is made again with less, which is said."""
+    monkeypatch.setattr(host_watch, "_CHECK_BATCHES", 1)
+    left = iter([2**30, 10])
+    monkeypatch.setattr(host_watch, "available_host_bytes", lambda: next(left, 2**30))
+    with pytest.warns(UserWarning, match="the host has 10 B left") as caught:
+        result = fit(MemoStrategy(alpha=1.0), max_steps=6)
+    assert len([w for w in caught if "the host has" in str(w.message)]) == 1
+    assert result.plan.swap.alpha == 0.5
+    expected = plain(max_steps=6).losses
+    assert result.losses == pytest.approx(expected, abs=3e-6)
+    assert result.losses[:4] == expected[:4]
+
+
+class BrokenStream(ThreadCopyStream):
+    """Fails at a copy."""
+
+    fails_at = 0
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._copies = 0
+
+    @override
+    def copy_after(
+        self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Any = None
+    ) -> CopyEvent:
+        self._copies += 1
+        broken = Unreadable() if self._copies == self.fails_at else source
+        return super().copy_after(destination, broken, *after, subject=subject)
+
+
+class Unreadable:
+    """What a copy cannot read."""
+
+    nbytes = 0
+
+    def data_ptr(self) -> int:
+        raise OSError("bus error")
+
+
+@pytest.mark.parametrize("stream", ["offload", "prefetch"])
+@pytest.mark.parametrize("copy", [1, 4])
+def test_a_copy_that_fails(monkeypatch, stream, copy):
+    """The step ends with one line, and the process goes on."""
+
+    def make(device, name, delays=None, recorder=None):
+        return (BrokenStream if name == stream else ThreadCopyStream)(name, delays, recorder)
+
+    monkeypatch.setattr(BrokenStream, "fails_at", copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "make_copy_stream", make)
+        trainer, module = make_trainer(MemoStrategy(alpha=1.0)), LanguageModel()
+        with pytest.raises(RuntimeError, match="a copy between device and host failed: bus error") as caught:
+            trainer.fit(module, loader())
+    assert "\n" not in str(caught.value)
+    assert forwards(module) == []
+    assert "Together" not in {type(callback).__name__ for callback in trainer.callbacks}
+    del caught
+    assert_usable_again()

@@ -1,0 +1,220 @@
+"""storage="kinds" from a profiled step to a trained model: budgets, plan files, several processes, tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from support.parallel_training import Run, train_alone, train_together
+from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
+
+from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.plan import Fingerprint, LayerCosts, Plan, StoredBytes
+from lightning_memo.artifacts.storage_costs import CallCosts, NvmeTier, Product, StorageBudget, StorageCosts
+from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.config import MemoConfig
+from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
+from lightning_memo.planner.storage.storage_search import StorageError
+from lightning_memo.reports.plan_tables import plan_tables
+
+KIB = 1024
+# Less than plain training needs of the device, and less than two layers save of the host.
+BUDGET = {"device_memory": "1.18MiB", "host_memory": "100KiB"}
+
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def strategy(**settings: Any) -> MemoStrategy:
+    return MemoStrategy(storage="kinds", **BUDGET | settings)
+
+
+def test_trains_as_plain_within_both_budgets(tmp_path: Path) -> None:
+    expected = plain(LanguageModel("llama_gqa")).losses
+    result = fit(strategy(), LanguageModel("llama_gqa"))
+    assert result.losses == pytest.approx(expected, rel=1e-5)
+    swap, memory = result.plan.swap, result.trainer.strategy.memory
+    assert swap.storage is not None and memory is not None
+    assert 0 < swap.host_bytes <= 100 * KIB
+    assert result.plan.device_bytes <= result.plan.budget.device_bytes
+    assert result.held == [0] * len(result.losses)
+    assert Plan.load(tmp_path / "memo_plan.json") == result.plan
+
+
+def test_a_resumed_run_goes_on_with_the_same_plan() -> None:
+    def run(steps: int, **settings: Any) -> Any:
+        data = ResumableLoader(Sequences(10))
+        return fit(strategy(), LanguageModel("llama_gqa"), data, max_steps=steps, max_epochs=9, **settings)
+
+    saver = ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1)
+    uninterrupted = run(6, callbacks=[saver], enable_checkpointing=True)
+    resumed = run(6, ckpt_path=Path("saved") / "epoch=0-step=3.ckpt")
+    assert resumed.plan.swap == uninterrupted.plan.swap
+    assert resumed.losses == uninterrupted.losses[3:]
+
+
+def test_a_plan_of_one_alpha_is_made_anew(tmp_path: Path) -> None:
+    fit(MemoStrategy(alpha=0.5, **BUDGET | {"host_memory": "1MiB"}), LanguageModel("llama_gqa"), max_steps=1)
+    with pytest.warns(UserWarning, match='made for storage="alpha"'):
+        result = fit(strategy(plan=tmp_path / "memo_plan.json"), LanguageModel("llama_gqa"), max_steps=1)
+    assert result.plan.swap.storage is not None
+
+
+def _plan_of(trainer: Any) -> dict[str, Any]:
+    return {"swap": trainer.strategy.plan.swap}
+
+
+@pytest.mark.parametrize(("stage", "device_memory"), [(2, "740KiB"), (3, "640KiB")])
+def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_memory: str) -> None:
+    run = Run(family="llama_gqa", steps=3)
+    settings = {"storage": "kinds", "zero_stage": stage, "device_memory": device_memory, "host_memory": "200KiB"}
+    together = train_together(2, run, settings, _plan_of)
+    first, second = together.notes["swap"]
+    assert first.storage is not None and first.executed == second.executed
+    errors = together.worst_error(train_alone(run))
+    assert max(errors.values()) <= 1e-4
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        {"alpha": 0.5},
+        {"slice_tokens": 64},
+        {"tensor_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"schedule": "nest"},
+        {"host_backed": "all"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_that_contradict(contradiction: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r'contradicts storage="kinds".* storage="alpha"'):
+        MemoConfig(storage="kinds", **contradiction)
+
+
+def test_unknown_storage() -> None:
+    with pytest.raises(ValueError, match='is not known: give one of "alpha", "kinds"'):
+        MemoConfig(storage="both")
+
+
+# ---- planning
+
+TOKENS = 4096
+CALL = CallCosts(
+    input_bytes=1000 * TOKENS, attention_bytes=1010 * TOKENS, other_bytes=20_000 * TOKENS,
+    products=(Product(name="up", size_bytes=4000 * TOKENS, seconds=0.02),),
+    forward_seconds=0.1, backward_seconds=0.2, attention_seconds=0.03, elementwise_seconds=0.01,
+)  # fmt: skip
+CALLS = 6
+LAYERS = LayerCosts(
+    batch=1, tokens=TOKENS, input_bytes=(CALL.input_bytes,) * CALLS, attention_bytes=(CALL.attention_bytes,) * CALLS,
+    other_bytes=(CALL.other_bytes,) * CALLS, forward_seconds=(0.1,) * CALLS, backward_seconds=(0.2,) * CALLS,
+    recompute_seconds=(0.03,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8, prefetch_bytes_per_second=2e8,
+    fixed_device_bytes=1000, transient_device_bytes=500,
+)  # fmt: skip
+COSTS = StorageCosts(
+    tokens=TOKENS, classes=(CALL,), call_classes=(0,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8,
+    prefetch_bytes_per_second=2e8, fixed_device_bytes=1000,
+    transient_device_bytes=LAYERS.working_bytes(1.0),
+)  # fmt: skip
+LABEL = Fingerprint(model="m", batch=1, tokens=TOKENS, precision="bf16", device="cuda", torch="2.13", parallel="1")
+MIB = 2**20
+ALWAYS = COSTS.fixed_device_bytes + COSTS.transient_device_bytes
+
+
+def rounded(unit: int) -> Any:
+    """Bytes of a plan whose ranges are aligned to `unit`."""
+
+    def of(plan: StoragePlan) -> StoredBytes:
+        (stored,) = plan.calls
+        sizes = dict(zip(CALL.kinds, CALL.sizes, strict=True))
+
+        def total(place: str) -> int:
+            ranges = (r for r in stored.ranges if r.place == place)
+            return sum(-(-sizes[r.kind] * (r.stop - r.start) // TOKENS // unit) * unit for r in ranges)
+
+        return StoredBytes(
+            slot=total("swap") + total("spill"), host=(CALLS - 2) * total("swap"), kept=CALLS * total("keep"),
+            spill=(total("spill"),) * CALLS,
+        )  # fmt: skip
+
+    return of
+
+
+def planned(budget: StorageBudget, unit: int = 1) -> Plan:
+    return plan_kinds(LAYERS, COSTS, budget, LABEL, tile_tokens=1, stored_bytes=rounded(unit))
+
+
+@pytest.mark.parametrize("unit", [1, 64, 2**20])
+def test_budgets_are_kept_to_the_byte(unit: int) -> None:
+    budget = StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
+    plan = planned(budget, unit)
+    assert 50 * MIB < plan.swap.host_bytes <= budget.host_bytes
+    assert plan.device_bytes <= budget.device_bytes
+    assert plan.step_seconds == plan.swap.storage.needs.step_seconds
+    assert 0.0 <= plan.swap.alpha <= 1.0
+
+
+def test_what_cannot_be_held_is_told() -> None:
+    with pytest.raises(StorageError, match="raise device_memory or host_memory"):
+        plan_kinds(
+            LAYERS, COSTS, StorageBudget(device_bytes=2000, host_bytes=MIB), LABEL, tile_tokens=1,
+            stored_bytes=rounded(1),
+        )  # fmt: skip
+
+
+def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None:
+    slow = replace(COSTS, classes=(replace(CALL, forward_seconds=0.2),), fixed_device_bytes=3000)
+    disks = [
+        NvmeTier(capacity_bytes=7, write_bytes_per_second=2.0, read_bytes_per_second=9.0),
+        NvmeTier(capacity_bytes=5, write_bytes_per_second=4.0, read_bytes_per_second=3.0),
+    ]
+    problems = [
+        (COSTS, StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70, spill_bytes=7, nvme=disks[0])),
+        (slow, StorageBudget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90, spill_bytes=5, nvme=disks[1])),
+    ]
+    found = common_problem(problems)
+    least = NvmeTier(capacity_bytes=5, write_bytes_per_second=2.0, read_bytes_per_second=3.0)
+    assert found == (
+        slow, StorageBudget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70, spill_bytes=5, nvme=least)
+    )  # fmt: skip
+    other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
+    assert common_problem([*problems, (other, problems[0][1])]) is None
+
+
+def test_some_of_the_free_device_memory_is_left() -> None:
+    left = with_spare_device(Budget(device_bytes=ALWAYS + 10_000, host_bytes=7), LAYERS)
+    assert left == Budget(device_bytes=ALWAYS + 9000, host_bytes=7)
+    too_little = Budget(device_bytes=1200, host_bytes=7)
+    assert with_spare_device(too_little, LAYERS) == too_little
+
+
+# ---- tables
+
+
+@pytest.fixture
+def text() -> str:
+    budget = StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
+    plan = planned(budget, unit=64)
+    console = Console(width=120, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(*plan_tables(plan), sep="\n")
+    return captured.get()
+
+
+def test_the_table_shows_every_kind_and_what_binds(text: str) -> None:
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "memo, kind by kind, layer schedule" in text
+    assert any(row.startswith("0-5 layer input 3.9 MiB") for row in rows)
+    assert any(row.startswith("up, of that 15.6 MiB") for row in rows)
+    binding = [row for row in rows if row.startswith("host memory 60 MiB")]
+    assert binding and "%" in binding[0]
+    assert "Host memory binds: 1 MiB more would save at most" in " ".join(text.split())

@@ -1,0 +1,88 @@
+"""Runs commands of several processes, as a user would, with settings that make them small."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from support import warm
+from support.paths import ROOT
+
+TINY_RUN = (
+    "data.max_bytes=100000",
+    "data.seq_len=32",
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=32",
+    "model.config.num_hidden_layers=4",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+    "trainer.max_steps=5",
+    "trainer.limit_val_batches=1",
+    "trainer.val_check_interval=4",
+    "trainer.accelerator=cpu",
+    "compare_steps=1",
+    "callbacks.progress_bar=null",
+    "+trainer.enable_progress_bar=false",
+    "+trainer.enable_model_summary=false",
+)
+
+MODULE = ["-m", "lightning_memo.train"]
+_NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
+
+
+def run(
+    command: Sequence[str | Path], folder: Path, seconds: float = 600.0, cold: bool = False, **variables: str
+) -> tuple[int, str, str]:
+    """Run a command in a folder; returns exit status, stdout and stderr. One that hangs fails.
+
+    Args:
+        command: The words. `python` and `torchrun` are those of this interpreter.
+        folder: Where.
+        seconds: When it counts as hanging.
+        cold: Start new interpreters, which import all anew, rather than those of `warm`.
+        variables: Of the environment, which is otherwise that of a user's shell.
+    """
+    ended = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**environment(cold), **variables},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def environment(cold: bool = False) -> dict[str, str]:
+    """That of a user's shell; see `run`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    tools = Path(sys.executable).parent if cold else warm.tools()
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
+
+
+def lightning(*settings: str) -> list[str]:
+    """The command as one process that starts another."""
+    return ["python", *MODULE, *TINY_RUN, "trainer.devices=2", *settings]
+
+
+def torchrun(*settings: str) -> list[str]:
+    """The command in two processes of torchrun."""
+    return ["torchrun", "--standalone", "--nproc_per_node", "2", *MODULE, *TINY_RUN, "trainer.devices=2", *settings]
+
+
+def errors(stderr: str) -> list[str]:
+    """The lines that tell a user's mistake."""
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+def free_port() -> str:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])

@@ -1,0 +1,214 @@
+"""Runs steps of small models, with and without the engine, and compares what they give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memo.artifacts.plan import HostBacked, SwapPlan
+from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha, slot_bytes, unit_bytes
+from lightning_memo.utils.find_layers import find_layers
+
+CPU = torch.device("cpu")
+DELAYS = TestMode(seed=1, longest_delay_seconds=0.0005)
+
+Batch = dict[str, Tensor]
+
+
+class Step(NamedTuple):
+    """What a step gives: its loss, and the gradient of every parameter that has one."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+    def norm(self) -> float:
+        return float(sum(g.double().norm() ** 2 for g in self.gradients.values()) ** 0.5)
+
+    def distance(self, reference: Step) -> float:
+        """Relative error of the whole gradient."""
+        squares = (_difference(self, reference, name) ** 2 for name in reference.gradients)
+        return float(sum(squares) ** 0.5) / reference.norm()
+
+    def distances(self, reference: Step) -> dict[str, float]:
+        """Relative error of each parameter's gradient."""
+        norms = {name: float(g.double().norm()) for name, g in reference.gradients.items()}
+        return {name: _difference(self, reference, name) / max(norm, 1e-300) for name, norm in norms.items()}
+
+
+def _difference(a: Step, b: Step, name: str) -> float:
+    return float((a.gradients[name].double() - b.gradients[name].double()).norm())
+
+
+def loss_and_gradients(model: nn.Module, batch: Batch, amp: bool = False, seed: int = 5) -> Step:
+    """Forward and backward, starting from the random state of `seed`."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        loss = model(**batch).loss
+    loss.backward()
+    return Step(loss.detach().clone(), gradients_of(model))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients that there are."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(actual: Step, expected: Step) -> None:
+    """Losses and all gradients agree in every bit."""
+    assert torch.equal(actual.loss, expected.loss), f"loss {actual.loss.item()!r}, expected {expected.loss.item()!r}"
+    assert actual.gradients.keys() == expected.gradients.keys()
+    differing = [name for name, g in expected.gradients.items() if not torch.equal(actual.gradients[name], g)]
+    assert not differing, f"gradients differ: {differing}, whole relative error {actual.distance(expected):.1e}"
+
+
+def assert_close(actual: Step, expected: Step, bound: float = 1e-6) -> None:
+    """Losses and the whole gradient (fp32) agree but for rounding."""
+    assert actual.gradients.keys() == expected.gradients.keys()
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=0)
+    assert actual.distance(expected) <= bound
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """A copy of a model in fp64. Experts run one by one: grouped kernels know no fp64."""
+    model = copy.deepcopy(model).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+class ScriptedEngine(Engine):
+    """An engine whose slices can be given, for mixes of actions that no alpha makes."""
+
+    script: tuple[TokenRange, ...] | None = None
+
+    def slices_for(self, traits: LayerTraits, tokens: int) -> tuple[TokenRange, ...]:
+        return super().slices_for(traits, tokens) if self.script is None else self.script
+
+
+class EngineUnderTest:
+    """An engine attached to a model; leaves the model as it was, with no memory held.
+
+    Args:
+        model: The model.
+        schedule: As `Engine` takes it.
+        test_mode: Delays and poison.
+        slice_tokens: Longest slice of the profiled step too.
+        host_backed: What lives on the host, in all steps.
+        device: Where the model is.
+        spill_path: Folder for layer calls that are spilled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: str = "auto",
+        test_mode: TestMode | None = DELAYS,
+        slice_tokens: int | None = None,
+        host_backed: HostBacked = "none",
+        device: torch.device = CPU,
+        spill_path: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.slice_tokens, self.host_backed = slice_tokens, host_backed
+        self.engine = ScriptedEngine(
+            model, find_layers(model)[1], device, "sdpa", schedule=schedule, test_mode=test_mode,
+            slice_tokens=slice_tokens, host_backed=host_backed, spill_path=spill_path,
+        )  # fmt: skip
+        self.profile: StepProfile | None = None
+        self.profiled: Step | None = None
+
+    def __enter__(self) -> EngineUnderTest:
+        self.engine.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.detach()
+
+    def step(self, batch: Batch, amp: bool = False, seed: int = 5) -> Step:
+        """A step with the engine, which must give back all its memory."""
+        result = loss_and_gradients(self.model, batch, amp, seed)
+        self.assert_empty()
+        return result
+
+    def assert_empty(self) -> None:
+        assert self.engine.slots_in_use == 0
+        assert not self.engine._runs
+
+    def profile_step(self, batch: Batch, amp: bool = False) -> Step:
+        """The first step, which is profiled."""
+        result = self.profiled = self.step(batch, amp)
+        self.profile = self.engine.profile
+        assert self.profile is not None and self.profile.complete
+        return result
+
+    def load(
+        self,
+        alpha: float,
+        slice_tokens: int | None = None,
+        script: tuple[TokenRange, ...] | None = None,
+        spilled_calls: int = 0,
+        tokens: int | None = None,
+    ) -> tuple[int, ...]:
+        """Plan for the profiled batch; returns the bytes of slot that each layer call is predicted to fill.
+
+        Where every slice has a slot of its own, the plan may be for more `tokens` than were profiled.
+        """
+        profile, engine = self.profile, self.engine
+        assert profile is not None
+        engine.script = script
+        if script is None:
+            longest = None if engine.kinds.why_whole else slice_tokens or self.slice_tokens
+            script = slice_tokens_by_alpha(tokens or profile.tokens, alpha, longest)
+        if self.host_backed != "none":
+            return self._load_streamed(profile, alpha, script)
+        schedule = engine.kinds.schedule
+        predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
+        plan = SwapPlan(
+            mode="memo", alpha=alpha, schedule=schedule, slice_tokens=slice_tokens,
+            calls=len(profile.calls), slot_bytes=max(predicted), spilled_calls=spilled_calls,
+        )  # fmt: skip
+        engine.load(plan, profile.batch * profile.tokens)
+        return predicted
+
+    def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
+        """As `load`; returns the bytes of all slices of each layer call."""
+        engine = self.engine
+        sizes = engine.streamed_bytes(profile.saved_by_calls, slices, self.host_backed)
+        plan = SwapPlan(
+            mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=self.slice_tokens,
+            calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
+            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
+            state_host_bytes=sizes.states, staging_bytes=sizes.staging,
+        )  # fmt: skip
+        self.engine.load(plan, profile.batch * slices[-1].stop)
+        return tuple(sum(unit_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
+
+    def assert_as_planned(self) -> None:
+        """Everything found its place in the slots that were planned."""
+        assert self.engine.memory is not None
+        stats = self.engine.memory.stats
+        assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
+
+
+@contextmanager
+def planned(
+    model: nn.Module, batch: Batch, alpha: float, slice_tokens: int | None = None, schedule: str = "auto"
+) -> Iterator[EngineUnderTest]:
+    """An engine that has profiled a batch and runs by the plan for it."""
+    with EngineUnderTest(model, schedule) as under_test:
+        under_test.profile_step(batch)
+        under_test.load(alpha, slice_tokens)
+        yield under_test

@@ -1,0 +1,328 @@
+"""Trains small models in several processes and in one, and compares what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.parallel.gradients import total_norm
+from support.families import FAMILIES, VOCABULARY
+from support.processes import run_in_processes
+from support.trainer_harness import LanguageModel, make_trainer
+
+STEPS = 5
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how.
+
+    Attributes:
+        family: Name in `FAMILIES`, or in `MODELS`.
+        tokens: Length of the sequences.
+        lengths: Lengths of one batch after the other, and again; empty: all are of `tokens`.
+        batch: Sequences of a batch, all data-parallel processes together.
+        accumulate: Batches of an optimizer step.
+        clip: Largest gradient norm; 0 for none.
+        ignore: Share of the labels that have no part in the loss.
+        packed: Whether rows hold several documents, told by position ids.
+        precision: As Lightning's trainer takes it.
+        steps: Optimizer steps.
+    """
+
+    family: str = "llama"
+    tokens: int = 48
+    lengths: tuple[int, ...] = ()
+    batch: int = 2
+    accumulate: int = 1
+    clip: float = 0.0
+    ignore: float = 0.3
+    packed: bool = False
+    precision: str = "32-true"
+    steps: int = STEPS
+
+
+def _tied() -> nn.Module:
+    model = FAMILIES["llama_gqa"].build()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+def _lora() -> nn.Module:
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters)
+
+
+class _Mean(nn.Module):
+    """An MLP that also looks at the mean over the sequence."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + x.mean(1, keepdim=True)
+
+
+def _mixing() -> nn.Module:
+    model = FAMILIES["llama"].build()
+    for layer in model.model.layers:
+        layer.mlp = _Mean(layer.mlp)
+    return model
+
+
+def _frozen_below() -> nn.Module:
+    model = FAMILIES["llama_gqa"].build()
+    for module in (model.model.embed_tokens, *model.model.layers[:2]):
+        module.requires_grad_(False)
+    return model
+
+
+def _with_reference() -> nn.Module:
+    """Each forward is followed by one without gradients, as of a reference model."""
+    model = FAMILIES["llama_gqa"].build()
+
+    class WithReference(type(model)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            with torch.no_grad():
+                again = super().forward(*args, **kwargs)
+            torch.testing.assert_close(again.loss, output.loss)
+            return output
+
+    model.__class__ = WithReference
+    return model
+
+
+# Frequencies that depend on the length of the sequence, of models that know 24 tokens; configurations change the dicts.
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
+_LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 2.5, 4.0, 6.0]}
+
+
+def _dynamic_rope() -> nn.Module:
+    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=dict(_DYNAMIC))
+
+
+def _dynamic_rope_of_some_layers() -> nn.Module:
+    by_layer = {"full_attention": dict(_DYNAMIC), "sliding_attention": dict(_LONG)}
+    return FAMILIES["gemma3_mixed_windows"].build(max_position_embeddings=24, rope_parameters=by_layer)
+
+
+def _longrope() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.Phi3Config(
+        **sizes,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=96,
+        pad_token_id=0,
+        original_max_position_embeddings=24,
+        rope_parameters=dict(_LONG),
+        use_cache=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama_tied": _tied,
+    "llama_lora": _lora,
+    "llama_mixing": _mixing,
+    "llama_frozen_below": _frozen_below,
+    "llama_with_reference": _with_reference,
+    "llama_dynamic_rope": _dynamic_rope,
+    "gemma3_dynamic_rope": _dynamic_rope_of_some_layers,
+    "phi3_longrope": _longrope,
+}
+
+
+@dataclass
+class Outcome:
+    """What a run leaves: by optimizer step the loss and the norm of the gradient before clipping; at last all weights.
+
+    Attributes:
+        gradients: Whole gradients of the first step, before clipping.
+        notes: What else a test wants to know.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def worst_error(self, reference: Outcome) -> dict[str, float]:
+        """Largest relative errors against a run in one process; of tensors by their norms."""
+        return {
+            "loss": max(abs(a - b) / abs(b) for a, b in zip(self.losses, reference.losses, strict=True)),
+            "norm": max(abs(a - b) / abs(b) for a, b in zip(self.norms, reference.norms, strict=True)),
+            "gradients": _worst(self.gradients, reference.gradients),
+            "weights": _worst(self.weights, reference.weights),
+        }
+
+
+def _worst(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    assert tensors.keys() == reference.keys()
+    return max(
+        float((t.double() - reference[name].double()).norm() / reference[name].double().norm().clamp_min(1e-30))
+        for name, t in tensors.items()
+    )
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens, some without label: more in some sequences than in others."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        return self._run.batch * self._run.accumulate * self._run.steps
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        run, generator = self._run, torch.Generator().manual_seed(index)
+        tokens = run.lengths[index // run.batch % len(run.lengths)] if run.lengths else run.tokens
+        ids = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+        ignored = torch.rand(tokens, generator=generator) < run.ignore * (1 + index % 3)
+        item = {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
+        if run.packed:
+            first = tokens // 3 + index % 5
+            item["position_ids"] = torch.cat([torch.arange(first), torch.arange(tokens - first)])
+        return item
+
+
+class Keep(Callback):
+    """Keeps whole gradients and norms."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        trained = [p for p in module.parameters() if p.grad is not None]
+        self.outcome.norms.append(float(total_norm(trained, trainer.strategy.root_device)))
+        if not self.outcome.gradients:
+            self.outcome.gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+
+
+def whole(t: Tensor) -> Tensor:
+    """A copy of what all processes hold together."""
+    t = t.detach()
+    return (t.full_tensor() if isinstance(t, DTensor) else t).clone()
+
+
+def train(
+    run: Run,
+    settings: dict[str, Any],
+    after: Callable[[Trainer], dict[str, Any]] | None = None,
+    watch: Callable[[], Callback] | None = None,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
+    skip: int = 0,
+) -> Outcome:
+    """Train in this process, as one of those that the environment names.
+
+    Args:
+        run: What.
+        settings: Arguments of MemoStrategy.
+        after: Makes the outcome's notes from the trainer.
+        watch: Makes one more callback, whose `notes` become the outcome's.
+        callbacks: More callbacks.
+        ckpt_path: Checkpoint to go on from.
+        skip: Optimizer steps whose data was seen before that.
+    """
+    keep, watchers = Keep(), [] if watch is None else [watch()]
+    strategy = MemoStrategy(**({"plan_memory": False} | settings))
+    module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
+    trainer = make_trainer(
+        strategy,
+        devices=dist.get_world_size(),
+        callbacks=[keep, *watchers, *callbacks],
+        enable_checkpointing=bool(callbacks),
+        max_steps=run.steps,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip or None,
+        precision=run.precision,
+        use_distributed_sampler=False,
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, _loader(run, settings, skip), ckpt_path=ckpt_path, weights_only=False)
+    outcome = keep.outcome
+    outcome.losses = _by_step(module.losses, run.accumulate)
+    outcome.weights = {name: whole(p) for name, p in module.named_parameters()}
+    outcome.notes = {} if after is None else after(trainer)
+    for watcher in watchers:
+        outcome.notes |= watcher.notes
+    return outcome
+
+
+def _loader(run: Run, settings: dict[str, Any], skip: int = 0) -> DataLoader[dict[str, Tensor]]:
+    """This process's part of every batch, in the order in which one process reads (Lightning's sampler shuffles)."""
+    others = settings.get("context_parallel_size", 1) * settings.get("tensor_parallel_size", 1)
+    data, rank = dist.get_world_size() // others, dist.get_rank() // others
+    texts, first = Texts(run), skip * run.batch * run.accumulate
+    # Lightning counts the batches before a checkpoint as served, but serves the loader from its start.
+    texts = Subset(texts, [*range(first, len(texts)), *range(first)])
+    sampler = DistributedSampler(texts, num_replicas=data, rank=rank, shuffle=False)
+    return DataLoader(texts, batch_size=run.batch // data, sampler=sampler)
+
+
+def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:
+    """Train in `size` processes; the losses are the mean over them, notes are lists by rank."""
+    outcomes = run_in_processes(size, train, run, settings, after, watch)
+    first: Outcome = outcomes[0]
+    first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
+    first.notes = {key: [o.notes[key] for o in outcomes] for key in first.notes}
+    return first
+
+
+def train_alone(run: Run) -> Outcome:
+    """The same training in one process, by plain PyTorch."""
+    torch.set_num_threads(1)
+    module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
+    if run.precision == "bf16-true":
+        module.to(torch.bfloat16)
+    optimizer = module.configure_optimizers()
+    outcome, losses = Outcome(), []
+    loader = DataLoader(Texts(run), batch_size=run.batch)
+    for number, batch in enumerate(loader):
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.precision == "bf16-mixed"):
+            loss = module.loss(batch)
+        (loss / run.accumulate).backward()
+        losses.append(loss.item())
+        if (number + 1) % run.accumulate == 0:
+            _step(module, optimizer, run, outcome)
+    outcome.losses = _by_step(losses, run.accumulate)
+    outcome.weights = {name: whole(p) for name, p in module.named_parameters()}
+    return outcome
+
+
+def _step(module: nn.Module, optimizer: torch.optim.Optimizer, run: Run, outcome: Outcome) -> None:
+    trained = [p for p in module.parameters() if p.grad is not None]
+    outcome.norms.append(float(torch.stack([p.grad.float().norm() for p in trained]).norm()))
+    if not outcome.gradients:
+        outcome.gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+    if run.clip:
+        nn.utils.clip_grad_norm_(trained, run.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _by_step(losses: Sequence[float], accumulate: int) -> list[float]:
+    """The mean loss of each optimizer step's batches."""
+    return [sum(losses[n : n + accumulate]) / accumulate for n in range(0, len(losses), accumulate)]

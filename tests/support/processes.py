@@ -1,0 +1,200 @@
+"""Runs a function in several processes that talk through gloo, and brings its results back.
+
+Starting a process costs seconds, so a group stays alive for all tests; it is thrown away after a failure.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime as dt
+import multiprocessing
+import multiprocessing.context
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_memo.profiler import measured_costs as costs
+
+_GRACE_SECONDS = 25.0
+# Every mesh leaves groups behind, each with threads.
+_MOST_CALLS = 150
+_FAMILIES = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen3")
+# All that a test imports and the fork server has not, each process imports: peft and a family take 2 seconds of a CPU.
+_PRELOADED = [
+    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo", "pytest", "hypothesis", "peft",
+    "safetensors.torch", "rich._emoji_codes",
+    *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
+]  # fmt: skip
+
+
+class _SharedLoop(dist.ProcessGroupGloo):
+    """A group whose messages come through the same thread as those of all groups: else each polls all the time."""
+
+    device: Any = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: dt.timedelta) -> None:
+        if _SharedLoop.device is None:
+            _SharedLoop.device = dist.ProcessGroupGloo.create_default_device()
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_SharedLoop.device], timeout
+        super().__init__(store, rank, size, options)
+
+
+def forking() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+class ProcessError(AssertionError):
+    """What the processes of a group raised, rank by rank."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"---- rank {rank}\n{text}" for rank, text in sorted(errors.items())))
+
+
+class Group:
+    """Processes that wait for functions to run.
+
+    Args:
+        size: Number of processes.
+        timeout_seconds: After it a collective that nobody answers fails.
+
+    Attributes:
+        calls: Functions that were run.
+    """
+
+    def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
+        context = forking()
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        self._folder = tempfile.TemporaryDirectory(prefix="processes-")
+        self.calls = 0
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(there, rank, size, port, timeout_seconds, self._folder.name), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 300.0, **kwargs: Any) -> list[Any]:
+        """Call a function, importable by name, in every process; returns what each returned, by rank.
+
+        Raises:
+            ProcessError: Some process raised, or did not answer in time.
+        """
+        self.calls += 1
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = dt.datetime.now() + dt.timedelta(seconds=seconds)
+        pending = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        while pending:
+            left = (deadline - dt.datetime.now()).total_seconds()
+            ready = wait(list(pending), timeout=max(left, 0.0))
+            if not ready:
+                errors |= dict.fromkeys(pending.values(), "no answer")
+                break
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                try:
+                    error, results[rank] = pipe.recv()
+                except EOFError:
+                    error = "the process ended"
+                if error is not None:
+                    errors[rank] = error
+                    # The others may wait for this one in a collective.
+                    deadline = min(deadline, dt.datetime.now() + dt.timedelta(seconds=_GRACE_SECONDS))
+        if errors:
+            self.stop()
+            raise ProcessError(errors)
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+_groups: dict[int, Group] = {}
+
+
+def run_in_processes(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call `function(*args, **kwargs)` in each of `size` processes; a default gloo group of them exists.
+
+    Args:
+        size: Number of processes.
+        function: Importable by name, as all that it takes and returns must be picklable.
+
+    Returns:
+        What each process returned, by rank.
+
+    Raises:
+        ProcessError: Some process raised, or did not answer in time; the group is gone then.
+    """
+    group = _groups.get(size)
+    if group is not None and group.calls >= _MOST_CALLS:
+        group.stop()
+    if group is None or not group.alive:
+        group = _groups[size] = Group(size)
+    return group.run(function, *args, **kwargs)
+
+
+def stop_all() -> None:
+    """End all processes."""
+    for group in _groups.values():
+        group.stop()
+    _groups.clear()
+
+
+atexit.register(stop_all)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: float, folder: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
+        WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    os.chdir(folder)  # what trainers write by default
+    costs._BANDWIDTH_SECONDS = 0.005  # of no interest to tests of what is computed
+    distributed_c10d.ProcessGroupGloo = _SharedLoop
+    timeout = dt.timedelta(seconds=timeout_seconds)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (None, function(*args, **kwargs))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)
