@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support import warm
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 
 TINY_RUN = (
     "data.max_bytes=100000",
@@ -63,7 +63,7 @@ def environment(cold: bool = False) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     tools = Path(sys.executable).parent if cold else warm.tools()
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
+    return {**inherited, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
 
 
 def lightning(*settings: str) -> list[str]:
