@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.config import format_bytes
-from lightning_memo.planner.alpha.alpha_program import HostMemoryError
+from lightning_memo.planner import HostMemoryError
 from lightning_memo.profiler.measured_costs import state_bytes
 from lightning_memo.profiler.memory_meter import WorkingSetMeter
 from lightning_memo.strategy import MemoStrategy
