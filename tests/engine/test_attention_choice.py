@@ -260,7 +260,8 @@ def test_the_table_of_a_plan_tells_of_the_trials():
     )
     caption = str(plan_table(replace(plan, swap=swap, attention_trials=trials)).caption)
     assert (
-        "kernel  cudnn attention; cudnn 1.2 ms; sdpa 2.1 ms; not flash_attn: ImportError: undefined symbol\n" in caption
+        "kernel  cudnn attention; cudnn 1.2 ms; sdpa 2.1 ms; flash_attn not used: ImportError: undefined symbol\n"
+        in caption
     )
     assert "kernel" not in str(plan_table(replace(plan, swap=replace(swap, mode="plain"))).caption)
 

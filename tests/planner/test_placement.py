@@ -88,7 +88,7 @@ def ticks(problem):
 
 
 def meetings(problem):
-    """Pairs of buffers, ascending, that live at once."""
+    """Pairs of buffers, ascending, that are alive together."""
     life = ticks(problem)
     return {(i, j) for i, j in combinations(range(len(problem)), 2) if life[i] & life[j]}
 
@@ -100,7 +100,7 @@ def naive_load(problem):
 
 
 def overlaps(problem, offset):
-    """Pairs of buffers that live at once and share bytes."""
+    """Pairs of buffers that are alive together and share bytes."""
     end = [o + s for o, s in zip(offset, problem.size.tolist(), strict=True)]
     return {(i, j) for i, j in meetings(problem) if max(offset[i], offset[j]) < min(end[i], end[j])}
 
@@ -684,15 +684,15 @@ REFUSED = {
     "dies before birth": ({"upper": 0 * ONE}, "buffer 0: upper=0"),
     "no alignment": ({"alignment": 0}, "alignment=0"),
     "negative alignment": ({"alignment": -8}, "alignment=-8"),
-    "birth before the step": ({"lower": -ONE, "period": 4}, r"lower=-1, but times are in \[0, 4\)"),
-    "birth after the step": ({"lower": 4 * ONE, "period": 4}, r"lower=4, but times are in \[0, 4\)"),
-    "death before the step": ({"upper": -ONE, "period": 4}, r"upper=-1, but times are in \[0, 4\]"),
-    "death after the step": ({"upper": 5 * ONE, "period": 4}, r"upper=5, but times are in \[0, 4\]"),
-    "too large": ({"size": ONE * (MAX_BYTES + 1)}, "above"),
-    "too large when padded": ({"size": ONE * MAX_BYTES, "alignment": 3}, "above"),
-    "padded past 64 bits": ({"size": ONE * (2**63 - 1), "alignment": 4096}, "above"),
-    "padded far past 64 bits": ({"alignment": 2**62}, "alignment=|above"),
-    "alignment past 64 bits": ({"alignment": 2**64}, "alignment=|above"),
+    "birth before the step": ({"lower": -ONE, "period": 4}, r"lower=-1, but births must be in \[0, 4\)"),
+    "birth after the step": ({"lower": 4 * ONE, "period": 4}, r"lower=4, but births must be in \[0, 4\)"),
+    "death before the step": ({"upper": -ONE, "period": 4}, r"upper=-1, but deaths must be in \[0, 4\]"),
+    "death after the step": ({"upper": 5 * ONE, "period": 4}, r"upper=5, but deaths must be in \[0, 4\]"),
+    "too large": ({"size": ONE * (MAX_BYTES + 1)}, "sum to more than"),
+    "too large when padded": ({"size": ONE * MAX_BYTES, "alignment": 3}, "sum to more than"),
+    "padded past 64 bits": ({"size": ONE * (2**63 - 1), "alignment": 4096}, "sum to more than"),
+    "padded far past 64 bits": ({"alignment": 2**62}, "alignment=|sum to more than"),
+    "alignment past 64 bits": ({"alignment": 2**64}, "alignment=|sum to more than"),
 }
 
 
@@ -704,7 +704,7 @@ def test_a_wrong_problem_is_refused_in_one_line(changes, message):
 
 
 def test_sizes_that_overflow_only_together_are_refused():
-    with pytest.raises(ValueError, match="together are above"):
+    with pytest.raises(ValueError, match="sum to more than"):
         problem_of([(time, time + 1, 2**62) for time in range(5)])
 
 

@@ -192,7 +192,7 @@ def test_a_step_without_requests(draw, tmp_path):
 @each_picture
 def test_nothing_is_left_when_writing_fails(draw, tmp_path):
     (tmp_path / "picture.png").mkdir()
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         draw(*small_step(), tmp_path / "picture.png")
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
     assert not list((tmp_path / "picture.png").iterdir())
