@@ -138,7 +138,7 @@ class ModelShape:
 
     @property
     def multiplied_again(self) -> int:
-        """Number of these weights that recomputation needs, which excludes the last projection: its output is unused."""
+        """Number of these weights that recomputation needs: not those of the last projection, whose output is unused."""
         return self.multiplied_in_a_layer - self.active_experts * self.hidden * self.ffn
 
     @property
