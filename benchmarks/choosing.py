@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 from pages.markdown import table
 
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.command import answer
 from lightning_memo.estimate.question.question import Estimate
 from lightning_memo.estimate.question.request import Request, read_request
 from lightning_memo.estimate.search import search
 from lightning_memo.estimate.step.activation_shares import format_alpha
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "choosing.md"
 _MARKS: Final = ("<!-- Made by benchmarks/choosing.py. -->", "<!-- The end of what was made. -->")

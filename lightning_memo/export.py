@@ -12,12 +12,12 @@ from rich.console import Console
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, user_message
-from lightning_memo.config import format_bytes
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import check_free, export_huggingface
 from lightning_memo.parallel.checkpoints.checkpoint_source import CheckpointSource, open_checkpoint
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import find_checkpoint, load_sharded
+from lightning_memo.utils.units import format_bytes
 
 _NO_TOKENIZER = "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.artifacts.plan import Attention, HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.config import format_bytes
 from lightning_memo.engine.attention.attention_core import attend
 from lightning_memo.engine.attention.choose_core import AttentionKernels
 from lightning_memo.engine.attention.hugging_face import attach_attention
@@ -50,6 +49,7 @@ from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
+from lightning_memo.utils.units import format_bytes
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_memo.cli.hydra_command import config_dir, exit_for_user, plain_settings, run_command, user_message
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.question.question import Estimate, Question
 from lightning_memo.estimate.question.request import Request, read_request
 from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
@@ -24,6 +23,7 @@ from lightning_memo.estimate.step.planner_inputs import budget
 from lightning_memo.estimate.suggest_slices import offer, offer_sentence
 from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate
 from lightning_memo.estimate.tables import print_answer
+from lightning_memo.utils.units import format_bytes
 
 
 def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:

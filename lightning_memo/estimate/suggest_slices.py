@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.question.question import Estimate, Question
 from lightning_memo.estimate.search import search
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _LEAST_TOKENS: Final = 4096
 """Of a slice; shorter ones leave a GPU idle, which times here do not know."""

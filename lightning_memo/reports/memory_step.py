@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from lightning_memo.artifacts.plan import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.planner.placement.problem import Integers, Problem
+from lightning_memo.utils.units import format_bytes
 
 KINDS: Final = {
     "input": "#e69f00",

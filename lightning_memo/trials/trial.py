@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.alpha.alpha_program import HostMemoryError
 from lightning_memo.profiler.measured_costs import state_bytes
 from lightning_memo.profiler.memory_meter import WorkingSetMeter
 from lightning_memo.strategy import MemoStrategy
 from lightning_memo.trials.length_search import Attempt
 from lightning_memo.utils.find_layers import find_hugging_face
+from lightning_memo.utils.units import format_bytes
 
 BatchOf = Callable[[int], Any]
 

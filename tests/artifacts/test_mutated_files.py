@@ -13,9 +13,9 @@ from test_plan import small_plan
 
 from lightning_memo.artifacts.plan import PhasePlacement, Plan, StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
 from lightning_memo.planner.placement.problem import MAX_BYTES
+from lightning_memo.utils.units import format_bytes
 
 MUTANTS = 3400  # of each kind of file: more than 10,000 together
 

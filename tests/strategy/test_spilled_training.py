@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.spill_sizes import SpillSizes
-from lightning_memo.config import format_bytes
 from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.utils.units import format_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import torch
 
 from lightning_memo.allocator import AllocatorStats
 from lightning_memo.artifacts.plan import StepPlacement
-from lightning_memo.config import format_bytes
 from lightning_memo.reports.memory_use import MemoryUse
+from lightning_memo.utils.units import format_bytes
 
 
 def summary(placement: StepPlacement) -> str:

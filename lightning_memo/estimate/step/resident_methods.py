@@ -7,7 +7,6 @@ from typing import Final
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.question.methods import TRAITS
 from lightning_memo.estimate.question.question import Question
@@ -16,6 +15,7 @@ from lightning_memo.estimate.step.layer_times import FP32, layer_times
 from lightning_memo.estimate.step.layers_outcome import Outcome
 from lightning_memo.estimate.step.planner_inputs import budget, layer_costs, sequences_in_flight
 from lightning_memo.planner.alpha.step_time import step_seconds
+from lightning_memo.utils.units import format_bytes
 
 STREAMED_UNITS: Final = 8
 """Hidden states of all of a device's tokens that FPDT has on it: a layer's input, output and attention output, what

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.question.methods import TRAITS, check_question, runs_here, sizes_of, why_not_by_method
 from lightning_memo.estimate.question.question import Estimate, Question, Status
@@ -15,6 +14,7 @@ from lightning_memo.estimate.step.layers_outcome import Outcome
 from lightning_memo.estimate.step.planner_inputs import budget, devices_of_node, sequences_in_flight
 from lightning_memo.estimate.step.resident_methods import keep, stream
 from lightning_memo.estimate.step.swapping_methods import swap
+from lightning_memo.utils.units import format_bytes
 
 
 def estimate(question: Question, parallel: Parallelism) -> Estimate:

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.step.activation_shares import format_alpha
 from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate, load_jobs, swept_settings, write_csv
+from lightning_memo.utils.units import format_bytes
 
 CSV_NAME: Final = "estimates.csv"
 _WIDTH: Final = 140

@@ -18,11 +18,11 @@ from lightning_memo.artifacts.plan import (
     StreamedBytes,
     SwapPlan,
 )
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.alpha.host_room import Room
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.alpha.step_time import steady, step_seconds
 from lightning_memo.planner.linear_program import LinearProgram
+from lightning_memo.utils.units import format_bytes
 
 Binding = Literal["overlap", "host", "all tokens swapped"]
 

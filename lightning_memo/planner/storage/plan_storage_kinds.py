@@ -10,9 +10,9 @@ from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan, StoredBytes, SwapPlan
 from lightning_memo.artifacts.storage_costs import ALL, NvmeTier, StorageBudget, StorageCosts
 from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.planner.alpha.sensitivity import Explanation, explain
 from lightning_memo.planner.storage.storage_search import StorageError, plan_storage
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 # Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. The share
 # of bounce buffers hangs on what goes to the disk: a few more attempts find both.
