@@ -34,9 +34,9 @@ if _command().startswith(f"{__name__}."):
     # Before torch is imported. In measured steps it warns of each older buffer that is freed, which is no fault.
     _os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from lightning_memo.cli.interrupts import heed as _heed
+    from lightning_memo.cli.interrupts import exit_on_interrupt as _exit_on_interrupt
 
-    _heed()  # before what takes seconds to import
+    _exit_on_interrupt()  # before what takes seconds to import
 
 if _command() not in _WITHOUT_TORCH:  # which takes seconds to import
     from lightning_memo.artifacts.plan import Plan

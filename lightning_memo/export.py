@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, user_message
+from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, command_error_message
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import check_free, export_huggingface
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         _export(options.checkpoint, options.folder, options.merge)
     except Exception as error:
-        message = user_message(error)
+        message = command_error_message(error)
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)  # noqa: T201

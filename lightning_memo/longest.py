@@ -12,7 +12,7 @@ from lightning_memo.cli.hydra_command import config_dir, run_command
 from lightning_memo.cli.runs.assemble import build_strategy, check_precision, module_settings, trainer_settings
 from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
 from lightning_memo.strategy import MemoStrategy
-from lightning_memo.trials.trial import RandomTokens
+from lightning_memo.trials.random_tokens import RandomTokens
 
 
 def longest(cfg: DictConfig) -> int:

@@ -239,13 +239,14 @@ class MemoStrategy(CheckpointingStrategy):
             ValueError: A setting is wrong, or nothing fits.
             RuntimeError: An attempt failed for another reason than memory.
         """
-        from lightning_memo.trials.longest_sequence import find_longest  # it trains by this strategy
+        from lightning_memo.trials.longest_sequence import find_longest  # the search is rarely used
 
         path = None if results is None else Path(results)
         span = (low, high, multiple_of)
         found = find_longest(
-            self.config, module, batch_of, span, trainer, steps_per_trial=steps_per_trial, results=path, resume=resume
-        )
+            MemoStrategy, self.config, module, batch_of, span, trainer,
+            steps_per_trial=steps_per_trial, results=path, resume=resume,
+        )  # fmt: skip
         return found.tokens
 
     # ---- what a trainer gives

@@ -15,7 +15,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_memo.cli.hydra_command import config_dir, exit_for_user, plain_settings, run_command, user_message
+from lightning_memo.cli.hydra_command import (
+    command_error_message,
+    config_dir,
+    exit_for_user,
+    plain_settings,
+    run_command,
+)
 from lightning_memo.estimate.question.question import Estimate, Question
 from lightning_memo.estimate.question.request import Request, read_request
 from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
@@ -93,7 +99,7 @@ def run_job(cfg: DictConfig) -> SweptEstimate:
         request = read_request(plain_settings(cfg), str(job.runtime.choices.get("model")))
         question, ranking = answer(request)
     except Exception as error:
-        message = user_message(error)
+        message = command_error_message(error)
         if not sweep or message is None:
             exit_for_user(error)  # before Hydra says that a job failed
             raise

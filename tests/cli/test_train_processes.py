@@ -12,7 +12,8 @@ from support.commands import ROOT, TINY_RUN, errors, lightning, run, torchrun
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.launch import SweepRefused, arguments_of_process, is_first_process
+from lightning_memo.cli.launch import SweepRefused, arguments_of_process
+from lightning_memo.utils.process_rank import is_rank_zero
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
@@ -168,10 +169,10 @@ def test_mistakes_under_torchrun(train, monkeypatch, tmp_path, overrides, messag
 def test_only_the_first_process_has_a_folder(monkeypatch, name):
     given = ["data.seq_len=16", "hydra.run.dir=mine"]
     monkeypatch.setenv(name, "0")
-    assert is_first_process()
+    assert is_rank_zero()
     assert arguments_of_process(given) == given
     monkeypatch.setenv(name, "1")
-    assert not is_first_process()
+    assert not is_rank_zero()
     assert arguments_of_process(given) == [*given, "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     assert "hydra.run.dir=." in arguments_of_process([])
 

@@ -68,7 +68,7 @@ def check_data(data: SequenceDataModule, trainer: Trainer) -> None:
         )
 
 
-def find_checkpoint(cfg: DictConfig) -> str | None:
+def checkpoint_to_resume(cfg: DictConfig) -> str | None:
     """Returns the checkpoint to resume from; ``last`` is the newest one of the runs of this name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a sweep shows of its jobs: the settings that differ, and the results."""
+"""Settings and results of the jobs of a sweep, as its table and picture show them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Column:
     value: Callable[[RunSummary], float | None]
     text: Callable[[float], str]
     axis: str | None = None
-    """Title in the picture, where it is another."""
+    """Title in the picture, if it differs from the table's."""
     axis_unit: float = 1
     from_zero: bool = True
-    """Whether the picture's axis begins at zero."""
+    """Whether the axis in the picture starts at zero."""
 
 
 COLUMNS = (
@@ -34,7 +34,7 @@ COLUMNS = (
 )
 
 
-def swept_settings(runs: Sequence[RunSummary]) -> list[str]:
+def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the names of the settings that differ between the jobs."""
     settings = [dict(override.split("=", 1) for override in run.overrides) for run in runs]
     names = dict.fromkeys(name for job in settings for name in job)
@@ -42,6 +42,6 @@ def swept_settings(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def setting_values(run: RunSummary, names: Sequence[str]) -> list[str]:
-    """Returns what a job had for each of some settings, as the command line said it."""
+    """Returns a job's values of the named settings, as written on the command line."""
     settings = dict(override.split("=", 1) for override in run.overrides)
     return [settings.get(name, "-") for name in names]

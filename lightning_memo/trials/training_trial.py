@@ -1,4 +1,4 @@
-"""Training steps at one length, and whether they fit the memory."""
+"""A few training steps at one sequence length, which show whether the length fits in memory."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
 from lightning_memo.planner.alpha.alpha_program import HostMemoryError
 from lightning_memo.profiler.measured_costs import state_bytes
 from lightning_memo.profiler.memory_meter import WorkingSetMeter
-from lightning_memo.strategy import MemoStrategy
 from lightning_memo.trials.length_search import Attempt
-from lightning_memo.utils.find_layers import find_hugging_face
 from lightning_memo.utils.units import format_bytes
 
 BatchOf = Callable[[int], Any]
@@ -38,62 +37,50 @@ QUIET = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
-# Arguments of the trainer that an attempt sets itself: the user's are of no consequence.
-OWN_TRAINER = frozenset({*QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
-_LONGEST_REASON = 200
+# Trainer arguments that a trial sets itself, so that the user's values have no effect.
+OVERRIDDEN_TRAINER_ARGUMENTS = frozenset({*QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
+_MAX_REASON_CHARACTERS = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class RandomTokens:
-    """Batches of random tokens: `{"input_ids": [batch_size, tokens], "labels": [batch_size, tokens]}`."""
+class PlanningStrategy(Protocol):
+    """What a trial reads from the strategy after training."""
 
-    vocabulary: int
-    batch_size: int = 1
+    @property
+    def config(self) -> MemoConfig:
+        """Settings of the strategy."""
 
-    def __call__(self, tokens: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(tokens)
-        ids = torch.randint(0, self.vocabulary, (self.batch_size, tokens), generator=generator)
-        return {"input_ids": ids, "labels": ids}
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was executed, or None if no layer was trained."""
 
 
-def random_tokens(module: LightningModule) -> RandomTokens:
-    """Batches for a module that holds a Hugging Face model.
-
-    Raises:
-        ValueError: It holds none, or one without tokens.
-    """
-    for model in find_hugging_face(module):
-        size = getattr(model.config.get_text_config(), "vocab_size", None)
-        if size:
-            return RandomTokens(vocabulary=size)
-    raise ValueError(
-        f"{type(module).__name__} holds no Hugging Face model that takes tokens (one that configure_model makes is not "
-        "there yet): give batch_of, a function that makes a batch for training_step of a number of tokens"
-    )
+StrategyFactory = Callable[..., PlanningStrategy]
+"""Builds a Lightning strategy from the settings of `MemoStrategy`. It must be picklable, as a class is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is tried at each length; it travels to the process in which that happens."""
+    """Training steps that can be run at any sequence length. It is pickled and sent to the trial process."""
 
+    strategy_factory: StrategyFactory
     module: LightningModule
     batch_of: BatchOf
     settings: Mapping[str, Any]
-    """Of `MemoStrategy`."""
+    """Arguments of `strategy_factory`."""
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    """Of Lightning's `Trainer`."""
+    """Arguments of Lightning's `Trainer`."""
 
     steps: int = 3
-    """Optimizer steps: the first is profiled, the last is measured."""
+    """Number of optimizer steps. The first is profiled and the last is measured."""
 
     def __call__(self, tokens: int) -> Attempt:
-        """Trains some steps at a length, in this process, by the module itself.
+        """Trains `module` itself, in this process, for some steps at a length.
 
         Raises:
-            Exception: What is no lack of memory.
+            Exception: Training failed for another reason than a lack of memory.
         """
-        strategy, measured = MemoStrategy(**self.settings), LastStep(self.steps)
+        strategy, measured = self.strategy_factory(**self.settings), LastStep(self.steps)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -104,20 +91,23 @@ class Trial:
             return _attempt(tokens, strategy, measured, _one_line(error))
         return _attempt(tokens, strategy, measured, _over_budget(strategy, measured))
 
-    def _fit(self, strategy: MemoStrategy, measured: LastStep, batch: Any) -> None:
+    def _fit(self, strategy: PlanningStrategy, measured: LastStep, batch: Any) -> None:
         accumulate = self.trainer.get("accumulate_grad_batches", 1)
         own = {"strategy": strategy, "callbacks": [measured], "max_steps": self.steps, "devices": 1}
         batches = DataLoader([batch] * (self.steps * accumulate), batch_size=None)
-        with tempfile.TemporaryDirectory() as folder:  # plans are saved, and of no use
+        with tempfile.TemporaryDirectory() as folder:  # for the plans that the strategy saves
             Trainer(**{**self.trainer, **QUIET, **own, "default_root_dir": folder}).fit(self.module, batches)
 
 
 class LastStep(Callback):
-    """The time and the device memory of the last of some steps.
+    """Measures the time and the peak device memory of the last step.
+
+    Args:
+        steps: Number of optimizer steps of the run.
 
     Attributes:
-        seconds: Its time; `None` before it is over.
-        peak_bytes: Its peak, state of the model included.
+        seconds: Time of the last step, or None before it has ended.
+        peak_bytes: Peak device memory of the last step, including parameters, gradients and optimizer state.
     """
 
     def __init__(self, steps: int) -> None:
@@ -158,7 +148,7 @@ class LastStep(Callback):
             self.peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
             return
         used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
-        plan = trainer.strategy.plan  # none where no layer is trained
+        plan = trainer.strategy.plan  # None if no layer is trained
         buffers = 0 if plan is None else plan.swap.buffer_bytes
         self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
 
@@ -169,7 +159,7 @@ class LastStep(Callback):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the device or the host has no more memory."""
+    """Whether an exception was caused by a lack of device or host memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
@@ -177,14 +167,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or no_thread or is_oom_error(error)
 
 
-def _over_budget(strategy: MemoStrategy, measured: LastStep) -> str:
+def _over_budget(strategy: PlanningStrategy, measured: LastStep) -> str:
     limit, peak = strategy.config.device_memory_bytes, measured.peak_bytes or 0
     if limit is None or peak <= limit:
         return ""
-    return f"a step takes {format_bytes(peak)} of device memory, and device_memory is {format_bytes(limit)}"
+    return f"a step needs {format_bytes(peak)} of device memory, more than device_memory={format_bytes(limit)}"
 
 
-def _attempt(tokens: int, strategy: MemoStrategy, measured: LastStep, reason: str) -> Attempt:
+def _attempt(tokens: int, strategy: PlanningStrategy, measured: LastStep, reason: str) -> Attempt:
     plan = strategy.plan
     if plan is None:
         return Attempt(tokens=tokens, fits=not reason, reason=reason)
@@ -204,4 +194,4 @@ def _attempt(tokens: int, strategy: MemoStrategy, measured: LastStep, reason: st
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return textwrap.shorten(text, _LONGEST_REASON, placeholder=" ...")
+    return textwrap.shorten(text, _MAX_REASON_CHARACTERS, placeholder=" ...")

@@ -1,4 +1,4 @@
-"""What a search has found so far: a JSON file that is never seen half written, and a table."""
+"""The attempts of a search as a JSON file, from which the search can resume, and as a table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_memo.utils.units import format_bytes
 
 
 def save_search(path: Path, search: LengthSearch, settings: dict[str, Any]) -> None:
-    """Writes the attempts of a search, and what they were made with.
+    """Writes the attempts of a search and the settings that they were made with.
 
     Raises:
-        OSError: The file can't be written.
+        OSError: The file cannot be written.
     """
     longest = search.longest
     content = {
@@ -38,10 +38,10 @@ def save_search(path: Path, search: LengthSearch, settings: dict[str, Any]) -> N
 
 
 def load_attempts(path: Path, settings: dict[str, Any]) -> list[Attempt]:
-    """The attempts of an earlier search with the same settings; none if there was no search.
+    """Returns the attempts of an earlier search with the same settings, or none if the file does not exist.
 
     Raises:
-        ValueError: The file was written with other settings, or is none of `save_search`.
+        ValueError: The file was written with other settings, or not by `save_search`.
     """
     if not path.exists():
         return []
@@ -50,14 +50,18 @@ def load_attempts(path: Path, settings: dict[str, Any]) -> list[Attempt]:
         attempts = [Attempt(**attempt) for attempt in content["attempts"]]
         earlier = content["settings"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: no search can go on from it ({error}): give another file, or resume=False") from None
+        raise ValueError(
+            f"{path}: not a file of an earlier search ({error}): give another file, or resume=False"
+        ) from None
     if differing := sorted(name for name in settings | earlier if settings.get(name) != earlier.get(name)):
-        raise ValueError(f"{path}: that search had another {', '.join(differing)}: search anew with resume=False")
+        raise ValueError(
+            f"{path}: the earlier search used another {', '.join(differing)}: start a new search with resume=False"
+        )
     return attempts
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> Table:
-    """One row for each length that was tried, the shortest first."""
+    """Returns a table with one row for each length that was tried, the shortest first."""
     table = Table(title="Lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in ("tokens", "planned", "device peak", "host", "step"):
         table.add_column(name, justify="right", no_wrap=True)
