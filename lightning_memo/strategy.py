@@ -16,7 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -502,6 +502,3 @@ class MemoStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         self._stop_engine()
         super().teardown()
-
-
-StrategyRegistry.register(MemoStrategy.strategy_name, MemoStrategy, description="Token-wise swapping and recomputation")

@@ -1,5 +1,10 @@
 """Command line: ``python -m lightning_memo.train [overrides]`` trains, ``-m`` sweeps over comma-separated values."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 import gc
 import signal
 import sys
