@@ -101,13 +101,19 @@ def _draw(report: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     rows = report["results"]
     lengths = sorted({row["tokens"] for row in rows})
-    for method, style in zip(_METHODS, ("s--", "^--", "o-", "o-"), strict=True):
+    for method, style in zip(_METHODS, ("s-", "^--", "o-", "D-"), strict=True):
         peaks = {row["tokens"]: row["peak_bytes"] / 2**20 for row in rows if row["method"] == method}
-        axes.plot(peaks.keys(), peaks.values(), style, label=method, linewidth=2 if "Memo" in method else 1)
+        ours = "Memo" in method
+        axes.plot(
+            peaks.keys(), peaks.values(), style, label=method, linewidth=2 if ours else 1,
+            markersize=6 if ours else 9, markerfacecolor=None if ours else "none",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
     axes.set_xticks(lengths, [f"{tokens // 1024}K" for tokens in lengths])
-    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("tokens of the sequence")
-    axes.set_ylabel("device memory, MiB")
+    axes.set_ylabel("device memory, MiB (log scale)")
     axes.set_title(f"Peak of a training step (Llama, {_LAYERS} layers of {_HIDDEN}, fp32, on a CPU)")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=9)
