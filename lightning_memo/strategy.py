@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.artifacts.plan import Attention, HostBacked, Plan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig

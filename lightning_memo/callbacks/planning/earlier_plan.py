@@ -7,7 +7,8 @@ from dataclasses import replace
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import Budget, Plan
+from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.ranks import Ranks

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_memo.artifacts.plan import HostBacked, Plan, StreamedBytes
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
 from lightning_memo.callbacks.planning.earlier_plan import EarlierPlan
 from lightning_memo.callbacks.planning.plan_storage import plan_by_kind
 from lightning_memo.callbacks.planning.step_meter import MeteringCallback, meter_step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts, Plan, StoredBytes
-from lightning_memo.artifacts.storage_costs import StorageBudget
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import StoredBytes
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
 from lightning_memo.parallel.ranks import Ranks

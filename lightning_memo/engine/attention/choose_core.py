@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.plan import Attention, AttentionTrial
+from lightning_memo.artifacts.plan import AttentionTrial
+from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
 from lightning_memo.engine.copies.clock import Clock
 from lightning_memo.engine.memory.block_reader import BlockReader

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.question.methods import TRAITS
 from lightning_memo.estimate.question.question import Question

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, StreamedBytes
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.question.methods import kernels_of, sizes_of
