@@ -23,16 +23,16 @@ from lightning_memo.cli.hydra_command import (
     run_command,
 )
 from lightning_memo.config import format_bytes
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.question.request import Request, read_request
-from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
-from lightning_memo.estimate.step.planner_inputs import budget
-from lightning_memo.estimate.suggest_slices import offer, offer_sentence
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate
-from lightning_memo.estimate.tables import print_answer
+from lightning_memo.estimate.estimate_tables import print_answer
+from lightning_memo.estimate.parallelism_search import Ranking, Report, longest, longest_with, search
+from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.step.planner_inputs import device_budget
+from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 
 
-def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:
+def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ranking]:
     """Finds the best parallelism, and the longest length if that is asked.
 
     Args:
@@ -64,7 +64,7 @@ def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:
 def _too_much_state(question: Question, best: Estimate) -> list[str]:
     """A sentence where no sequence is short enough."""
     state = sum(best.device_bytes.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
-    room = budget(question, best.parallel).device_bytes
+    room = device_budget(question, best.parallel).device_bytes
     if state <= room:
         return []
     return [
@@ -73,12 +73,12 @@ def _too_much_state(question: Question, best: Estimate) -> list[str]:
     ]
 
 
-def _offer(request: Request, question: Question, best: Estimate) -> list[str]:
+def _offer(request: CommandRequest, question: Question, best: Estimate) -> list[str]:
     """A sentence on slices where they make the sequence fit."""
     if best.status == "ok" or question.method != "memo" or question.slices is not None:
         return []
-    answer = offer(question, request.forced)
-    return [] if answer is None else [offer_sentence(answer)]
+    answer = suggest_slices(question, request.forced)
+    return [] if answer is None else [suggestion_sentence(answer)]
 
 
 @contextmanager
@@ -91,26 +91,26 @@ def _shown(what: str, progress: bool) -> Iterator[Report]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def run_job(cfg: DictConfig) -> SweptEstimate:
+def run_estimate_job(cfg: DictConfig) -> JobEstimate:
     """Answers one job. Alone, it prints, and a mistake ends it; within a sweep it leaves a file, mistake or not."""
     job = HydraConfig.get()
     sweep = job.mode is RunMode.MULTIRUN
     try:
-        request = read_request(plain_settings(cfg), str(job.runtime.choices.get("model")))
+        request = read_settings(plain_settings(cfg), str(job.runtime.choices.get("model")))
         question, ranking = answer(request)
     except Exception as error:
         message = command_error_message(error)
         if not sweep or message is None:
             exit_for_user(error)  # before Hydra says that a job failed
             raise
-        failed = SweptEstimate(overrides=list(job.overrides.task), longest=False, message=message)
+        failed = JobEstimate(overrides=list(job.overrides.task), longest=False, message=message)
         failed.save(Path(job.runtime.output_dir))
         return failed
-    done = SweptEstimate(
+    done = JobEstimate(
         overrides=list(job.overrides.task),
         longest=request.longest,
         answer=ranking.best.to_dict(),
-        device_room_bytes=budget(question, ranking.best.parallel).device_bytes,
+        device_room_bytes=device_budget(question, ranking.best.parallel).device_bytes,
     )
     if sweep:
         done.save(Path(job.runtime.output_dir))
@@ -123,10 +123,10 @@ def run_job(cfg: DictConfig) -> SweptEstimate:
 
 def main() -> None:
     """Answers one question, or those of a sweep; a sweep with mistakes ends with status 1, after its report."""
-    failed: list[SweptEstimate] = []
+    failed: list[JobEstimate] = []
 
     def task(cfg: DictConfig) -> None:
-        done = run_job(cfg)
+        done = run_estimate_job(cfg)
         if done.message:
             failed.append(done)
 

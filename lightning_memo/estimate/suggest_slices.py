@@ -8,8 +8,8 @@ from typing import Final
 
 from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.search import search
+from lightning_memo.estimate.parallelism_search import search
+from lightning_memo.estimate.request.question import Estimate, Question
 
 _LEAST_TOKENS: Final = 4096
 """Of a slice; shorter ones leave a GPU idle, which times here do not know."""
@@ -25,7 +25,7 @@ _BACKED: Final = (
 """The simplest first; what is on the host grows."""
 
 
-def offer(question: Question, forced: Mapping[str, int]) -> Estimate | None:
+def suggest_slices(question: Question, forced: Mapping[str, int]) -> Estimate | None:
     """The fastest answer with slices that fits; None where slices don't help, or are not estimated.
 
     Of each way to run slices the largest power of two is taken that fits.
@@ -39,7 +39,7 @@ def offer(question: Question, forced: Mapping[str, int]) -> Estimate | None:
     return next((a for a in fitting if a.step_seconds and a.step_seconds <= _SAME_TIME * min(seconds)), None)
 
 
-def offer_sentence(answer: Estimate) -> str:
+def suggestion_sentence(answer: Estimate) -> str:
     """What to set, and what comes of it."""
     assert answer.step_seconds is not None
     return (

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from lightning_memo.config import format_bytes, format_seconds
-from lightning_memo.estimate.question.methods import TRAITS
-from lightning_memo.estimate.question.question import Estimate, Question
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds, layer_times
-from lightning_memo.estimate.step.planner_inputs import budget
+from lightning_memo.estimate.step.planner_inputs import device_budget
 
 _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic", "data-parallel traffic"
 
 
-def reason(question: Question, answer: Estimate, best: Estimate) -> str:
+def why_slower(question: Question, answer: Estimate, best: Estimate) -> str:
     """Why an estimate loses against the best one: what it lacks, or what takes it longest in comparison.
 
     Args:
@@ -48,7 +48,7 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
     sequences = question.batch_size // parallel.dp
     if answer.hfu == answer.mfu:
         again = 0.0
-    elif TRAITS[question.method].recomputes == "all":
+    elif METHOD_TRAITS[question.method].recomputes == "all":
         again = times.recompute_all
     else:
         again = (1 - (answer.alpha or 0.0)) * times.recompute
@@ -67,7 +67,7 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
 
 
 def _device(question: Question, answer: Estimate) -> str:
-    room = budget(question, answer.parallel).device_bytes
+    room = device_budget(question, answer.parallel).device_bytes
     largest = max((kind for kind in answer.device_bytes if kind != "total"), key=answer.device_bytes.__getitem__)
     size = format_bytes(answer.device_bytes[largest])
     return f"device: {_of(_total(answer), room)}, {largest.replace('_', ' ')} {size}"

@@ -18,8 +18,8 @@ from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasu
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.planner import plan_swap
 
 CLUSTER, SHAPE = load_cluster("h100"), load_model("llama_tiny")
@@ -38,7 +38,7 @@ def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
     question = Question(
         shape=SHAPE, cluster=CLUSTER, constants=constants, method="memo", gpus=1, seq_len=tokens, batch_size=1
     )
-    return layer_costs(question, Parallelism())
+    return estimated_layer_costs(question, Parallelism())
 
 
 def measurement(tokens: int, factor: float = 1.0) -> LayerMeasurement:

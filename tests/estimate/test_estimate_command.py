@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_memo.estimate import Question, constants_of, load_cluster, load_model, load_shape, search
 from lightning_memo.estimate.command import main
 from lightning_memo.estimate.inputs.presets import cluster_of, load_preset
-from lightning_memo.estimate.sweep import sweep_pictures as pictures
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate
+from lightning_memo.estimate.sweep import estimate_pictures as pictures
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 from lightning_memo.shapes.hf_config import _FAMILIES, shape_of
 from lightning_memo.utils.units import read_length
 
@@ -199,7 +199,7 @@ def swept(method, tokens, cluster="h100", gpus=8):
     )  # fmt: skip
     overrides = [f"method={method}", f"seq_len={tokens}", f"cluster={cluster}"]
     best = search(question, {"pp": 1}).best.to_dict()
-    return SweptEstimate(overrides=overrides, longest=False, answer=best, device_room_bytes=70 * 2**30)
+    return JobEstimate(overrides=overrides, longest=False, answer=best, device_room_bytes=70 * 2**30)
 
 
 def colors(figure, kind):

@@ -10,10 +10,10 @@ import pytest
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.activation_shares import format_alpha
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
@@ -36,7 +36,7 @@ def ask(**changes: object) -> Question:
 
 def test_alpha_is_that_of_the_program_that_training_solves() -> None:
     question = ask(seq_len=512 * 1024)
-    solution = solve_alpha(layer_costs(question, RING), budget(question, RING))
+    solution = solve_alpha(estimated_layer_costs(question, RING), device_budget(question, RING))
     assert 0.3 < solution.alpha < 0.6
     assert estimate(question, RING).alpha == pytest.approx(solution.alpha, abs=1e-5)
 
@@ -187,7 +187,7 @@ def test_one_device_has_its_link_to_itself() -> None:
     cluster = replace(load_cluster("h100"), host_bandwidth=60e9, host_bandwidth_shared=20e9, devices_per_node=8)
     assert [cluster.host_bandwidth_of(devices) for devices in (1, 2, 4, 8)] == [60e9, 60e9, 40e9, 20e9]
     asked = [(ask(cluster=cluster, gpus=gpus), Parallelism(cp=gpus)) for gpus in (1, 8, 16)]
-    rates = [layer_costs(*each).offload_bytes_per_second for each in asked]
+    rates = [estimated_layer_costs(*each).offload_bytes_per_second for each in asked]
     assert rates == pytest.approx([rate * ask().constants.host_efficiency for rate in (60e9, 20e9, 20e9)])
 
 
@@ -211,7 +211,7 @@ def test_layers_of_hugging_face_keep_more_than_fused_ones() -> None:
         "qwen3",
     )
     own, published = ask(shape=shape), ask(shape=shape, constants=constants_of("a800"))
-    others = [layer_costs(q, RING).other_bytes[0] for q in (own, published, replace(own, method="megatron"))]
+    others = [estimated_layer_costs(q, RING).other_bytes[0] for q in (own, published, replace(own, method="megatron"))]
     assert others[0] > 1.3 * others[1]
     assert others[1] == others[2]
 

@@ -19,7 +19,7 @@ from lightning_memo.estimate import (
     longest_with,
     search,
 )
-from lightning_memo.estimate.question.candidates import candidates
+from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms
 from lightning_memo.estimate.why_slower import step_parts
 
 K = 1024
@@ -41,7 +41,7 @@ def sizes(answer):
 
 def test_candidates_are_all_products_that_divide():
     question = ask(gpus=8)
-    found = candidates(question, {"pp": 1})
+    found = candidate_parallelisms(question, {"pp": 1})
     expected = {
         (tp, cp, 8 // tp // cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8
     }  # 8 heads of keys and values, and a batch of 16: nothing is in the way
@@ -53,7 +53,7 @@ def test_candidates_are_all_products_that_divide():
 
 def test_candidates_divide_heads_layers_sequence_and_batch():
     odd = ask(gpus=24, cluster="gh200", batch_size=6, seq_len=3 * K)
-    found = candidates(odd, {})
+    found = candidate_parallelisms(odd, {})
     assert {p.tp for p in found} == {1, 2, 4, 8}  # 3 does not divide the heads
     assert {p.cp for p in found} >= {1, 2, 3, 6}
     assert {p.dp for p in found} == {1, 2, 3, 6}
@@ -61,19 +61,19 @@ def test_candidates_divide_heads_layers_sequence_and_batch():
 
 
 def test_forced_sizes_are_kept():
-    found = candidates(ask(), {"tp": 2, "cp": 2, "zero_stage": 1, "pp": 1})
+    found = candidate_parallelisms(ask(), {"tp": 2, "cp": 2, "zero_stage": 1, "pp": 1})
     assert found == [Parallelism(tp=2, cp=2, dp=2, zero_stage=1)]
 
 
 @pytest.mark.parametrize("method", ["deepspeed_ulysses", "fpdt"])
 def test_methods_without_tensor_parallelism_get_none(method):
-    found = candidates(ask(gpus=64, method=method), {})
+    found = candidate_parallelisms(ask(gpus=64, method=method), {})
     assert found
     assert all(p.tp == 1 and p.pp == 1 and p.cp <= 32 for p in found)  # 32 heads
 
 
 def test_megatron_shards_the_optimizer_at_most():
-    assert {p.zero_stage for p in candidates(ask(method="megatron"), {})} == {0, 1}
+    assert {p.zero_stage for p in candidate_parallelisms(ask(method="megatron"), {})} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_no_parallelism_is_told_with_what_would_do(changes, forced, told):
     ],
 )
 def test_what_would_do_does(changes, forced):
-    assert candidates(ask(**changes), forced)
+    assert candidate_parallelisms(ask(**changes), forced)
 
 
 def test_parallelisms_that_the_length_rules_out_are_told():
@@ -162,7 +162,7 @@ def test_parallelisms_that_the_length_rules_out_are_told():
 def test_the_best_is_the_fastest_of_those_that_fit():
     question = ask()
     ranking = search(question, {"pp": 1})
-    every = [estimate(question, p) for p in candidates(question, {"pp": 1})]
+    every = [estimate(question, p) for p in candidate_parallelisms(question, {"pp": 1})]
     fitting = [answer for answer in every if answer.status == "ok"]
     fastest = min(answer.step_seconds for answer in fitting)
     assert ranking.best.status == "ok"
@@ -271,7 +271,7 @@ def test_lengths_are_multiples_of_what_divides_them():
 def test_the_longest_is_that_of_the_best_parallelism(method):
     question = ask(method=method)
     tokens = longest(question, {"pp": 1}, 64 * K)
-    each = [longest_with(question, p, 64 * K) or 0 for p in candidates(question, {"pp": 1})]
+    each = [longest_with(question, p, 64 * K) or 0 for p in candidate_parallelisms(question, {"pp": 1})]
     assert tokens == max(each)
     assert search(replace(question, seq_len=tokens), {"pp": 1}).best.status == "ok"
     assert search(replace(question, seq_len=tokens + 64 * K), {"pp": 1}).best.status != "ok"

@@ -25,7 +25,7 @@ from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasu
 from lightning_memo.estimate.calibration.measurements import read_measurements
 from lightning_memo.estimate.inputs.constants import Constants, constants_of
 from lightning_memo.estimate.inputs.presets import cluster_of, model_of
-from lightning_memo.estimate.question.request import read_count
+from lightning_memo.estimate.request.command_settings import read_count
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import read_length
@@ -111,7 +111,7 @@ def _run(
     model: Mapping[str, Any], shape: ModelShape, lengths: Sequence[int], repeats: int
 ) -> tuple[list[Measurement], list[str]]:
     """Measurements of this machine, and what its device is called."""
-    from lightning_memo.cli.runs.calibration_runs import fastest
+    from lightning_memo.cli.runs.calibration_runs import fastest_run
 
     measurements: list[Measurement] = []
     devices: dict[str, None] = {}
@@ -119,7 +119,7 @@ def _run(
     for number, tokens in enumerate(lengths, 1):
         told = f"length {number} of {len(lengths)}: {shape.name}, {tokens:,} tokens, {repeats} runs"
         console.print(told, highlight=False, soft_wrap=True)
-        plan = fastest(model, tokens, repeats)
+        plan = fastest_run(model, tokens, repeats)
         devices[plan.fingerprint.device] = None
         origin = f"{shape.name}, {plan.costs.batch} x {tokens} tokens"
         measurements.append(LayerMeasurement(origin=origin, shape=shape, costs=plan.costs))

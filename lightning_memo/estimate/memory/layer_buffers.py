@@ -43,7 +43,7 @@ class LayerBuffers:
     """Whether gradients are there before the backward, and what it makes is added to them at once."""
 
     def __post_init__(self) -> None:
-        if not knows(self.shape):
+        if not has_known_buffers(self.shape):
             raise ValueError(f"{self.shape.name} has no layers of Llama, the only ones whose buffers are known")
 
     @property
@@ -242,6 +242,6 @@ class LayerBuffers:
         b.free(d_residual, d_value, gathered, *rotated, *copies)
 
 
-def knows(shape: ModelShape) -> bool:
+def has_known_buffers(shape: ModelShape) -> bool:
     """Whether the buffers of a model's layers are known: those of Llama, without experts."""
     return shape.kernels == "llama" and shape.experts == 1

@@ -11,8 +11,8 @@ import numpy as np
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes, program_bytes
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
-from lightning_memo.estimate.question.methods import runs_here, sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
 from lightning_memo.estimate.step.layer_times import (
     BF16,
     FP32,
@@ -47,7 +47,7 @@ class ModelState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def model_state(
+def model_state_bytes(
     weights: float, ranks: int, zero_stage: int, sizes: ElementBytes = PROGRAM, trained: float | None = None
 ) -> ModelState:
     """Bytes of weights, gradients and optimizer on one device: 2 + 2 + 12 for each weight (ZeRO, section 3), or others.
@@ -82,11 +82,11 @@ def _state_of_fsdp(weights: float, trained: float, ranks: int, zero_stage: int, 
     )
 
 
-def state_of(question: Question, parallel: Parallelism) -> ModelState:
+def device_state_bytes(question: Question, parallel: Parallelism) -> ModelState:
     """The state on the fullest device."""
     weights = device_parameters(question.shape, parallel)
     trained = device_trained_parameters(question.shape, parallel)
-    return model_state(weights, parallel.dp * parallel.cp, parallel.zero_stage, sizes_of(question), trained)
+    return model_state_bytes(weights, parallel.dp * parallel.cp, parallel.zero_stage, element_bytes(question), trained)
 
 
 def gathered_bytes(question: Question, parallel: Parallelism) -> float:
@@ -96,7 +96,7 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
     """
     if parallel.zero_stage < 3:
         return 0.0
-    shape, sizes = question.shape, sizes_of(question)
+    shape, sizes = question.shape, element_bytes(question)
     gradient = sizes.product if sizes.whole_copies else sizes.gradient
     layers = 2 * sizes.product * shape.layer_parameters + gradient * shape.trained_layer_parameters
     embedding = shape.vocab * shape.hidden
@@ -138,7 +138,7 @@ def backward_bytes(question: Question, parallel: Parallelism) -> int:
 
 def _hidden_units(question: Question, parallel: Parallelism) -> tuple[float, float]:
     """Bytes of a device's hidden states, and of those gathered from the tensor-parallel devices."""
-    unit = question.seq_len * question.shape.hidden * sizes_of(question).stream / (parallel.tp * parallel.cp)
+    unit = question.seq_len * question.shape.hidden * element_bytes(question).stream / (parallel.tp * parallel.cp)
     return unit, unit * parallel.tp if parallel.tp > 1 else 0.0
 
 
@@ -147,7 +147,7 @@ def _backward_buffers(question: Question, parallel: Parallelism) -> Iterator[Buf
     shape = question.shape
     unit, gathered = _hidden_units(question, parallel)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
-    product = sizes_of(question).product
+    product = element_bytes(question).product
     ffn = tokens * shape.ffn * shape.active_experts * product
     queries = tokens * shape.heads * shape.head_dim * product
     keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product

@@ -7,8 +7,8 @@ from typing import Final
 
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.methods import TRAITS, sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes
 from lightning_memo.shapes.model_shape import ModelShape
 
 BF16: Final = 2
@@ -90,12 +90,12 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     """
     shape, cluster, constants = question.shape, question.cluster, question.constants
     tokens, divided = question.seq_len, parallel.tp * parallel.cp
-    sizes = sizes_of(question)
+    sizes = element_bytes(question)
     peak = cluster.peak_flops * sizes.rate
     dense_rate = peak * constants.dense_efficiency * divided
     attention_at_peak = shape.attention_flops(tokens) / divided / peak
     if constants.published:
-        attention_at_peak *= TRAITS[question.method].attention_time
+        attention_at_peak *= METHOD_TRAITS[question.method].attention_time
     attention_forward = attention_at_peak / constants.attention_forward_efficiency
     hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
     collective = hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp)
@@ -137,10 +137,10 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
     """
     shape, bandwidth = question.shape, ring_bandwidth(question.cluster, parallel.cp, parallel.tp)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
-    product = sizes_of(question).product
+    product = element_bytes(question).product
     keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
     output = tokens * shape.heads * shape.head_dim * product
-    if TRAITS[question.method].ulysses:
+    if METHOD_TRAITS[question.method].ulysses:
         return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth, 0.0
     steps = parallel.cp - 1
     exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
@@ -152,12 +152,12 @@ def head_seconds(question: Question, parallel: Parallelism) -> float:
     shape = question.shape
     products = 3 if shape.adapters is None else 2  # without the gradient of the weight
     flops = 2 * products * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
-    return flops / (question.cluster.peak_flops * sizes_of(question).rate * question.constants.dense_efficiency)
+    return flops / (question.cluster.peak_flops * element_bytes(question).rate * question.constants.dense_efficiency)
 
 
 def has_whole_logits(question: Question) -> bool:
     """Whether logits of all tokens are alive at once."""
-    return TRAITS[question.method].whole_logits or question.constants.published
+    return METHOD_TRAITS[question.method].whole_logits or question.constants.published
 
 
 def data_parallel_seconds(question: Question, parallel: Parallelism, compute_seconds: float) -> float:
@@ -179,7 +179,7 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
     weights = device_parameters(question.shape, parallel) * sent
     trained = device_trained_parameters(question.shape, parallel) * sent
     bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
-    sizes = sizes_of(question)
+    sizes = element_bytes(question)
     if parallel.zero_stage == 3:
         sequences = question.batch_size // parallel.dp
         moving = sequences * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth

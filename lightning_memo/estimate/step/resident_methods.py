@@ -9,12 +9,12 @@ from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.methods import TRAITS
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.layer_times import FP32, layer_times
-from lightning_memo.estimate.step.layers_outcome import Outcome
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs, sequences_in_flight
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs, sequences_in_flight
 from lightning_memo.planner.alpha.step_time import step_seconds
 
 STREAMED_UNITS: Final = 8
@@ -37,10 +37,10 @@ SEQUENCE_PARALLEL_LOSS_BYTES: Final = 2 * FP32
 place, but makes the softmax, and its logarithm."""
 
 
-def keep(question: Question, parallel: Parallelism) -> Outcome:
+def estimate_resident(question: Question, parallel: Parallelism) -> LayersEstimate:
     """What a method takes by which nothing leaves the device."""
-    traits = TRAITS[question.method]
-    costs = layer_costs(question, parallel)
+    traits = METHOD_TRAITS[question.method]
+    costs = estimated_layer_costs(question, parallel)
     kept = costs.input_bytes[0] if traits.recomputes == "all" else costs.skeletal_bytes // costs.calls
     activations = kept * costs.calls
     recomputed_bytes = costs.attention_bytes[0] + costs.other_bytes[0] if traits.recomputes == "all" else 0
@@ -63,9 +63,9 @@ def keep(question: Question, parallel: Parallelism) -> Outcome:
     return _outcome(question, parallel, costs, device_bytes, 0, reorganised)
 
 
-def stream(question: Question, parallel: Parallelism) -> Outcome:
+def estimate_fpdt(question: Question, parallel: Parallelism) -> LayersEstimate:
     """FPDT: layer inputs are on the host, and so are keys and values of chunks that are not computed with."""
-    costs = layer_costs(question, parallel)
+    costs = estimated_layer_costs(question, parallel)
     unit = costs.input_bytes[0]
     chunk = unit * min(STREAMED_CHUNK_TOKENS / question.seq_len, 1.0)
     device_bytes = {
@@ -79,7 +79,7 @@ def stream(question: Question, parallel: Parallelism) -> Outcome:
 
 def _loss_bytes(question: Question, parallel: Parallelism) -> int:
     """What a loss takes that is not computed in place."""
-    if not TRAITS[question.method].ulysses or parallel.cp == 1:
+    if not METHOD_TRAITS[question.method].ulysses or parallel.cp == 1:
         return 0
     return SEQUENCE_PARALLEL_LOSS_BYTES * question.seq_len // parallel.cp * question.shape.vocab
 
@@ -99,7 +99,7 @@ def _reorganisation_seconds(
         requested: bytes of the loss and of a layer's backward together: memory cut for one does not serve the other.
     """
     constants = question.constants
-    free = budget(question, parallel).device_bytes - costs.fixed_device_bytes
+    free = device_budget(question, parallel).device_bytes - costs.fixed_device_bytes
     known = constants.published and question.method == "megatron"
     if not known or not alive < free < constants.cache_growth * requested:
         return 0.0
@@ -115,9 +115,9 @@ def _outcome(
     device_bytes: dict[str, int],
     host_bytes: int,
     reorganised: float = 0.0,
-) -> Outcome:
-    room, limits = budget(question, parallel), []
-    if not TRAITS[question.method].planned and host_bytes == 0:
+) -> LayersEstimate:
+    room, limits = device_budget(question, parallel), []
+    if not METHOD_TRAITS[question.method].planned and host_bytes == 0:
         device_bytes["fragmentation"] = round(question.constants.fragmentation * sum(device_bytes.values()))
     if reorganised:
         limits.append(f"Memory is not planned: its reorganisation takes {reorganised:.3g} s for each sequence.")
@@ -125,11 +125,11 @@ def _outcome(
         limits.append(
             f"The host would hold {format_bytes(host_bytes)} for each device, and has {format_bytes(room.host_bytes)}."
         )
-    return Outcome(
+    return LayersEstimate(
         status="oohm" if host_bytes > room.host_bytes else "ok",
         alpha=None,
         seconds=_seconds(question, parallel, costs) + reorganised,
-        recomputed=float(TRAITS[question.method].recomputes == "all"),
+        recomputed=float(METHOD_TRAITS[question.method].recomputes == "all"),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         limits=limits,
@@ -139,7 +139,9 @@ def _outcome(
 def _seconds(question: Question, parallel: Parallelism, costs: LayerCosts) -> float:
     """Nothing is copied, so that only the times count."""
     nothing = (0,) * costs.calls
-    recompute = layer_times(question, parallel).recompute_all if TRAITS[question.method].recomputes == "all" else 0.0
+    recompute = (
+        layer_times(question, parallel).recompute_all if METHOD_TRAITS[question.method].recomputes == "all" else 0.0
+    )
     computing = replace(
         costs,
         input_bytes=nothing,

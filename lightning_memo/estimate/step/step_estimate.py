@@ -6,15 +6,21 @@ from dataclasses import asdict
 
 from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.methods import TRAITS, check_question, runs_here, sizes_of, why_not_by_method
-from lightning_memo.estimate.question.question import Estimate, Question, Status
-from lightning_memo.estimate.step.activation_shares import shares_sentence
-from lightning_memo.estimate.step.device_bytes import state_of
+from lightning_memo.estimate.request.question import Estimate, Question, Status
+from lightning_memo.estimate.request.training_methods import (
+    METHOD_TRAITS,
+    check_question,
+    element_bytes,
+    runs_here,
+    why_not_by_method,
+)
+from lightning_memo.estimate.step.activation_fractions import activations_sentence
+from lightning_memo.estimate.step.device_bytes import device_state_bytes
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds
-from lightning_memo.estimate.step.layers_outcome import Outcome
-from lightning_memo.estimate.step.planner_inputs import budget, devices_of_node, sequences_in_flight
-from lightning_memo.estimate.step.resident_methods import keep, stream
-from lightning_memo.estimate.step.swapping_methods import swap
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
+from lightning_memo.estimate.step.planner_inputs import device_budget, devices_per_host, sequences_in_flight
+from lightning_memo.estimate.step.resident_methods import estimate_fpdt, estimate_resident
+from lightning_memo.estimate.step.swapping_methods import estimate_swapping
 
 
 def estimate(question: Question, parallel: Parallelism) -> Estimate:
@@ -25,11 +31,13 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
             the method has none or it is above 1.
     """
     _refuse(question, parallel)
-    traits = TRAITS[question.method]
-    run = swap if traits.recomputes == "alpha" else stream if traits.streamed else keep
-    outcome = run(question, parallel)
+    traits = METHOD_TRAITS[question.method]
+    if traits.recomputes == "alpha":
+        outcome = estimate_swapping(question, parallel)
+    else:
+        outcome = estimate_fpdt(question, parallel) if traits.streamed else estimate_resident(question, parallel)
     device_bytes = _device_bytes(question, parallel, outcome)
-    room = budget(question, parallel)
+    room = device_budget(question, parallel)
     limits = [*outcome.limits, *_precision_told(question)]
     status: Status = outcome.status
     if status == "ok" and device_bytes["total"] > room.device_bytes:
@@ -58,10 +66,10 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
         tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
         device_bytes=device_bytes,
-        disk_bytes=outcome.disk_bytes * devices_of_node(question),
+        disk_bytes=outcome.disk_bytes * devices_per_host(question),
         slices=question.slices,
-        host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
-        limits=[shares_sentence(traits, outcome), *limits],
+        host_bytes=outcome.host_bytes * devices_per_host(question) * sequences_in_flight(question, parallel),
+        limits=[activations_sentence(traits, outcome), *limits],
     )
 
 
@@ -87,14 +95,14 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
         raise ValueError(f"alpha={question.alpha:g} has no meaning with method={question.method}: leave it out")
 
 
-def _device_bytes(question: Question, parallel: Parallelism, outcome: Outcome) -> dict[str, int]:
+def _device_bytes(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> dict[str, int]:
     """By kind, with the model's state, and their sum."""
-    state = {kind: round(size) for kind, size in asdict(state_of(question, parallel)).items()}
+    state = {kind: round(size) for kind, size in asdict(device_state_bytes(question, parallel)).items()}
     kinds = {**state, **outcome.device_bytes}
     return {**kinds, "total": sum(kinds.values())}
 
 
-def step_seconds_of(question: Question, parallel: Parallelism, outcome: Outcome) -> float:
+def step_seconds_of(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> float:
     """A step of all sequences. Stages of a pipeline interleave: while it fills and drains, each waits for a layer."""
     sequences = question.batch_size // parallel.dp
     layer = (outcome.seconds - head_seconds(question, parallel)) * parallel.pp / question.shape.layers
@@ -102,10 +110,10 @@ def step_seconds_of(question: Question, parallel: Parallelism, outcome: Outcome)
     return computing + data_parallel_seconds(question, parallel, computing)
 
 
-def _recomputed_flops(question: Question, outcome: Outcome) -> float:
+def _recomputed_flops(question: Question, outcome: LayersEstimate) -> float:
     """Of one sequence: a layer's forward, or all of it but attention and the last product where tokens are swapped."""
     shape, tokens = question.shape, question.seq_len
-    if TRAITS[question.method].recomputes == "all":
+    if METHOD_TRAITS[question.method].recomputes == "all":
         forward = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
         return outcome.recomputed * shape.layers * forward
     return outcome.recomputed * shape.recomputed_flops(tokens)
@@ -117,6 +125,6 @@ def _precision_told(question: Question) -> list[str]:
         return []
     if not runs_here(question):
         return [f"A paper's program is estimated, in its own mixed precision: {question.precision} changes nothing."]
-    if sizes_of(question).rate == 1:
+    if element_bytes(question).rate == 1:
         return []
     return ["Products of fp32 numbers are taken to run in TF32, at half the peak in bf16."]

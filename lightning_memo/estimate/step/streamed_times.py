@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_memo.estimate.memory.activations import LayerActivations
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.methods import sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import element_bytes
 from lightning_memo.estimate.step.layer_times import LayerTimes
 
 
@@ -25,10 +25,10 @@ def streamed_seconds(
         bandwidth: bytes per second each way.
     """
     shape, tokens = question.shape, question.seq_len
-    keys_and_values = 2 * shape.kv_heads * shape.head_dim * sizes_of(question).product
+    keys_and_values = 2 * shape.kv_heads * shape.head_dim * element_bytes(question).product
     on_host = slices.host_backed == "all"
     gradients = slices.key_value_gradient_bytes(shape) if on_host else 0
-    states = shape.hidden * sizes_of(question).stream if slices.states_on_host else 0
+    states = shape.hidden * element_bytes(question).stream if slices.states_on_host else 0
     read = tokens_read(tokens, slices.tokens, shape.window)
     share = read / (read + tokens / 2)  # of the pairs of queries and keys
     always = tokens * (kept.input + kept.attention + keys_and_values)

@@ -10,21 +10,21 @@ from lightning_memo.artifacts.plan import Fingerprint, Plan, StreamedBytes
 from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.methods import kernels_of, sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.layer_times import layer_times
-from lightning_memo.estimate.step.layers_outcome import Outcome
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.planner import HostMemoryError, plan_swap
 
 _NO_LIMIT: Final = 2**62
 
 
-def swap(question: Question, parallel: Parallelism) -> Outcome:
+def estimate_swapping(question: Question, parallel: Parallelism) -> LayersEstimate:
     """Plan what is swapped, and read off what that takes."""
-    costs, room = layer_costs(question, parallel), budget(question, parallel)
+    costs, room = estimated_layer_costs(question, parallel), device_budget(question, parallel)
     # MEMO's authors lowered the linear program's alpha, not the device's share of it.
     limits_of_alpha = replace(room, device_bytes=_NO_LIMIT) if question.constants.published else room
     try:
@@ -44,7 +44,7 @@ def swap(question: Question, parallel: Parallelism) -> Outcome:
             )
             plan = smaller
     fits = plan.device_bytes <= room.device_bytes
-    return Outcome(
+    return LayersEstimate(
         status="ok" if fits else "oom",
         alpha=plan.swap.alpha,
         seconds=plan.step_seconds,
@@ -91,7 +91,11 @@ def _plan(question: Question, parallel: Parallelism, costs: LayerCosts, room: Bu
 
 def _streamed_bytes(question: Question, slices: Slices, alpha: float) -> StreamedBytes:
     return slices.streamed_bytes(
-        question.shape, kernels=kernels_of(question), sizes=sizes_of(question), tokens=question.seq_len, alpha=alpha
+        question.shape,
+        kernels=layer_kernels(question),
+        sizes=element_bytes(question),
+        tokens=question.seq_len,
+        alpha=alpha,
     )
 
 
@@ -139,7 +143,7 @@ def _by_kind(
     }
 
 
-def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCosts, reason: str) -> Outcome:
+def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCosts, reason: str) -> LayersEstimate:
     """What there would be on the device and on the host, were there a plan."""
     alpha = question.alpha if question.alpha is not None else float(question.method == "full_swap")
     buffers, working = 2 * costs.swapped_bytes(0, alpha), costs.working_bytes(1.0 - alpha)
@@ -148,7 +152,7 @@ def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCo
         streamed = _streamed_bytes(question, question.sliced, alpha)
         buffers, host_bytes = 2 * streamed.slot + streamed.staging, streamed.host
         working = costs.working_bytes(min(question.sliced.tokens / question.seq_len, 1.0 - alpha))
-    return Outcome(
+    return LayersEstimate(
         status="oohm",
         alpha=alpha,
         seconds=0.0,

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from matplotlib.figure import Figure
 
-from lightning_memo.estimate.question.question import Method
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate, swept_settings
+from lightning_memo.cli.sweeps.job_settings import differing_settings
+from lightning_memo.estimate.request.question import Method
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 from lightning_memo.utils.files import replacing
 
 BYTES_NAME, MFU_NAME, LONGEST_NAME = "device_bytes.png", "mfu.png", "longest.png"
@@ -42,11 +43,11 @@ _LEAST_STEP: Final = 1.35
 
 _GIB: Final = 2**30
 
-Series = dict[str, list[SweptEstimate]]
+Series = dict[str, list[JobEstimate]]
 """Jobs by what else was swept, in the order of what the picture is over."""
 
 
-def draw_sweep(jobs: Sequence[SweptEstimate], folder: Path) -> list[Path]:
+def draw_estimates(jobs: Sequence[JobEstimate], folder: Path) -> list[Path]:
     """Draws what a sweep can show: lengths need two lengths, and longest ones need two numbers of GPUs.
 
     Args:
@@ -59,7 +60,7 @@ def draw_sweep(jobs: Sequence[SweptEstimate], folder: Path) -> list[Path]:
     Raises:
         OSError: one can't be written.
     """
-    names = swept_settings(jobs)
+    names = differing_settings(jobs)
     lengths = _series([job for job in jobs if not job.longest], names, "seq_len")
     most = _series([job for job in jobs if job.longest], names, "gpus")
     files = []
@@ -119,16 +120,16 @@ def draw_longest(series: Series, path: Path) -> Path:
     return _save(figure, path)
 
 
-def _answer(job: SweptEstimate) -> dict[str, Any]:
+def _answer(job: JobEstimate) -> dict[str, Any]:
     assert job.answer is not None
     return job.answer
 
 
-def _longest(job: SweptEstimate) -> float | None:
+def _longest(job: JobEstimate) -> float | None:
     return _answer(job)["seq_len"] if _answer(job)["status"] == "ok" else None
 
 
-def _series(jobs: Sequence[SweptEstimate], names: Sequence[str], over: str) -> Series:
+def _series(jobs: Sequence[JobEstimate], names: Sequence[str], over: str) -> Series:
     """Jobs without mistakes by all that was swept but one thing; none where that has one value only."""
     others = [name for name in names if name != over]
     answered = sorted((job for job in jobs if job.answer is not None), key=lambda job: int(_answer(job)[over]))
@@ -156,7 +157,7 @@ def _top(series: Series) -> float:
     return min(most, _CUT * max(rooms, default=most)) / _GIB
 
 
-def _draw_stacks(axes: Any, jobs: Sequence[SweptEstimate], kinds: Sequence[str], top: float) -> None:
+def _draw_stacks(axes: Any, jobs: Sequence[JobEstimate], kinds: Sequence[str], top: float) -> None:
     need = [0.0] * len(jobs)
     for kind in kinds:
         bottom = [min(low, top) for low in need]
@@ -178,7 +179,7 @@ def _draw_stacks(axes: Any, jobs: Sequence[SweptEstimate], kinds: Sequence[str],
 
 
 def _lines(
-    series: Series, value: Callable[[SweptEstimate], float | None], over: str, text: Callable[[int], str]
+    series: Series, value: Callable[[JobEstimate], float | None], over: str, text: Callable[[int], str]
 ) -> tuple[Figure, Any]:
     """A figure of lines over a setting, in powers of two, each with its label."""
     places = sorted({_answer(job)[over] for jobs in series.values() for job in jobs})

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lightning_memo.estimate.inputs.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism
-from lightning_memo.estimate.question.methods import why_not_by_method
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import why_not_by_method
 
 Sizes = Mapping[str, int]
 """Those that are given, by the names of `Parallelism`."""
 
 
-def candidates(question: Question, forced: Sizes) -> list[Parallelism]:
+def candidate_parallelisms(question: Question, forced: Sizes) -> list[Parallelism]:
     """All parallelisms that a question allows.
 
     Raises:
@@ -26,7 +26,7 @@ def candidates(question: Question, forced: Sizes) -> list[Parallelism]:
     return allowed
 
 
-def left_out(question: Question, forced: Sizes) -> str:
+def left_out_sentence(question: Question, forced: Sizes) -> str:
     """A sentence on the parallelisms that only the length rules out; empty if there are none."""
     sizes = [parallel.tp * parallel.cp for parallel in _ruled_out_by(SEQUENCE, question, forced)]
     if not sizes:
@@ -38,7 +38,7 @@ def left_out(question: Question, forced: Sizes) -> str:
     )
 
 
-def near(counts: Iterable[int], wanted: int) -> list[int]:
+def nearest_counts(counts: Iterable[int], wanted: int) -> list[int]:
     """The next lower and the next higher one of some numbers, as far as there are any."""
     counts = list(counts)
     lower, higher = [n for n in counts if n < wanted], [n for n in counts if n > wanted]
@@ -123,7 +123,7 @@ def _remedies(question: Question, forced: Sizes) -> Iterator[str]:
         if possible:
             yield f"parallel.{name}={_listed(possible)}"
     divided = (n for n in question.cluster.device_counts if any(_allowed(replace(question, gpus=n), forced)))
-    if counts := near(divided, question.gpus):
+    if counts := nearest_counts(divided, question.gpus):
         yield f"gpus={_listed(counts)}"
     if groups := [parallel.dp for parallel in _ruled_out_by(BATCH, question, forced)]:
         yield f"batch_size={_listed(_multiples_near(question.batch_size, min(groups)))}"

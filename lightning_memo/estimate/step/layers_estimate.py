@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_memo.estimate.question.question import Status
+from lightning_memo.estimate.request.question import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LayersEstimate:
     """Of one sequence on the fullest device; the model's state apart."""
 
     status: Status

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.candidates import candidates, left_out
-from lightning_memo.estimate.question.question import Estimate, Question
+from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms, left_out_sentence
+from lightning_memo.estimate.request.question import Estimate, Question
 from lightning_memo.estimate.step.step_estimate import estimate
-from lightning_memo.estimate.why_slower import reason
+from lightning_memo.estimate.why_slower import why_slower
 from lightning_memo.utils.units import MOST_TOKENS
 
 _SAME_TIME: Final = 1.001
@@ -53,18 +53,18 @@ def search(question: Question, forced: Mapping[str, int] | None = None, report: 
         ValueError: no parallelism divides the model, the sequences and the batch.
     """
     divided: dict[tuple[int, ...], list[Estimate]] = {}
-    choices = candidates(question, forced or {})
+    choices = candidate_parallelisms(question, forced or {})
     for done, parallel in enumerate(choices):
         if report is not None:
             report(done, len(choices))
         sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp)
         divided.setdefault(sizes, []).append(estimate(question, parallel))
     best, *others = sorted(map(_best_stage, divided.values()), key=_rank)
-    if missing := left_out(question, forced or {}):
+    if missing := left_out_sentence(question, forced or {}):
         best = replace(best, limits=[*best.limits, missing])
     return Ranking(
         best=best,
-        alternatives=tuple(Alternative(estimate=other, reason=reason(question, other, best)) for other in others),
+        alternatives=tuple(Alternative(estimate=other, reason=why_slower(question, other, best)) for other in others),
     )
 
 
@@ -87,7 +87,7 @@ def longest(
     """
     # A length that all sizes divide; each parallelism then keeps to the lengths that it divides.
     divisible = replace(question, seq_len=multiple_of * question.gpus)
-    choices = candidates(divisible, forced or {})
+    choices = candidate_parallelisms(divisible, forced or {})
     tokens = None
     for done, parallel in enumerate(choices):
         if report is not None:

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.search import Ranking
-from lightning_memo.estimate.step.activation_shares import format_alpha
-from lightning_memo.estimate.step.planner_inputs import budget
+from lightning_memo.estimate.parallelism_search import Ranking
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.step.activation_fractions import format_alpha
+from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.shapes.model_shape import ModelShape
 
 
@@ -68,7 +68,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
 def _status(question: Question, answer: Estimate) -> str:
     if answer.status == "ok":
         return "fits"
-    device = answer.device_bytes["total"] > budget(question, answer.parallel).device_bytes
+    device = answer.device_bytes["total"] > device_budget(question, answer.parallel).device_bytes
     names = [name for name, lacks in (("device", device), ("host", answer.status == "oohm")) if lacks]
     return f"does not fit: the {' and the '.join(names)} {'is' if len(names) == 1 else 'are'} out of memory"
 
@@ -79,7 +79,7 @@ def _usable(question: Question) -> int:
 
 def bytes_table(question: Question, answer: Estimate) -> Table:
     """Bytes of the fullest device by kind, the largest first."""
-    room = budget(question, answer.parallel).device_bytes
+    room = device_budget(question, answer.parallel).device_bytes
     table = Table(title="Device memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

@@ -13,9 +13,9 @@ from lightning_memo.estimate.inputs.constants import Constants, constants_of, re
 from lightning_memo.estimate.inputs.precision_bytes import Precision
 from lightning_memo.estimate.inputs.presets import cluster_of, model_of
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.candidates import near
-from lightning_memo.estimate.question.methods import check_question
-from lightning_memo.estimate.question.question import Method, Question
+from lightning_memo.estimate.request.candidate_parallelisms import nearest_counts
+from lightning_memo.estimate.request.question import Method, Question
+from lightning_memo.estimate.request.training_methods import check_question
 from lightning_memo.utils.units import read_length
 
 HostBackedSetting = Literal["auto", "attention", "all"]
@@ -28,7 +28,7 @@ Output = Literal["table", "json"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class CommandRequest:
     """A question, and how it is to be answered."""
 
     question: Question
@@ -43,7 +43,7 @@ class Request:
     alternatives: int
 
 
-def read_request(settings: Mapping[str, Any], model: str) -> Request:
+def read_settings(settings: Mapping[str, Any], model: str) -> CommandRequest:
     """Read the settings of `conf/estimate.yaml`.
 
     Args:
@@ -59,7 +59,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
     if gpus not in cluster.device_counts:
         raise ValueError(
             f"gpus={gpus}: give 1 to {MOST_DEVICES}, and whole nodes of {cluster.devices_per_node} if it is more than "
-            f"one, such as {' or '.join(map(str, near(cluster.device_counts, gpus)))}"
+            f"one, such as {' or '.join(map(str, nearest_counts(cluster.device_counts, gpus)))}"
         )
     longest = settings["seq_len"] == "max"
     multiple_of = read_length("multiple_of", settings["multiple_of"])
@@ -78,7 +78,7 @@ def read_request(settings: Mapping[str, Any], model: str) -> Request:
         spill_bytes=_spill_bytes(settings["spill_memory"]),
     )
     check_question(question)
-    return Request(
+    return CommandRequest(
         question=question,
         forced=_forced(settings["parallel"]),
         longest=longest,

@@ -13,15 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memo.cli.sweeps.job_settings import differing_settings, setting_values
 from lightning_memo.config import format_bytes
-from lightning_memo.estimate.step.activation_shares import format_alpha
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate, load_jobs, swept_settings, write_csv
+from lightning_memo.estimate.step.activation_fractions import format_alpha
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate, load_estimates, write_csv
 
-CSV_NAME: Final = "estimates.csv"
+CSV_FILE: Final = "estimates.csv"
 _WIDTH: Final = 140
 
 
-class SweepEstimates(Callback):
+class EstimateSweep(Callback):
     """Prints a table of a sweep's jobs when it ends, and writes a CSV file and pictures into its folder.
 
     What is printed goes to stderr where the jobs print JSON.
@@ -29,23 +30,25 @@ class SweepEstimates(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Reads what the jobs left in the sweep's folder, and reports."""
-        from lightning_memo.estimate.sweep.sweep_pictures import draw_sweep  # takes a second, and only sweeps draw
+        from lightning_memo.estimate.sweep.estimate_pictures import (
+            draw_estimates,  # takes a second, and only sweeps draw
+        )
 
         folder = Path(config.hydra.sweep.dir)
-        jobs = load_jobs(folder)
-        write_csv(jobs, folder / CSV_NAME)
-        files = [folder / CSV_NAME, *draw_sweep(jobs, folder)]
+        jobs = load_estimates(folder)
+        write_csv(jobs, folder / CSV_FILE)
+        files = [folder / CSV_FILE, *draw_estimates(jobs, folder)]
         console = Console(stderr=config.output == "json")
         if not console.is_terminal:  # a file or a pipe has no width; without one rich takes 80
             console.width = max(console.width, _WIDTH)
-        console.print(sweep_table(jobs))
+        console.print(estimates_table(jobs))
         for file in files:
             console.print(str(file), soft_wrap=True, highlight=False, markup=False)
 
 
-def sweep_table(jobs: Sequence[SweptEstimate]) -> Table:
+def estimates_table(jobs: Sequence[JobEstimate]) -> Table:
     """Returns one row for each job: what was swept and the answer; mistakes stand below."""
-    names = swept_settings(jobs)
+    names = differing_settings(jobs)
     table = Table(title="Estimates", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in names:
         table.add_column(name.rpartition(".")[2], justify="right", no_wrap=True)
@@ -55,13 +58,13 @@ def sweep_table(jobs: Sequence[SweptEstimate]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for job in jobs:
         length = [] if told else [f"{job.answer['seq_len']:,}" if job.answer else "-"]
-        table.add_row(*[job.setting(name) for name in names], *length, *_cells(job))
+        table.add_row(*setting_values(job, names), *length, *_cells(job))
     mistakes = [f"{job.label(names)}: {job.message}" for job in jobs if job.message]
     table.caption = Text("\n".join(mistakes)) if mistakes else None
     return table
 
 
-def _cells(job: SweptEstimate) -> list[str]:
+def _cells(job: JobEstimate) -> list[str]:
     answer = job.answer
     if answer is None:
         return ["mistake", *["-"] * 7]

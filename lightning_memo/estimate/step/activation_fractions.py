@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_memo.estimate.question.methods import Traits
-from lightning_memo.estimate.step.layers_outcome import Outcome
+from lightning_memo.estimate.request.training_methods import MethodTraits
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
 
 
-def shares_sentence(traits: Traits, outcome: Outcome) -> str:
+def activations_sentence(traits: MethodTraits, outcome: LayersEstimate) -> str:
     """Of the activations of a layer, by the tokens that they belong to.
 
     Args:

@@ -7,15 +7,15 @@ from typing import Final, Literal
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes, bytes_of, program_bytes
-from lightning_memo.estimate.memory.layer_buffers import knows
-from lightning_memo.estimate.question.question import Method, Question
+from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
+from lightning_memo.estimate.request.question import Method, Question
 from lightning_memo.shapes.model_shape import Kernels
 
 Recomputed = Literal["alpha", "all", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
+class MethodTraits:
     """Of a method."""
 
     recomputes: Recomputed
@@ -44,45 +44,51 @@ class Traits:
     """Whether it is a program with fused kernels, whoever measured it; the others run the layers of Hugging Face."""
 
 
-_MEMO: Final = Traits(recomputes="alpha", planned=True, megatron=True)
-_DEEPSPEED: Final = Traits(
+_MEMO: Final = MethodTraits(recomputes="alpha", planned=True, megatron=True)
+_DEEPSPEED: Final = MethodTraits(
     recomputes="all", planned=False, whole_logits=True, ulysses=True, tensor_parallel=False, fused=True,
     # Read off table 3 of MEMO. FlashAttention's first version takes twice the second's time (FlashAttention-2, section
     # 4), and so does a kernel that computes masked pairs, too; which it was is not told.
     attention_time=2.0,
 )  # fmt: skip
 
-TRAITS: Final[dict[Method, Traits]] = {
+_FPDT: Final = MethodTraits(
+    recomputes="all", planned=False, ulysses=True, tensor_parallel=False, streamed=True, fused=True
+)
+
+METHOD_TRAITS: Final[dict[Method, MethodTraits]] = {
     "memo": _MEMO,
     "full_swap": _MEMO,
-    "full_recompute": Traits(recomputes="all", planned=True, megatron=True),
-    "megatron": Traits(recomputes="all", planned=False, whole_logits=True, megatron=True, fused=True),
+    "full_recompute": MethodTraits(recomputes="all", planned=True, megatron=True),
+    "megatron": MethodTraits(recomputes="all", planned=False, whole_logits=True, megatron=True, fused=True),
     "deepspeed_ulysses": _DEEPSPEED,
-    "fpdt": Traits(recomputes="all", planned=False, ulysses=True, tensor_parallel=False, streamed=True, fused=True),
-    "plain": Traits(recomputes="nothing", planned=False, whole_logits=True, megatron=True),
+    "fpdt": MethodTraits(
+        recomputes="all", planned=False, ulysses=True, tensor_parallel=False, streamed=True, fused=True
+    ),
+    "plain": MethodTraits(recomputes="nothing", planned=False, whole_logits=True, megatron=True),
 }
 
 
 def runs_here(question: Question) -> bool:
     """Whether it is this project that trains, rather than one of the papers' programs."""
-    return not (TRAITS[question.method].fused or question.constants.published)
+    return not (METHOD_TRAITS[question.method].fused or question.constants.published)
 
 
-def kernels_of(question: Question) -> Kernels:
+def layer_kernels(question: Question) -> Kernels:
     """Which kernels the layers have: those of the papers' programs are fused."""
     return question.shape.kernels if runs_here(question) else "fused"
 
 
-def sizes_of(question: Question) -> ElementBytes:
+def element_bytes(question: Question) -> ElementBytes:
     """What numbers take: the precision is this project's, the papers' programs have theirs."""
     if runs_here(question):
         return bytes_of(question.precision, question.gpus)
-    return program_bytes(4 if TRAITS[question.method].megatron else 2)
+    return program_bytes(4 if METHOD_TRAITS[question.method].megatron else 2)
 
 
 def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     """Why a question's method can't run with a parallelism; empty if it can."""
-    method, traits = question.method, TRAITS[question.method]
+    method, traits = question.method, METHOD_TRAITS[question.method]
     if question.slices is not None and parallel.tp * parallel.cp * parallel.pp > 1:
         return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
     if question.spill_bytes and parallel.pp > 1:
@@ -126,13 +132,13 @@ def _why_not_spilled(question: Question) -> str:
 
 def _why_not_sliced(question: Question) -> str:
     assert question.slices is not None
-    if not (question.method == "memo" and runs_here(question) and knows(question.shape)):
+    if not (question.method == "memo" and runs_here(question) and has_known_buffers(question.shape)):
         return (
             "slice_tokens is estimated for method=memo, dense models with layers of Llama, and clusters other than "
             "a800: leave it out"
         )
     if question.slices.schedule == "slice" and question.gpus > 1:
         return f"schedule=slice is estimated for one GPU: give gpus=1, not {question.gpus}, or host_backed=all"
-    if question.slices.schedule == "slice" and sizes_of(question).copies_weights:
+    if question.slices.schedule == "slice" and element_bytes(question).copies_weights:
         return "schedule=slice is not estimated for precision=bf16-mixed: give bf16-true, or host_backed=all"
     return ""

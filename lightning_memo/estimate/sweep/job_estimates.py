@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_memo.cli.sweeps.job_settings import setting_values
 from lightning_memo.utils.files import replacing
 
-FILE_NAME: Final = "estimate.json"
+ESTIMATE_FILE: Final = "estimate.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweptEstimate:
+class JobEstimate:
     """The settings of one job, and its answer."""
 
     overrides: Sequence[str]
@@ -33,40 +34,31 @@ class SweptEstimate:
 
     def save(self, folder: Path) -> None:
         """Writes it into a job's folder."""
-        with replacing(folder / FILE_NAME) as unfinished:
+        with replacing(folder / ESTIMATE_FILE) as unfinished:
             unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> SweptEstimate:
+    def load(cls, folder: Path) -> JobEstimate:
         """Reads what `save` wrote.
 
         Raises:
             OSError: There is none in the folder.
         """
-        return cls(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
-
-    def setting(self, name: str) -> str:
-        """What the command line gave for a setting; "-" where it did not."""
-        return dict(override.split("=", 1) for override in self.overrides).get(name, "-")
+        return cls(**json.loads((folder / ESTIMATE_FILE).read_text(encoding="utf-8")))
 
     def label(self, names: Sequence[str]) -> str:
         """The values of settings, for a legend."""
-        return ", ".join(f"{name.rpartition('.')[2]}={self.setting(name)}" for name in names)
+        values = zip(names, setting_values(self, names), strict=True)
+        return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values)
 
 
-def load_jobs(folder: Path) -> list[SweptEstimate]:
+def load_estimates(folder: Path) -> list[JobEstimate]:
     """Returns what the jobs of a sweep left, in the order of their numbers."""
-    jobs = sorted((path.parent for path in folder.glob(f"*/{FILE_NAME}")), key=lambda job: int(job.name))
-    return [SweptEstimate.load(job) for job in jobs]
+    jobs = sorted((path.parent for path in folder.glob(f"*/{ESTIMATE_FILE}")), key=lambda job: int(job.name))
+    return [JobEstimate.load(job) for job in jobs]
 
 
-def swept_settings(jobs: Sequence[SweptEstimate]) -> list[str]:
-    """Returns the names of the settings that differ between the jobs."""
-    names = dict.fromkeys(override.split("=", 1)[0] for job in jobs for override in job.overrides)
-    return [name for name in names if len({job.setting(name) for job in jobs}) > 1]
-
-
-def write_csv(jobs: Sequence[SweptEstimate], path: Path) -> None:
+def write_csv(jobs: Sequence[JobEstimate], path: Path) -> None:
     """Writes one row for each job: its overrides, all of its answer, and its mistake.
 
     Args:
