@@ -1,6 +1,6 @@
-"""Whether a sequence will fit, how fast it will be, and how to divide it, before a GPU is rented.
+"""Predicts whether a sequence fits, how fast it trains and which parallelism to use, without a GPU.
 
-Pure: imports neither torch nor Lightning. Plans come from the same planner as in training.
+Imports neither torch nor Lightning. Plans come from the same planner as in training.
 """
 
 from lightning_memo.estimate.inputs.cluster import Cluster

@@ -1,4 +1,4 @@
-"""Why a parallelism loses against another, in a few words."""
+"""Explains in a few words why one parallelism is worse than another."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic"
 
 
 def why_slower(question: Question, answer: Estimate, best: Estimate) -> str:
-    """Why an estimate loses against the best one: what it lacks, or what takes it longest in comparison.
+    """Returns the reason why an estimate is worse than the best one: missing memory, or the part that takes longer.
 
     Args:
-        question: of both.
-        answer: the one that loses.
-        best: the one that was chosen.
+        question: Question of both estimates.
+        answer: Estimate that is worse.
+        best: Estimate that was chosen.
     """
     if answer.status == "oom":
         return _device(question, answer)
     if answer.status == "oohm":
         host = question.cluster.host_bytes * question.constants.host_share
-        return f"host: {_of(answer.host_bytes, host)} of a node"
+        return f"host: {_of(answer.host_bytes, host)} per node"
     assert answer.step_seconds is not None and best.step_seconds is not None
     slower = answer.step_seconds / best.step_seconds - 1
     mine, others = step_parts(question, answer), step_parts(question, best)
     more, what = max((seconds - others[name], name) for name, seconds in mine.items())
     if slower < 0.0005 or more <= 0:
-        return "as fast, more memory" if _total(answer) > _total(best) else "as fast"
+        return "equally fast, needs more memory" if _total(answer) > _total(best) else "equally fast"
     network = " over the network" if _leaves_node(question, answer, what) else ""
     percent = f"{100 * slower:.0f}" if slower > 0.1 else f"{100 * slower:.2g}"
     return f"{percent} % slower: {what}{network}, {format_seconds(more)} more"
 
 
 def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
-    """Seconds of a step that fits, by what they are spent on.
+    """Divides the time of a step that fits into its parts, in seconds.
 
     Args:
-        question: what is trained.
-        answer: its estimate.
+        question: Question that was asked.
+        answer: Estimate of the question.
     """
     assert answer.step_seconds is not None
     parallel, times = answer.parallel, layer_times(question, answer.parallel)
@@ -61,9 +61,9 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
         _TENSOR: sequences * layers * times.tensor_parallel,
         _CONTEXT: sequences * layers * times.context_parallel,
         _DATA: data_parallel_seconds(question, parallel, sequences * (computing + passing)),
-        "pipeline stages that wait": (parallel.pp - 1) * (in_layers + passing) / layers,
+        "idle pipeline stages": (parallel.pp - 1) * (in_layers + passing) / layers,
     }
-    return {**parts, "copies that outlast computing": max(answer.step_seconds - sum(parts.values()), 0.0)}
+    return {**parts, "copies not hidden by computation": max(answer.step_seconds - sum(parts.values()), 0.0)}
 
 
 def _device(question: Question, answer: Estimate) -> str:

@@ -95,31 +95,32 @@ def test_megatron_shards_the_optimizer_at_most():
         (
             {"seq_len": 1001},
             {"cp": 8},
-            "gpus=8, parallel.cp=8: there is no such parallelism (8 does not divide the sequence, 1001): "
+            "gpus=8, parallel.cp=8: no such parallelism is possible (8 does not divide the sequence, 1001): "
             "give parallel.cp=1, or seq_len=1000 or 1008",
         ),
         (
             {"batch_size": 3, "seq_len": 3 * K},
             {"dp": 2},
-            "gpus=8, parallel.dp=2: there is no such parallelism (2 does not divide the batch, 3): "
+            "gpus=8, parallel.dp=2: no such parallelism is possible (2 does not divide the batch, 3): "
             "give parallel.dp=1, or batch_size=2 or 4",
         ),
         (
             {"gpus": 64},
             {"tp": 64, "pp": 1},
-            "gpus=64, parallel.tp=64: there is no such parallelism (64 does not divide the heads, 32): "
+            "gpus=64, parallel.tp=64: no such parallelism is possible (64 does not divide the heads, 32): "
             "give parallel.tp=1, 2, 4 or 8",
         ),
         (
             {"method": "fpdt"},
             {"tp": 2},
-            "gpus=8, parallel.tp=2: there is no such parallelism (fpdt has neither tensor nor pipeline parallelism: "
+            "gpus=8, parallel.tp=2: no such parallelism is possible (fpdt has neither tensor nor pipeline parallelism: "
             "tp and pp must be 1): give parallel.tp=1",
         ),
         (
             {"gpus": 24},
             {"pp": 1},
-            "gpus=24: there is no such parallelism (3 does not divide the batch, 16; 3 does not divide the sequence, "
+            "gpus=24: no such parallelism is possible (3 does not divide the batch, 16; 3 does not "
+            "divide the sequence, "
             "131072; 3 does not divide the heads, 32): "
             "give gpus=16 or 32, or batch_size=15 or 18, or seq_len=131064 or 131088",
         ),
@@ -145,15 +146,15 @@ def test_what_would_do_does(changes, forced):
 def test_parallelisms_that_the_length_rules_out_are_told():
     prime = search(ask(seq_len=100_003), {"pp": 1})
     assert sizes(prime.best) == (1, 1, 8, 1) and not prime.alternatives
-    (told,) = [limit for limit in prime.best.limits if limit.startswith("Left out")]
+    (told,) = [limit for limit in prime.best.limits if limit.startswith("Not considered")]
     assert told == (
-        "Left out: parallelisms whose TP x CP is 2, 4 or 8, which does not divide 100,003 tokens; "
-        "100,000 or 100,008 tokens would do."
+        "Not considered: parallelisms with TP x CP = 2, 4 or 8, which does not divide 100,003 tokens. "
+        "They are possible with 100,000 or 100,008 tokens."
     )
     for tokens in (100_000, 100_008):
         ranking = search(ask(seq_len=tokens), {"pp": 1})
         assert len(ranking.alternatives) == 9
-        assert not any("Left out" in limit for limit in ranking.best.limits)
+        assert not any("Not considered" in limit for limit in ranking.best.limits)
 
 
 # ---- ranking
@@ -228,7 +229,7 @@ def test_what_does_not_fit_names_the_largest_kind():
 
 def test_a_host_that_is_full_is_told():
     told = reasons(search(ask(seq_len=1024 * K), {"pp": 1}))
-    assert any(reason.startswith("host: ") and "GiB of a node" in reason for reason in told.values())
+    assert any(reason.startswith("host: ") and "GiB per node" in reason for reason in told.values())
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_nothing_is_offered_where_slices_do_not_help() -> None:
         ({"gpus": 2}, Parallelism(tp=2), "tp, cp and pp must be 1"),
         ({"gpus": 2, "batch_size": 2, "slices": BY_SLICE}, Parallelism(dp=2), "for one GPU"),
         ({"slices": BY_SLICE, "precision": "bf16-mixed"}, Parallelism(), "not estimated for precision=bf16-mixed"),
-        ({"shape": load_model("qwen3_8b")}, Parallelism(), "layers of Llama"),
+        ({"shape": load_model("qwen3_8b")}, Parallelism(), "Llama layers"),
         ({"method": "full_swap"}, Parallelism(), "method=memo"),
     ],
 )

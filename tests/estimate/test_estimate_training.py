@@ -137,7 +137,7 @@ def test_the_lower_bound_is_the_largest_load() -> None:
 
 
 def test_other_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"small has no layers of Llama"):
+    with pytest.raises(ValueError, match=r"small has no Llama layers"):
         step_bytes(replace(SHAPE, kernels="qwen3"), sizes=FP32, tokens=16)
 
 

@@ -1,1 +1,1 @@
-"""What a user asks for: the request, the methods and the candidates to compare."""
+"""The requested training: its settings, the training method and the parallelisms that are possible."""

@@ -1,4 +1,4 @@
-"""What happens to the activations of a sequence: which share is swapped, recomputed, and kept on the device."""
+"""Describes which fractions of the activations are swapped, recomputed and kept on the device."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from lightning_memo.estimate.step.layers_estimate import LayersEstimate
 
 
 def activations_sentence(traits: MethodTraits, outcome: LayersEstimate) -> str:
-    """Of the activations of a layer, by the tokens that they belong to.
+    """Describe what happens to the activations of a layer, in fractions of the tokens.
 
     Args:
-        traits: of the method.
-        outcome: what it makes of a sequence.
+        traits: Traits of the training method.
+        outcome: Estimate of the layers.
     """
     swapped = (outcome.alpha or 0.0) if traits.recomputes == "alpha" else 0.0
     kept = 1.0 - swapped - outcome.recomputed
-    told = (
-        f"Of the tokens' activations {_percent(swapped)} are swapped, {_percent(outcome.recomputed)} recomputed, "
-        f"{_percent(kept)} kept on the device"
+    fractions = (
+        f"{_percent(swapped)} of tokens have their activations swapped, {_percent(outcome.recomputed)} recomputed, "
+        f"{_percent(kept)} kept on the device."
     )
     if outcome.recomputed + swapped == 0:
-        return f"{told}."
+        return fractions
     if traits.recomputes == "alpha":
-        return f"{told}; layer inputs and attention outputs are swapped for all tokens."
-    return f"{told}; layer inputs are {'swapped' if traits.streamed else 'kept'} for all tokens."
+        return f"{fractions} Layer inputs and attention outputs are swapped for every token."
+    return f"{fractions} Layer inputs are {'swapped' if traits.streamed else 'kept on the device'} for every token."
 
 
 def format_alpha(alpha: float | None, device_bytes: Mapping[str, int]) -> str:
-    """Alpha for a table, three digits; "kept" where it is 0 as all activations stay on the device.
+    """Format alpha for a table, with three digits, or "kept" if all activations stay on the device.
 
     Args:
-        alpha: of an estimate.
-        device_bytes: of it, by kind: what swaps has activations in rounding buffers only.
+        alpha: Alpha of an estimate.
+        device_bytes: Its device memory by category. With swapping, activations are only in the rounding buffers.
     """
     if alpha is None:
         return "-"

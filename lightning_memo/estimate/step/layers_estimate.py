@@ -1,4 +1,4 @@
-"""What a method makes of the layers of one sequence on one device."""
+"""Prediction for the layers, which the training methods return."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightning_memo.estimate.request.question import Status
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayersEstimate:
-    """Of one sequence on the fullest device; the model's state apart."""
+    """Prediction for the layers of one sequence on the fullest device, without the model state."""
 
     status: Status
     alpha: float | None
     seconds: float
-    """Of all layers of a stage, forward and backward, and of the head."""
+    """Time of forward and backward of all layers of a pipeline stage, and of the head."""
 
     recomputed: float
-    """Share of the tokens of which layers are computed again."""
+    """Fraction of the tokens whose activations are recomputed."""
 
     device_bytes: dict[str, int]
-    """By kind."""
+    """Device memory by category."""
 
     host_bytes: int
     disk_bytes: int = field(default=0, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the planner is given: costs of the layer calls of one sequence on one device, and its budget."""
+"""Inputs of the planner: costs of the layer calls of one sequence on one device, and the memory budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_memo.estimate.step.streamed_times import streamed_seconds
 
 
 def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
-    """Costs of the layers of one pipeline stage for one sequence, all of them alike."""
+    """Compute the costs of the layers of one pipeline stage for one sequence. All layers have equal costs."""
     calls = question.shape.layers // parallel.pp
     tokens = question.seq_len // (parallel.tp * parallel.cp)
     kept = layer_activations(question.shape, kernels=layer_kernels(question), sizes=element_bytes(question))
@@ -40,7 +40,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     forward, backward = times.forward, times.backward
     if question.sliced is not None:
         forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
-    # Devices of a node share its disk.
+    # All devices of a node share its disk.
     write, read = (getattr(question.cluster, name) or 0.0 for name in DISK) if question.spill_bytes else (0.0, 0.0)
     return LayerCosts(
         batch=1,
@@ -63,7 +63,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
 
 
 def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int) -> tuple[int, int]:
-    """Highest peaks outside of the layers' backward, and in it beside what is recomputed."""
+    """Peaks of transient memory outside the backward of layers, and inside it without recomputed activations."""
     if not (runs_here(question) and has_known_buffers(question.shape)) or has_whole_logits(question):
         outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
         return outside, backward_bytes(question, parallel)
@@ -91,7 +91,7 @@ def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int
 
 
 def device_budget(question: Question, parallel: Parallelism) -> Budget:
-    """What one device may use for one sequence: sequences that are in a pipeline at once share the host."""
+    """Return the memory that one device may use for one sequence. Sequences in a pipeline share the host memory."""
     cluster, constants = question.cluster, question.constants
     return Budget(
         device_bytes=int(cluster.device_bytes * constants.device_share),
@@ -106,10 +106,10 @@ def device_budget(question: Question, parallel: Parallelism) -> Budget:
 
 
 def devices_per_host(question: Question) -> int:
-    """Devices that share a host."""
+    """Number of devices that share a host."""
     return min(question.gpus, question.cluster.devices_per_node)
 
 
 def sequences_in_flight(question: Question, parallel: Parallelism) -> int:
-    """Sequences of which the first stage of a pipeline holds activations at once."""
+    """Number of sequences whose activations the first pipeline stage holds at once."""
     return min(parallel.pp, question.batch_size // parallel.dp)

@@ -1,4 +1,4 @@
-"""One table, one CSV file and the pictures over all jobs of a sweep of estimates, as a Hydra callback."""
+"""Hydra callback that writes a table, a CSV file and pictures of all jobs of a sweep of estimates."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _WIDTH: Final = 140
 
 
 class EstimateSweep(Callback):
-    """Prints a table of a sweep's jobs when it ends, and writes a CSV file and pictures into its folder.
+    """Prints a table of all jobs at the end of a sweep, and writes a CSV file and pictures into its folder.
 
-    What is printed goes to stderr where the jobs print JSON.
+    The table goes to stderr if the jobs print JSON.
     """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Reads what the jobs left in the sweep's folder, and reports."""
+        """Shows the results of all jobs in the sweep's folder."""
         from lightning_memo.estimate.sweep.estimate_pictures import (
-            draw_estimates,  # takes a second, and only sweeps draw
+            draw_estimates,  # the import takes a second, and only sweeps need it
         )
 
         folder = Path(config.hydra.sweep.dir)
@@ -39,7 +39,7 @@ class EstimateSweep(Callback):
         write_csv(jobs, folder / CSV_FILE)
         files = [folder / CSV_FILE, *draw_estimates(jobs, folder)]
         console = Console(stderr=config.output == "json")
-        if not console.is_terminal:  # a file or a pipe has no width; without one rich takes 80
+        if not console.is_terminal:  # for a file or a pipe, rich assumes a width of 80
             console.width = max(console.width, _WIDTH)
         console.print(estimates_table(jobs))
         for file in files:
@@ -47,27 +47,27 @@ class EstimateSweep(Callback):
 
 
 def estimates_table(jobs: Sequence[JobEstimate]) -> Table:
-    """Returns one row for each job: what was swept and the answer; mistakes stand below."""
+    """Returns a table with the differing settings and the estimate of each job, and the errors below."""
     names = differing_settings(jobs)
     table = Table(title="Estimates", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in names:
         table.add_column(name.rpartition(".")[2], justify="right", no_wrap=True)
-    told = all("seq_len" in names and not job.longest for job in jobs)  # the length, by what was swept
+    has_length = all("seq_len" in names and not job.longest for job in jobs)
     titles = ("status", "tp/cp/dp/pp", "ZeRO", "alpha", "step (s)", "MFU (%)", "device", "host")
-    for title in titles if told else ("tokens", *titles):
+    for title in titles if has_length else ("tokens", *titles):
         table.add_column(title, justify="right", no_wrap=True)
     for job in jobs:
-        length = [] if told else [f"{job.answer['seq_len']:,}" if job.answer else "-"]
+        length = [] if has_length else [f"{job.answer['seq_len']:,}" if job.answer else "-"]
         table.add_row(*setting_values(job, names), *length, *_cells(job))
-    mistakes = [f"{job.label(names)}: {job.message}" for job in jobs if job.message]
-    table.caption = Text("\n".join(mistakes)) if mistakes else None
+    errors = [f"{job.label(names)}: {job.message}" for job in jobs if job.message]
+    table.caption = Text("\n".join(errors)) if errors else None
     return table
 
 
 def _cells(job: JobEstimate) -> list[str]:
     answer = job.answer
     if answer is None:
-        return ["mistake", *["-"] * 7]
+        return ["error", *["-"] * 7]
     numbers = {"step_seconds": "{:.1f}", "mfu": "{:.1f}"}
     return [
         answer["status"],

@@ -1,4 +1,4 @@
-"""What a job of a sweep leaves behind, and the table over all of them."""
+"""Estimates of the jobs of a sweep: a JSON file for each, and a CSV file for all."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ ESTIMATE_FILE: Final = "estimate.json"
 
 @dataclass(frozen=True, kw_only=True)
 class JobEstimate:
-    """The settings of one job, and its answer."""
+    """Settings and estimate of one job."""
 
     overrides: Sequence[str]
-    """What the command line gave, as ``name=value``."""
+    """Overrides of the command line, as ``name=value``."""
 
     longest: bool
-    """Whether the longest length was asked for."""
+    """Whether the job searched for the longest sequence."""
 
     answer: dict[str, Any] | None = None
-    """As `Estimate.to_dict`; None where there was a mistake."""
+    """The estimate as from `Estimate.to_dict`, or None after an error."""
 
-    device_room_bytes: int | None = None
+    device_budget_bytes: int | None = None
+    """Usable device memory."""
+
     message: str = ""
-    """The mistake, in one line."""
+    """The error in one line, if there was one."""
 
     def save(self, folder: Path) -> None:
-        """Writes it into a job's folder."""
+        """Writes the estimate into the folder of the job."""
         with replacing(folder / ESTIMATE_FILE) as unfinished:
             unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
@@ -42,35 +44,35 @@ class JobEstimate:
         """Reads what `save` wrote.
 
         Raises:
-            OSError: There is none in the folder.
+            OSError: The folder contains no estimate.
         """
         return cls(**json.loads((folder / ESTIMATE_FILE).read_text(encoding="utf-8")))
 
     def label(self, names: Sequence[str]) -> str:
-        """The values of settings, for a legend."""
+        """Returns the values of settings as text for a legend."""
         values = zip(names, setting_values(self, names), strict=True)
         return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values)
 
 
 def load_estimates(folder: Path) -> list[JobEstimate]:
-    """Returns what the jobs of a sweep left, in the order of their numbers."""
+    """Returns the estimates of all jobs in a sweep's folder, in the order of the jobs' numbers."""
     jobs = sorted((path.parent for path in folder.glob(f"*/{ESTIMATE_FILE}")), key=lambda job: int(job.name))
     return [JobEstimate.load(job) for job in jobs]
 
 
 def write_csv(jobs: Sequence[JobEstimate], path: Path) -> None:
-    """Writes one row for each job: its overrides, all of its answer, and its mistake.
+    """Writes a CSV file with one row for each job: its overrides, its estimate and its error.
 
     Args:
-        jobs: of the sweep.
-        path: the file; its folder is made if missing.
+        jobs: Jobs of the sweep.
+        path: CSV file to write. Its folder is created if it does not exist.
 
     Raises:
-        OSError: it can't be written.
+        OSError: The file cannot be written.
     """
     rows = [{"overrides": " ".join(job.overrides), **_flat(job.answer or {}), "message": job.message} for job in jobs]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "message"]
-    # All columns of one group stand together, its total last, though not every method has the same kinds of bytes.
+    # Columns of one group are adjacent with the total last, although methods have different categories of memory.
     groups = list(dict.fromkeys(name.partition(".")[0] for name in names))
     columns = sorted(names, key=lambda name: (groups.index(name.partition(".")[0]), name.endswith(".total")))
     with replacing(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
@@ -80,7 +82,7 @@ def write_csv(jobs: Sequence[JobEstimate], path: Path) -> None:
 
 
 def _flat(answer: dict[str, Any]) -> dict[str, Any]:
-    """One level: `parallel.tp`, `device_bytes.total`; sentences joined."""
+    """Flattens nested values to names such as `parallel.tp`, and joins sentences."""
     flat: dict[str, Any] = {}
     for name, value in answer.items():
         if isinstance(value, dict):
