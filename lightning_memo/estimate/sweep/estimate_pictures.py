@@ -1,4 +1,4 @@
-"""Pictures of a sweep of estimates: bytes by kind and MFU over the length, the longest length over the GPUs."""
+"""Pictures of a sweep of estimates: memory and MFU by sequence length, and longest sequence by number of GPUs."""
 
 from __future__ import annotations
 
@@ -10,69 +10,70 @@ from typing import Any, Final
 
 from matplotlib.figure import Figure
 
-from lightning_memo.estimate.question.question import Method
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate, swept_settings
+from lightning_memo.cli.sweeps.job_settings import differing_settings
+from lightning_memo.estimate.request.question import Method
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 from lightning_memo.utils.files import replacing
 
-BYTES_NAME, MFU_NAME, LONGEST_NAME = "device_bytes.png", "mfu.png", "longest.png"
+BYTES_FILE, MFU_FILE, LONGEST_FILE = "device_bytes.png", "mfu.png", "longest.png"
 
-# Those of Okabe and Ito, which people with colour-blindness can tell apart, grey and black.
+# The palette of Okabe and Ito, which color-blind people can distinguish, with grey and black.
 _BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _YELLOW, _GREY, _BLACK = _COLORS = (
     "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#7f7f7f", "#000000"
 )  # fmt: skip
-COLOR_OF_KIND: Final = {
+CATEGORY_COLORS: Final = {
     "parameters": _BLUE, "gradients": _ORANGE, "optimizer": _GREEN, "rounding_buffers": _RED, "activations": _PINK,
     "transients": _SKY, "logits": _YELLOW, "gathered": _GREY, "fragmentation": _BLACK,
 }  # fmt: skip
-"""Of bytes; from the bottom of a bar to its top."""
+"""Colors of the categories of memory, from the bottom of a bar to the top."""
 
-COLOR_OF_METHOD: Final[dict[Method, str]] = {
+METHOD_COLORS: Final[dict[Method, str]] = {
     "memo": _BLUE, "full_recompute": _ORANGE, "full_swap": _GREEN, "megatron": _RED, "deepspeed_ulysses": _PINK,
     "fpdt": _SKY, "plain": _GREY,
 }  # fmt: skip
 _MARKERS: Final = "osD^vP*X"
 _LINES: Final = ("-", "--", ":", "-.")
-_MOST_PANELS: Final = 9
-_CUT: Final = 2.0
-"""Bars end at that many times the usable memory: a tower that does not fit would make the others flat."""
+_MAX_PANELS: Final = 9
+_BAR_LIMIT: Final = 2.0
+"""Height at which bars are cut, in multiples of the usable memory, to keep the other bars readable."""
 
-_MOST_TICKS: Final = 9
-_LEAST_STEP: Final = 1.35
-"""Between two ticks of a logarithmic axis, so that their labels have room."""
+_MAX_TICKS: Final = 9
+_MIN_TICK_RATIO: Final = 1.35
+"""Least ratio of two ticks of a logarithmic axis whose labels do not overlap."""
 
 _GIB: Final = 2**30
 
-Series = dict[str, list[SweptEstimate]]
-"""Jobs by what else was swept, in the order of what the picture is over."""
+Series = dict[str, list[JobEstimate]]
+"""Jobs by the label of their other settings, in the order of the x axis."""
 
 
-def draw_sweep(jobs: Sequence[SweptEstimate], folder: Path) -> list[Path]:
-    """Draws what a sweep can show: lengths need two lengths, and longest ones need two numbers of GPUs.
+def draw_estimates(jobs: Sequence[JobEstimate], folder: Path) -> list[Path]:
+    """Draws the pictures of a sweep that has at least two sequence lengths, or two numbers of GPUs.
 
     Args:
-        jobs: of the sweep.
-        folder: where the PNGs go.
+        jobs: Jobs of the sweep.
+        folder: Folder for the PNG files.
 
     Returns:
-        The files.
+        The files that were written.
 
     Raises:
-        OSError: one can't be written.
+        OSError: A file cannot be written.
     """
-    names = swept_settings(jobs)
+    names = differing_settings(jobs)
     lengths = _series([job for job in jobs if not job.longest], names, "seq_len")
     most = _series([job for job in jobs if job.longest], names, "gpus")
     files = []
     if lengths:
-        files += [draw_bytes(lengths, folder / BYTES_NAME), draw_mfu(lengths, folder / MFU_NAME)]
+        files += [draw_bytes(lengths, folder / BYTES_FILE), draw_mfu(lengths, folder / MFU_FILE)]
     if most:
-        files.append(draw_longest(most, folder / LONGEST_NAME))
+        files.append(draw_longest(most, folder / LONGEST_FILE))
     return files
 
 
 def draw_bytes(series: Series, path: Path) -> Path:
-    """Draws device bytes by kind over the length, one panel for each series, the first nine."""
-    shown = dict(list(series.items())[:_MOST_PANELS])
+    """Draws device memory by category and sequence length, one panel for each of the first nine series."""
+    shown = dict(list(series.items())[:_MAX_PANELS])
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(max(4.2 * columns, 6.5), 3.4 * rows + 0.9), layout="constrained")
@@ -85,27 +86,27 @@ def draw_bytes(series: Series, path: Path) -> Path:
         label, jobs = list(shown.items())[place]
         _draw_stacks(axes, jobs, _kinds(shown), top)
         axes.set_title(label, fontsize="medium")
-        axes.set_xlabel("tokens of a sequence" if place + columns >= len(shown) else "")
+        axes.set_xlabel("sequence length (tokens)" if place + columns >= len(shown) else "")
         axes.set_ylabel("" if place % columns else "GiB")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     more = f"; {len(series) - len(shown)} more in the table" if len(series) > len(shown) else ""
-    figure.suptitle(f"Memory of the fullest device (x: does not fit, and what it would need{more})")
+    figure.suptitle(f"Memory of the fullest device (x: does not fit, with the GiB needed{more})")
     figure.legend(handles, labels, loc="outside lower center", ncols=5 if columns > 1 else 3, frameon=False)
     return _save(figure, path)
 
 
 def draw_mfu(series: Series, path: Path) -> Path:
-    """Draws MFU over the length, one line for each series; what does not fit leaves a gap."""
+    """Draws MFU by sequence length, one line for each series. Lengths that do not fit leave gaps."""
     figure, axes = _lines(series, lambda job: _answer(job)["mfu"], "seq_len", _tokens)
-    axes.set_title("MFU (attention causal, nothing recomputed counted); gaps do not fit")
-    axes.set_xlabel("tokens of a sequence")
+    axes.set_title("MFU (causal attention, recomputation not counted); gaps: does not fit")
+    axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("MFU (%)")
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     return _save(figure, path)
 
 
 def draw_longest(series: Series, path: Path) -> Path:
-    """Draws the longest length over the number of GPUs, one line for each series."""
+    """Draws the longest sequence by number of GPUs, one line for each series."""
     figure, axes = _lines(series, _longest, "gpus", str)
     lengths = [tokens for jobs in series.values() for job in jobs if (tokens := _longest(job))]
     if lengths:
@@ -115,21 +116,21 @@ def draw_longest(series: Series, path: Path) -> Path:
         axes.set_ylim(2**low, 2 ** max(high, low + 1))
     axes.set_title("Longest sequence that fits")
     axes.set_xlabel("GPUs")
-    axes.set_ylabel("tokens (K, M: 1024, 1024 x 1024)")
+    axes.set_ylabel("tokens (K = 1024, M = 1024 K)")
     return _save(figure, path)
 
 
-def _answer(job: SweptEstimate) -> dict[str, Any]:
+def _answer(job: JobEstimate) -> dict[str, Any]:
     assert job.answer is not None
     return job.answer
 
 
-def _longest(job: SweptEstimate) -> float | None:
+def _longest(job: JobEstimate) -> float | None:
     return _answer(job)["seq_len"] if _answer(job)["status"] == "ok" else None
 
 
-def _series(jobs: Sequence[SweptEstimate], names: Sequence[str], over: str) -> Series:
-    """Jobs without mistakes by all that was swept but one thing; none where that has one value only."""
+def _series(jobs: Sequence[JobEstimate], names: Sequence[str], over: str) -> Series:
+    """Groups jobs without errors by all differing settings but one; empty if that setting has one value only."""
     others = [name for name in names if name != over]
     answered = sorted((job for job in jobs if job.answer is not None), key=lambda job: int(_answer(job)[over]))
     if len({_answer(job)[over] for job in answered}) < 2:
@@ -143,44 +144,44 @@ def _series(jobs: Sequence[SweptEstimate], names: Sequence[str], over: str) -> S
 
 
 def _kinds(series: Series) -> list[str]:
-    """Kinds that have bytes somewhere."""
+    """Categories of memory that are not zero everywhere."""
     sizes = [_answer(job)["device_bytes"] for jobs in series.values() for job in jobs]
-    return [kind for kind in COLOR_OF_KIND if any(size.get(kind) for size in sizes)]
+    return [kind for kind in CATEGORY_COLORS if any(size.get(kind) for size in sizes)]
 
 
 def _top(series: Series) -> float:
-    """GiB at which bars end: what all need, but not much more than there is."""
+    """Height in GiB at which bars are cut."""
     jobs = [job for jobs in series.values() for job in jobs]
     most: int = max(_answer(job)["device_bytes"]["total"] for job in jobs)
-    rooms = [job.device_room_bytes for job in jobs if job.device_room_bytes is not None]
-    return min(most, _CUT * max(rooms, default=most)) / _GIB
+    rooms = [job.device_budget_bytes for job in jobs if job.device_budget_bytes is not None]
+    return min(most, _BAR_LIMIT * max(rooms, default=most)) / _GIB
 
 
-def _draw_stacks(axes: Any, jobs: Sequence[SweptEstimate], kinds: Sequence[str], top: float) -> None:
+def _draw_stacks(axes: Any, jobs: Sequence[JobEstimate], kinds: Sequence[str], top: float) -> None:
     need = [0.0] * len(jobs)
     for kind in kinds:
         bottom = [min(low, top) for low in need]
         need = [low + _answer(job)["device_bytes"].get(kind, 0) / _GIB for low, job in zip(need, jobs, strict=True)]
         heights = [min(high, top) - low for low, high in zip(bottom, need, strict=True)]
-        label, color = kind.replace("_", " "), COLOR_OF_KIND[kind]
+        label, color = kind.replace("_", " "), CATEGORY_COLORS[kind]
         axes.bar(range(len(jobs)), heights, bottom=bottom, color=color, width=0.8, label=label)
     for place, job in enumerate(jobs):
         if _answer(job)["status"] != "ok":
             lacking = "host" if _answer(job)["status"] == "oohm" else f"{need[place]:,.0f}"
             axes.annotate(f"x {lacking}", (place, min(need[place], top)), ha="center", va="bottom", fontsize="small")
-    room = [job.device_room_bytes / _GIB for job in jobs if job.device_room_bytes is not None]
+    room = [job.device_budget_bytes / _GIB for job in jobs if job.device_budget_bytes is not None]
     if room:
         axes.axhline(min(room), color="black", linestyle="--", linewidth=1, label="usable memory")
     axes.set_ylim(0, 1.1 * top)
     lengths = [_tokens(_answer(job)["seq_len"]) for job in jobs]
-    axes.set_xticks(range(len(jobs)), lengths, rotation=90 if len(jobs) > _MOST_TICKS - 2 else 0)
+    axes.set_xticks(range(len(jobs)), lengths, rotation=90 if len(jobs) > _MAX_TICKS - 2 else 0)
     axes.grid(visible=True, axis="y", alpha=0.3)
 
 
 def _lines(
-    series: Series, value: Callable[[SweptEstimate], float | None], over: str, text: Callable[[int], str]
+    series: Series, value: Callable[[JobEstimate], float | None], over: str, text: Callable[[int], str]
 ) -> tuple[Figure, Any]:
-    """A figure of lines over a setting, in powers of two, each with its label."""
+    """Draws labeled lines over a setting on a logarithmic axis."""
     places = sorted({_answer(job)[over] for jobs in series.values() for job in jobs})
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -188,8 +189,8 @@ def _lines(
         values = {_answer(job)[over]: value(job) for job in jobs}
         heights = [float("nan") if values.get(place) is None else values[place] for place in places]
         nowhere = all(height is None for height in values.values())
-        told = ", ".join([*([label] if label else []), *(["fits nowhere"] if nowhere else [])])
-        axes.plot(places, heights, label=told or None, **style)  # type: ignore[arg-type]
+        legend = ", ".join([*([label] if label else []), *(["does not fit"] if nowhere else [])])
+        axes.plot(places, heights, label=legend or None, **style)  # type: ignore[arg-type]
     axes.set_xscale("log", base=2)
     _set_ticks(axes.xaxis, ticks_of(places), text)
     axes.set_xlim(places[0] / 1.15, places[-1] * 1.15)
@@ -200,17 +201,17 @@ def _lines(
 
 
 def _styles(series: Series) -> list[dict[str, Any]]:
-    """Of lines. Methods have their colours where there are several, and differ by dashes within; else by all."""
+    """Styles of lines. With several methods, the color shows the method and dashes distinguish its lines."""
     methods: list[Method] = [_answer(jobs[0])["method"] for jobs in series.values()]
     if len(set(methods)) == 1:
         return [
             {"color": _COLORS[number % len(_COLORS)], "marker": _MARKERS[number % len(_MARKERS)]}
             for number in range(len(series))
         ]
-    order = list(COLOR_OF_METHOD)
+    order = list(METHOD_COLORS)
     return [
         {
-            "color": COLOR_OF_METHOD[method],
+            "color": METHOD_COLORS[method],
             "marker": _MARKERS[order.index(method)],
             "linestyle": _LINES[methods[:number].count(method) % len(_LINES)],
         }
@@ -219,8 +220,8 @@ def _styles(series: Series) -> list[dict[str, Any]]:
 
 
 def ticks_of(values: Sequence[int]) -> list[int]:
-    """At the values, if their labels have room; else at powers of two between them, or at the ends."""
-    if len(values) <= _MOST_TICKS and all(b / a >= _LEAST_STEP for a, b in itertools.pairwise(values)):
+    """Returns ticks at the values if their labels fit, otherwise at powers of two, or at both ends."""
+    if len(values) <= _MAX_TICKS and all(b / a >= _MIN_TICK_RATIO for a, b in itertools.pairwise(values)):
         return list(values)
     powers = range(math.ceil(math.log2(values[0])), math.floor(math.log2(values[-1])) + 1)
     return [2**power for power in powers] if len(powers) > 1 else sorted({values[0], values[-1]})

@@ -1,4 +1,4 @@
-"""What a training run measures in bytes, predicted from the shape of its model: for models of Hugging Face."""
+"""Predicts the sizes that a training run of a Hugging Face model measures, from the shape of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_memo.shapes.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """Bytes of a step, by their names in `LayerCosts`; all layers are alike."""
+    """Sizes of a step, with their names in `LayerCosts`. All layers are equal."""
 
     input_bytes: tuple[int, ...]
     attention_bytes: tuple[int, ...]
@@ -25,15 +25,15 @@ class StepBytes:
 
 
 def step_bytes(shape: ModelShape, *, sizes: ElementBytes, tokens: int) -> StepBytes:
-    """What the first step of a model with Llama's layers measures on one device, with AdamW.
+    """Predict what the first step of a model with Llama layers and AdamW measures on one device.
 
     Args:
-        shape: the model.
-        sizes: Of elements.
-        tokens: of the batch, which is one sequence.
+        shape: Shape of the model.
+        sizes: Sizes of elements.
+        tokens: Number of tokens of the batch, which is one sequence.
 
     Raises:
-        ValueError: other layers.
+        ValueError: The model has other layers.
     """
     step = HuggingFaceStep(shape=shape, sizes=sizes, tokens=tokens)
     kept = layer_activations(shape, kernels="llama", sizes=sizes)
@@ -49,13 +49,13 @@ def step_bytes(shape: ModelShape, *, sizes: ElementBytes, tokens: int) -> StepBy
 
 
 def slot_bytes_by_alpha(shape: ModelShape, *, sizes: ElementBytes, tokens: int, alpha: float) -> int:
-    """Bytes of a rounding buffer, alignment included, by the code that training asks.
+    """Return the size of a rounding buffer, including alignment, by the code that training uses.
 
     Args:
-        shape: the model.
-        sizes: see `step_bytes`.
-        tokens: see there.
-        alpha: fraction of the tokens of which everything is swapped.
+        shape: Shape of the model.
+        sizes: Sizes of elements.
+        tokens: Number of tokens of the batch.
+        alpha: Fraction of the tokens whose activations are swapped.
     """
     saved = list(saved_bytes(shape, kernels="llama", sizes=sizes, tokens=tokens))
     return slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), "layer")

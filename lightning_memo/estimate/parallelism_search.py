@@ -1,4 +1,4 @@
-"""Which parallelism is the fastest that fits, why others lose, and how long a sequence may be."""
+"""Searches for the fastest parallelism that fits, and for the longest sequence."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.candidates import candidates, left_out
-from lightning_memo.estimate.question.question import Estimate, Question
+from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms, left_out_sentence
+from lightning_memo.estimate.request.question import Estimate, Question
 from lightning_memo.estimate.step.step_estimate import estimate
-from lightning_memo.estimate.why_slower import reason
+from lightning_memo.estimate.why_slower import why_slower
 from lightning_memo.utils.units import MOST_TOKENS
 
 _SAME_TIME: Final = 1.001
-"""Stages of ZeRO whose times differ by less count as equally fast, and the one that takes least memory is taken."""
+"""Ratio of times up to which ZeRO stages count as equally fast; of these, the one with the least memory is used."""
 
 Report = Callable[[int, int], None]
-"""Is told how many parallelisms were tried, of how many."""
+"""Called with the number of parallelisms tried so far and their total number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A parallelism that was not chosen, with the best stage of ZeRO for it."""
+    """A parallelism that was not chosen, with its best ZeRO stage."""
 
     estimate: Estimate
     reason: str
-    """Why it loses."""
+    """Why it is worse than the best parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """The fastest that fits, and the others: those that fit by time, then those that don't by what they would need.
+    """Parallelisms of a question, from best to worst.
 
-    Where nothing fits, the best is the one that needs least.
+    Those that fit are sorted by time, those that do not fit by the memory that they need. If nothing fits, the best one
+    is the one that needs the least memory.
     """
 
     best: Estimate
@@ -45,49 +46,49 @@ def search(question: Question, forced: Mapping[str, int] | None = None, report: 
     """Estimate all parallelisms of a question, and rank them.
 
     Args:
-        question: what is to be trained.
-        forced: sizes that are given, by the names of `Parallelism`.
-        report: see `Report`.
+        question: Training to estimate.
+        forced: Sizes that are given, by their names in `Parallelism`.
+        report: Function for the progress, see `Report`.
 
     Raises:
-        ValueError: no parallelism divides the model, the sequences and the batch.
+        ValueError: No parallelism divides the model, the sequences and the batch.
     """
     divided: dict[tuple[int, ...], list[Estimate]] = {}
-    choices = candidates(question, forced or {})
+    choices = candidate_parallelisms(question, forced or {})
     for done, parallel in enumerate(choices):
         if report is not None:
             report(done, len(choices))
         sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp)
         divided.setdefault(sizes, []).append(estimate(question, parallel))
     best, *others = sorted(map(_best_stage, divided.values()), key=_rank)
-    if missing := left_out(question, forced or {}):
+    if missing := left_out_sentence(question, forced or {}):
         best = replace(best, limits=[*best.limits, missing])
     return Ranking(
         best=best,
-        alternatives=tuple(Alternative(estimate=other, reason=reason(question, other, best)) for other in others),
+        alternatives=tuple(Alternative(estimate=other, reason=why_slower(question, other, best)) for other in others),
     )
 
 
 def longest(
     question: Question, forced: Mapping[str, int] | None = None, multiple_of: int = 1024, report: Report | None = None
 ) -> int | None:
-    """Tokens of the longest sequence that fits with any parallelism; None where none does.
+    """Return the number of tokens of the longest sequence that fits with any parallelism, or None if none fits.
 
-    Longer sequences need more, so that each parallelism is only asked whether it beats the longest length so far, and
-    if it does, its own longest is found by bisection.
+    Longer sequences need more memory. Each parallelism is first tried at a length above the longest one so far; only if
+    that fits, its own longest length is found by bisection.
 
     Args:
-        question: what is to be trained; its length is not looked at.
-        forced: sizes that are given, by the names of `Parallelism`.
-        multiple_of: what lengths are multiples of.
-        report: see `Report`.
+        question: Training to estimate. Its sequence length is ignored.
+        forced: Sizes that are given, by their names in `Parallelism`.
+        multiple_of: Number of tokens that lengths are multiples of.
+        report: Function for the progress, see `Report`.
 
     Raises:
-        ValueError: no parallelism divides the model and the batch.
+        ValueError: No parallelism divides the model and the batch.
     """
-    # A length that all sizes divide; each parallelism then keeps to the lengths that it divides.
+    # All sizes divide this length, so that it excludes no parallelism.
     divisible = replace(question, seq_len=multiple_of * question.gpus)
-    choices = candidates(divisible, forced or {})
+    choices = candidate_parallelisms(divisible, forced or {})
     tokens = None
     for done, parallel in enumerate(choices):
         if report is not None:
@@ -97,13 +98,13 @@ def longest(
 
 
 def longest_with(question: Question, parallel: Parallelism, multiple_of: int, above: int = 0) -> int | None:
-    """Tokens of the longest sequence that fits with a parallelism; None where no length above `above` does.
+    """Return the number of tokens of the longest sequence that fits with a parallelism, or None if none fits.
 
     Args:
-        question: what is to be trained; its length is not looked at.
-        parallel: how.
-        multiple_of: what lengths are multiples of.
-        above: lengths up to this one are of no interest.
+        question: Training to estimate. Its sequence length is ignored.
+        parallel: Sizes of the parallelism.
+        multiple_of: Number of tokens that lengths are multiples of.
+        above: Only longer sequences are tried.
     """
     step = math.lcm(multiple_of, parallel.tp * parallel.cp)
 
@@ -124,7 +125,7 @@ def longest_with(question: Question, parallel: Parallelism, multiple_of: int, ab
 
 
 def _best_stage(stages: list[Estimate]) -> Estimate:
-    """The one with the least memory among the fastest that fit; where none fits, the one that needs least."""
+    """Of the fastest stages that fit, the one with the least memory; if none fits, the one that needs the least."""
     seconds = [stage.step_seconds for stage in stages if stage.step_seconds is not None]
     if not seconds:
         return min(stages, key=_rank)
@@ -133,7 +134,7 @@ def _best_stage(stages: list[Estimate]) -> Estimate:
 
 
 def _rank(answer: Estimate) -> tuple[float, ...]:
-    """The fastest first; then what lacks device memory, then what lacks host memory, the least need first."""
+    """Sort key: those that fit by time, then those out of device memory and those out of host memory by their need."""
     device = answer.device_bytes["total"]
     if answer.step_seconds is not None:
         return 0, answer.step_seconds

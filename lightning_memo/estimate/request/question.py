@@ -1,4 +1,4 @@
-"""What is asked, and what is answered."""
+"""The question, which is a training to estimate, and the estimate that answers it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.shapes.model_shape import ModelShape
 
 Status = Literal["ok", "oom", "oohm"]
-"""It fits; the device is out of memory; the host is."""
+"""Whether the training fits ("ok"), or the device ("oom") or the host ("oohm") is out of memory."""
 
 Method = Literal["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is to be trained, where and how; the parallelism apart."""
+    """A training to estimate: model, cluster, method and batch, without the parallelism."""
 
     shape: ModelShape
     cluster: Cluster
@@ -30,32 +30,32 @@ class Question:
     gpus: int
     seq_len: int
     batch_size: int
-    """Sequences of a step, over all devices."""
+    """Sequences per optimizer step, over all devices."""
 
     alpha: float | None = None
-    """Given, or None: the plan's."""
+    """Fraction of the tokens whose activations are swapped, or None to let the planner choose."""
 
     precision: Precision = "bf16-mixed"
-    """Of training by this project."""
+    """Precision of training with this package."""
 
     slices: Slices | None = None
-    """Settings by which layers run slice after slice; None: they do not."""
+    """Settings for layers that run slice by slice, or None to run layers on whole sequences."""
 
     spill_bytes: int = 0
-    """Room on a node's disk for layer calls that the host has no room for."""
+    """Disk space per node for layer calls that do not fit in host memory."""
 
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
 
     @property
     def sliced(self) -> Slices | None:
-        """The slices, if the sequence is longer than one: else it runs without."""
+        """The slices if the sequence is longer than one slice, otherwise None."""
         return self.slices if self.slices is not None and self.seq_len > self.slices.tokens else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What is expected. Where the status is not "ok", times are None, and bytes are those that were too many."""
+    """Prediction for a question. If the status is not "ok", times are None, and sizes are what would be needed."""
 
     status: Status
     method: Method
@@ -64,31 +64,31 @@ class Estimate:
     gpus: int
     parallel: Parallelism
     alpha: float | None
-    """None where the method has none."""
+    """Fraction of the tokens whose activations are swapped, or None if the method does not swap."""
 
     step_seconds: float | None
     mfu: float | None
-    """Percent, nothing recomputed counted, attention causal."""
+    """Model FLOPs utilization in percent: causal attention, without recomputation."""
 
     hfu: float | None
-    """Percent, what is recomputed counted."""
+    """Hardware FLOPs utilization in percent: including recomputation."""
 
     tokens_per_gpu_per_second: float | None
     device_bytes: dict[str, int]
-    """Of the fullest device, by kind, with their sum as "total"."""
+    """Memory of the fullest device by category, with the sum as "total"."""
 
     host_bytes: int
-    """Of a node."""
+    """Host memory per node."""
 
     disk_bytes: int
-    """Of a node, written and read in every step."""
+    """Disk space per node, which is written and read in every step."""
 
     slices: Slices | None
-    """As asked."""
+    """Slices of the question."""
 
     limits: list[str]
-    """What happens to activations, what binds, which rule beyond the linear program was applied: a sentence each."""
+    """Sentences: what happens to activations, what limits alpha, and which rules besides the linear program apply."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the estimate as plain data for JSON."""
         return asdict(self)

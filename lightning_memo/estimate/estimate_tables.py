@@ -1,4 +1,4 @@
-"""Estimates for people. Formatting only."""
+"""Prints an estimate and the alternative parallelisms as tables."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.search import Ranking
-from lightning_memo.estimate.step.activation_shares import format_alpha
-from lightning_memo.estimate.step.planner_inputs import budget
+from lightning_memo.estimate.parallelism_search import Ranking
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.step.activation_fractions import format_alpha
+from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 
 def print_answer(question: Question, ranking: Ranking, alternatives: int) -> None:
-    """Prints an estimate, its bytes by kind, the alternatives, and what limits it.
+    """Prints an estimate, its device memory, the alternatives and the limits.
 
     Args:
-        question: what was asked.
-        ranking: the answer.
-        alternatives: how many are shown at most.
+        question: Question that was asked.
+        ranking: Ranking of the parallelisms.
+        alternatives: Maximum number of alternatives in the table.
     """
     console = Console()
     console.print(answer_table(question, ranking.best))
@@ -31,11 +31,11 @@ def print_answer(question: Question, ranking: Ranking, alternatives: int) -> Non
         console.print(alternatives_table(ranking, alternatives))
     for limit in ranking.best.limits[1:]:
         console.print(f"- {limit}", highlight=False, markup=False)
-    console.print(f"Constants: {question.constants.source}", highlight=False, markup=False)
+    console.print(f"Speed constants: {question.constants.source}", highlight=False, markup=False)
 
 
 def answer_table(question: Question, answer: Estimate) -> Table:
-    """What was asked, and what is expected."""
+    """Returns a table of the question and the predictions."""
     cluster = question.cluster
     nodes = -(-question.gpus // cluster.devices_per_node)
     table = Table(title="Estimate", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
@@ -46,20 +46,20 @@ def answer_table(question: Question, answer: Estimate) -> Table:
         "model": f"{answer.model}, {_count(question.shape.parameters)} parameters{_trained(question.shape)}",
         "cluster": where,
         "method": answer.method if answer.slices is None else f"{answer.method}, {answer.slices}",
-        "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} a step",
+        "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} per step",
         "status": _status(question, answer),
         "parallelism": format_parallelism(answer.parallel),
         "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
         "activations": answer.limits[0],
         "step": _seconds(answer),
-        "MFU": _percent(answer.mfu, "attention causal, nothing recomputed counted"),
-        "HFU": _percent(answer.hfu, "what is recomputed counted"),
+        "MFU": _percent(answer.mfu, "causal attention, recomputation not counted"),
+        "HFU": _percent(answer.hfu, "recomputation counted"),
         "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
-        "host": f"{format_bytes(answer.host_bytes)} of {format_bytes(_usable(question))} usable on a node",
+        "host": f"{format_bytes(answer.host_bytes)} of the {format_bytes(_usable(question))} usable on each node",
     }
     if question.spill_bytes:
         room = format_bytes(question.spill_bytes)
-        rows["disk"] = f"{format_bytes(answer.disk_bytes)} of a node's {room}, written and read in each step"
+        rows["disk"] = f"{format_bytes(answer.disk_bytes)} of the {room} on each node, written and read in every step"
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
@@ -68,9 +68,9 @@ def answer_table(question: Question, answer: Estimate) -> Table:
 def _status(question: Question, answer: Estimate) -> str:
     if answer.status == "ok":
         return "fits"
-    device = answer.device_bytes["total"] > budget(question, answer.parallel).device_bytes
+    device = answer.device_bytes["total"] > device_budget(question, answer.parallel).device_bytes
     names = [name for name, lacks in (("device", device), ("host", answer.status == "oohm")) if lacks]
-    return f"does not fit: the {' and the '.join(names)} {'is' if len(names) == 1 else 'are'} out of memory"
+    return f"does not fit: out of {' and '.join(names)} memory"
 
 
 def _usable(question: Question) -> int:
@@ -78,8 +78,8 @@ def _usable(question: Question) -> int:
 
 
 def bytes_table(question: Question, answer: Estimate) -> Table:
-    """Bytes of the fullest device by kind, the largest first."""
-    room = budget(question, answer.parallel).device_bytes
+    """Returns a table of the memory of the fullest device by category, the largest first."""
+    room = device_budget(question, answer.parallel).device_bytes
     table = Table(title="Device memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -88,17 +88,17 @@ def bytes_table(question: Question, answer: Estimate) -> Table:
         if size and kind != "total":
             table.add_row(kind.replace("_", " "), format_bytes(size))
     table.add_section()
-    table.add_row("total", f"{format_bytes(answer.device_bytes['total'])} of {format_bytes(room)}")
+    table.add_row("total", f"{format_bytes(answer.device_bytes['total'])} of the {format_bytes(room)} usable")
     return table
 
 
 def alternatives_table(ranking: Ranking, most: int) -> Table:
-    """The best parallelism and those that follow, with the reasons why they lose."""
+    """Returns a table of the best parallelism and its alternatives, with the reason why each is worse."""
     table = Table(title="Alternatives", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in ("TP", "CP", "DP", "PP", "ZeRO", "alpha", "step", "MFU"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    _add_row(table, ranking.best, "best" if ranking.best.status == "ok" else "needs least")
+    _add_row(table, ranking.best, "best" if ranking.best.status == "ok" else "needs the least memory")
     for alternative in ranking.alternatives[:most]:
         _add_row(table, alternative.estimate, alternative.reason)
     hidden = len(ranking.alternatives) - most
@@ -107,7 +107,7 @@ def alternatives_table(ranking: Ranking, most: int) -> Table:
 
 
 def format_parallelism(parallel: Parallelism) -> str:
-    """All sizes in a line."""
+    """Returns all sizes of a parallelism on one line."""
     return f"TP {parallel.tp}, CP {parallel.cp}, DP {parallel.dp}, PP {parallel.pp}, ZeRO {parallel.zero_stage}"
 
 
@@ -119,7 +119,7 @@ def _add_row(table: Table, answer: Estimate, remark: str) -> None:
 
 
 def _trained(shape: ModelShape) -> str:
-    """How many get a gradient, if not all do."""
+    """The number of trained parameters as text, if not all are trained."""
     return "" if shape.adapters is None else f", {_count(shape.layers * shape.adapter_parameters)} of them trained"
 
 

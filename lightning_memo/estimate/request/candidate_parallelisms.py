@@ -1,4 +1,4 @@
-"""Which parallelisms a question allows, and what to ask instead where something can't be divided."""
+"""Lists the parallelisms that are possible, and suggests changes if there are none."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lightning_memo.estimate.inputs.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism
-from lightning_memo.estimate.question.methods import why_not_by_method
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import why_not_by_method
 
 Sizes = Mapping[str, int]
-"""Those that are given, by the names of `Parallelism`."""
+"""Sizes that are given, by their names in `Parallelism`."""
 
 
-def candidates(question: Question, forced: Sizes) -> list[Parallelism]:
-    """All parallelisms that a question allows.
+def candidate_parallelisms(question: Question, forced: Sizes) -> list[Parallelism]:
+    """Return all parallelisms that a question allows.
 
     Raises:
-        ValueError: there is none; one line says why not, and which changes would help.
+        ValueError: There are none. The message is one line with the reasons and the changes that would help.
     """
     allowed = list(_allowed(question, forced))
     if not allowed:
@@ -26,20 +26,21 @@ def candidates(question: Question, forced: Sizes) -> list[Parallelism]:
     return allowed
 
 
-def left_out(question: Question, forced: Sizes) -> str:
-    """A sentence on the parallelisms that only the length rules out; empty if there are none."""
+def left_out_sentence(question: Question, forced: Sizes) -> str:
+    """Describe the parallelisms that only the sequence length excludes; empty if there are none."""
     sizes = [parallel.tp * parallel.cp for parallel in _ruled_out_by(SEQUENCE, question, forced)]
     if not sizes:
         return ""
     lengths = _multiples_near(question.seq_len, math.lcm(*sizes))
     return (
-        f"Left out: parallelisms whose TP x CP is {_listed(sizes)}, which does not divide {question.seq_len:,} tokens; "
-        f"{_listed(lengths, ',')} tokens would do."
+        f"Not considered: parallelisms with TP x CP = {_listed(sizes)}, which does not divide "
+        f"{question.seq_len:,} tokens. "
+        f"They are possible with {_listed(lengths, ',')} tokens."
     )
 
 
-def near(counts: Iterable[int], wanted: int) -> list[int]:
-    """The next lower and the next higher one of some numbers, as far as there are any."""
+def nearest_counts(counts: Iterable[int], wanted: int) -> list[int]:
+    """Return the nearest number below and the nearest one above, if they exist."""
     counts = list(counts)
     lower, higher = [n for n in counts if n < wanted], [n for n in counts if n > wanted]
     return [*([max(lower)] if lower else []), *([min(higher)] if higher else [])]
@@ -55,7 +56,7 @@ def _obstacles(question: Question, parallel: Parallelism) -> tuple[Obstacle | st
 
 
 def _products(gpus: int, forced: Sizes) -> Iterator[Parallelism]:
-    """Parallelisms of so many devices with the given sizes; with one rank, all stages of ZeRO are the same."""
+    """Parallelisms of that many devices with the given sizes. With one rank, all ZeRO stages are equal."""
     for tp in _divisors(gpus, forced.get("tp")):
         for cp in _divisors(gpus // tp, forced.get("cp")):
             for pp in _divisors(gpus // tp // cp, forced.get("pp")):
@@ -71,7 +72,7 @@ def _divisors(number: int, forced: int | None = None) -> list[int]:
 
 
 def _ruled_out_by(what: str, question: Question, forced: Sizes) -> Iterator[Parallelism]:
-    """Parallelisms to which one thing alone is an obstacle."""
+    """Parallelisms that are excluded by one obstacle only."""
     for parallel in _products(question.gpus, forced):
         obstacles = [obstacle for obstacle in _obstacles(question, parallel) if obstacle]
         if obstacles and all(isinstance(each, Obstacle) and each.of == what for each in obstacles):
@@ -79,24 +80,24 @@ def _ruled_out_by(what: str, question: Question, forced: Sizes) -> Iterator[Para
 
 
 def _given(forced: Sizes) -> dict[str, int]:
-    """What a user gave: without a pipeline is how the command asks by itself."""
+    """Sizes that the user gave. The command itself sets pp=1 by default."""
     return {name: size for name, size in forced.items() if (name, size) != ("pp", 1)}
 
 
 def _wrong_product(question: Question, forced: Sizes) -> str:
-    """Where the given sizes are no division of the GPUs; empty if they are one."""
+    """Message if the given sizes do not divide the number of GPUs; otherwise empty."""
     gpus, sizes = question.gpus, {name: size for name, size in _given(forced).items() if name != "zero_stage"}
     product = math.prod(sizes.values())
     free = {"tp", "cp", "dp", "pp"} - forced.keys()
     if gpus % product == 0 and (free or product == gpus):
         return ""
-    told = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
-    told += f" = {product}" if len(sizes) > 1 else ""
+    given = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
+    given += f" = {product}" if len(sizes) > 1 else ""
     if gpus % product == 0:
-        return f"{told} is not gpus={gpus}: give sizes whose product is {gpus}, or leave one out"
+        return f"{given} is not gpus={gpus}: give sizes whose product is {gpus}, or leave one out"
     if len(sizes) == 1:
-        return f"{told} does not divide gpus={gpus}: give {_listed(_divisors(gpus))}, or leave it out"
-    return f"{told} does not divide gpus={gpus}: give sizes whose product does, or leave one out"
+        return f"{given} does not divide gpus={gpus}: give {_listed(_divisors(gpus))}, or leave it out"
+    return f"{given} does not divide gpus={gpus}: give sizes whose product does, or leave one out"
 
 
 def _nothing_divides(question: Question, forced: Sizes) -> str:
@@ -109,21 +110,21 @@ def _nothing_divides(question: Question, forced: Sizes) -> str:
         else:
             smallest[first.of] = min(first, smallest.get(first.of, first))
     why_not = "; ".join([*map(str, smallest.values()), *others])
-    told = ", ".join([f"gpus={question.gpus}", *(f"parallel.{name}={size}" for name, size in _given(forced).items())])
+    given = ", ".join([f"gpus={question.gpus}", *(f"parallel.{name}={size}" for name, size in _given(forced).items())])
     changes = ", or ".join(_remedies(question, forced))
     remedies = f"give {changes}" if changes else "give other sizes, or leave them out"
-    return f"{told}: there is no such parallelism ({why_not}): {remedies}"
+    return f"{given}: no such parallelism is possible ({why_not}): {remedies}"
 
 
 def _remedies(question: Question, forced: Sizes) -> Iterator[str]:
-    """Single changes with which there is a parallelism."""
+    """Single changes that make a parallelism possible."""
     for name in _given(forced):
         sizes = range(4) if name == "zero_stage" else _divisors(question.gpus)
         possible = [size for size in sizes if any(_allowed(question, {**forced, name: size}))]
         if possible:
             yield f"parallel.{name}={_listed(possible)}"
     divided = (n for n in question.cluster.device_counts if any(_allowed(replace(question, gpus=n), forced)))
-    if counts := near(divided, question.gpus):
+    if counts := nearest_counts(divided, question.gpus):
         yield f"gpus={_listed(counts)}"
     if groups := [parallel.dp for parallel in _ruled_out_by(BATCH, question, forced)]:
         yield f"batch_size={_listed(_multiples_near(question.batch_size, min(groups)))}"
@@ -132,7 +133,7 @@ def _remedies(question: Question, forced: Sizes) -> Iterator[str]:
 
 
 def _multiples_near(number: int, step: int) -> list[int]:
-    """Around a number that is none."""
+    """The multiples of a step below and above a number that is not a multiple itself."""
     lower = number // step * step
     return [multiple for multiple in (lower, lower + step) if multiple]
 
