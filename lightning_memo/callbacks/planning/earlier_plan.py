@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_memo.artifacts.plan import Budget, Plan
 from lightning_memo.config import MemoConfig, format_bytes
 from lightning_memo.engine import Engine
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.profiler.measured_costs import budget, run_fingerprint, state_bytes
 
 # What a process has of its own in a plan that all of them run.
