@@ -30,16 +30,17 @@ from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
+from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.forward.intercept import set_layout
 from lightning_memo.engine.memory.spill_file import open_unnamed
 from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.loss.attach_loss import attach_chunked_loss
-from lightning_memo.parallel.precision import MeshPrecision
+from lightning_memo.parallel.mesh_precision import MeshPrecision
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.ranks import explain_lost_process
-from lightning_memo.parallel.sizes import resolve_sizes
-from lightning_memo.parallel.zero import accumulating
+from lightning_memo.parallel.rank_groups import explain_lost_process
+from lightning_memo.parallel.zero_sharding import accumulating
 from lightning_memo.refusals import (
     refuse_averaging,
     refuse_gradient_checkpointing,
@@ -333,6 +334,7 @@ class MemoStrategy(CheckpointingStrategy):
             return dataloader
         assert self.lightning_module is not None
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
+        seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
         return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
     @override

@@ -46,7 +46,7 @@ from lightning_memo.engine.sequence.sliced_model import SequenceRun, SlicedModel
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.batches.token_layout import TokenLayout, slice_multiple
 from lightning_memo.parallel.context.context_groups import ContextGroups
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
 from lightning_memo.utils.units import format_bytes
