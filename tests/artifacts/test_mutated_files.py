@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from support.draws import draws
 from test_plan import small_plan
 
 from lightning_memo.artifacts.plan import PhasePlacement, Plan, StepPlacement
@@ -17,7 +18,7 @@ from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
 from lightning_memo.planner.placement.problem import MAX_BYTES
 
-MUTANTS = 3400  # of each kind of file: more than 10,000 together
+MUTANTS = draws(1000)  # of each kind of file
 
 _NUMBERS = (b"-1", b"0", b"1e999", b"-0.0", b"9" * 19, b"9" * 400, b"4611686018427387904", b"NaN", b"0x10", b"true")
 

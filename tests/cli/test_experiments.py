@@ -98,6 +98,7 @@ TINY_RUN = (
     "trainer.max_steps=2",
     "trainer.limit_val_batches=1",
     "callbacks.progress_bar=null",
+    *commands.WITHOUT_REPORT,
     "+trainer.enable_progress_bar=false",
     "+trainer.enable_model_summary=false",
 )
@@ -136,6 +137,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
     """In one process of its own, as ZeRO makes a process group; few weights, a ten-thousandth of the tokens."""
     small = {
         "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
+        "data.path": ROOT / "lightning_memo",
         "data.max_bytes": 40000,
         "model.config.hidden_size": 32,
         "model.config.intermediate_size": 64,
@@ -170,7 +172,7 @@ def test_the_commands_of_sweeps_run(in_process: Any, tmp_path: Path) -> None:
     for line in found:
         short = line.replace("512,1024,2048", "16,24,32").split()
         tiny = [setting for setting in commands.TINY_RUN if not setting.startswith("data.seq_len")]
-        status, _, err = in_process(main, "-m", *tiny, *short)
+        status, _, err = in_process(main, "-m", *tiny, *commands.WITHOUT_REPORT, *short)
         assert status == 0, err
         assert len(list(tmp_path.glob("outputs/train/sweeps/2*/[0-9]/summary.json"))) == 6
     assert len(list(tmp_path.glob("outputs/train/sweeps/2*"))) == 1, "the second one went on"
