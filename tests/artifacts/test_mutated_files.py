@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from support.draws import draws
-from test_plan import small_plan
+from support.samples.plans import small_plan
 
 from lightning_memo.artifacts.plan import PhasePlacement, Plan, StepPlacement
 from lightning_memo.artifacts.trace import Trace

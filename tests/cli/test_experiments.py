@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from support import commands
+from support.commands import composed
 from support.paths import REFERENCE, ROOT
-from test_context_extension import SAVED
-from test_documents_data import TEXTS
+from support.samples.documents import TEXTS
+from support.samples.models import SAVED
 
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.cli.runs.assemble import build_strategy
@@ -26,11 +26,6 @@ from lightning_memo.parallel.sizes import resolve_sizes
 from lightning_memo.train import main
 
 PAPER = REFERENCE / "papers" / "memo_app_table7_memo.csv"
-
-
-def composed(name: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        return compose(name, list(overrides))
 
 
 def cells_of_the_paper() -> list[dict[str, str]]:

@@ -1,6 +1,5 @@
 import contextlib
 import csv
-import shutil
 import signal
 import subprocess
 import time
@@ -11,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
-from support.commands import MODULE, TINY_RUN, WITHOUT_REPORT, environment
+from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environment, python
 from support.commands import run as run_command
 
 from lightning_memo.cli.run_summary import RunSummary
@@ -122,8 +121,6 @@ def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
 
 # ---- sweeps that go on
 
-SWEEP = "outputs/train/sweeps/last"
-
 
 def rows(job, lost=None):
     """What a job logged, by step, without what is a matter of time, and without a step that may be lost."""
@@ -150,10 +147,6 @@ def interrupted(folder, number, *settings, job=1, cold=False):
             assert process.poll() is None, (folder / "killed.log").read_text()
             time.sleep(0.01)
         return end(process, number)
-
-
-def python(environ):
-    return shutil.which("python", path=environ["PATH"])
 
 
 def end(process, number):
@@ -265,7 +258,9 @@ def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
     lost = max(map(last_step, (tmp_path / SWEEP / "0" / "checkpoints").glob("step-*.ckpt")))
     for more in (["-m", "sweep=last"], ["name=whole"]):
         flags = [each for each in more if each == "-m"]
-        status, _, err = run_command(["python", *MODULE, *flags, *TINY_RUN, *WITHOUT_REPORT, *settings, more[-1]], tmp_path)
+        status, _, err = run_command(
+            ["python", *MODULE, *flags, *TINY_RUN, *WITHOUT_REPORT, *settings, more[-1]], tmp_path
+        )
         assert status == 0, err
     (whole,) = (tmp_path / "outputs/whole/runs").iterdir()
     assert "goes on from" in (tmp_path / SWEEP / "0" / "train.log").read_text()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.commands import MODULE, TINY_RUN, WITHOUT_REPORT, free_port, run
+from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, free_port, run
 from support.extras import extra
-from test_sweep import SWEEP
 
 from lightning_memo.cli.hydra_command import user_message
 from lightning_memo.cli.sweeps.sweep_report import load_runs

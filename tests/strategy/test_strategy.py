@@ -39,8 +39,9 @@ from lightning_memo.engine import TestMode
 
 # fp32 rounds a slice's part of a weight gradient before it is added to the others' (relative error of at most 6e-7 per
 # step). AdamW bounds what a step can make of that, so along training it adds up, at most linearly: over 40 steps to
-# 40 * 6e-7 * (the loss's change per step, at most 0.1) = 2.4e-6. Measured over 100 steps and three families: 9.6e-7, two
-# units in the last place of a loss of 4. A wrong gradient is 1000 times as far off: see `test_bound_tells_wrong_training_apart`.
+# 40 * 6e-7 * (the loss's change per step, at most 0.1) = 2.4e-6. Measured over 100 steps and three families: 9.6e-7,
+# two units in the last place of a loss of 4. A wrong gradient is 1000 times as far off: see
+# `test_bound_tells_wrong_training_apart`.
 CURVE_BOUND = 2.4e-6
 CURVE_STEPS = 40
 CURVE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from lightning_memo.cli.hydra_command import config_dir
 from support import warm
 from support.paths import ROOT, TESTS
 
@@ -92,3 +97,18 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+SWEEP = "outputs/train/sweeps/last"
+"""Folder of the newest sweep of the training command."""
+
+
+def python(environ: dict[str, str]) -> str | None:
+    """Return the path of the interpreter that commands with this environment start."""
+    return shutil.which("python", path=environ["PATH"])
+
+
+def composed(name: str, *overrides: str) -> DictConfig:
+    """Return a configuration of `conf/` with overrides."""
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return compose(name, list(overrides))
