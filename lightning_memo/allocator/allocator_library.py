@@ -51,7 +51,7 @@ _RESULTS: Final = {
 _WRONG_PLAN: Final = -2
 
 
-class Library:
+class AllocatorLibrary:
     """The allocator's functions for one type of device.
 
     Each process has one such library per type, and it stays loaded: blocks that it handed out may outlive everything

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from lightning_memo.allocator.allocator_library import Library
+from lightning_memo.allocator.allocator_library import AllocatorLibrary
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PlannedAllocator:
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"no planned allocator for device {str(device)!r}: use a CPU or a CUDA device")
-        self._library = Library(device.type)
+        self._library = AllocatorLibrary(device.type)
         self._device = device
         # Bound once: these run at every phase marker.
         self._phase = self._library.phase

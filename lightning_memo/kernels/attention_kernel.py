@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.transfer import sent
+from lightning_memo.kernels.async_transfer import to_device_async
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def block_mask(
         if spec.window is not None:
             mask = mask & (j > i - spec.window)
     if spec.lengths is not None and padded:
-        lengths = sent(torch.tensor(spec.lengths), device)[:, None]
+        lengths = to_device_async(torch.tensor(spec.lengths), device)[:, None]
         valid = (torch.arange(keys.start, keys.stop, device=device)[None, :] < lengths)[:, None, None, :]
         mask = valid if mask is None else mask & valid
     if spec.documents is not None:
@@ -186,7 +186,7 @@ def block_mask(
 
 def _same_document(starts: tuple[int, ...], queries: range, keys: range, device: torch.device) -> Tensor:
     """Whether query and key are of one document, `[queries, keys]`."""
-    edges = sent(torch.tensor(starts), device)
+    edges = to_device_async(torch.tensor(starts), device)
     of_query, of_key = (
         torch.bucketize(torch.arange(r.start, r.stop, device=device), edges, right=True) for r in (queries, keys)
     )

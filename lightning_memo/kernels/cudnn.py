@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, side_by_side, token_major
-from lightning_memo.kernels.banded import AtenFlash
+from lightning_memo.kernels.flash_attention import AtenFlash
 
 _LARGEST_HEAD = 128  # larger ones work on some GPUs only
 _DROPOUT_STEPS = 16  # dropout is a multiple of 1/16

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_memo.artifacts.plan import Attention
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec, Kernel
-from lightning_memo.kernels.banded import AtenFlash, FlashAttn
-from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.flash_attention import AtenFlash, FlashAttn
 from lightning_memo.kernels.kernel_packages import FLASH_ATTN, TRANSFORMER_ENGINE
 from lightning_memo.kernels.packed_documents import PackedDocuments
-from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
 _FLASH = 1  # at::SDPBackend::flash_attention
@@ -58,7 +58,9 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
     return PackedDocuments(backend) if spec.documents is not None and backend.blocks else backend
 
 
-def candidates(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> dict[Attention, Callable[[], AttentionBackend]]:
+def candidate_kernels(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+) -> dict[Attention, Callable[[], AttentionBackend]]:
     """Makers of the kernels that compute such calls themselves, whatever a batch's padding, documents and windows.
 
     Where there is none, PyTorch's attention is replayed. A maker raises `ValueError` where the package is of a version

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_memo.artifacts.plan import Attention, AttentionTrial
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.rng_state import RngState
 
 PROBE_TOKENS = 4096
 """Longest sequence of a trial: some milliseconds on a GPU, and long enough to keep all of it busy."""
@@ -23,10 +23,10 @@ _ROUNDS = 3
 # Results in half precision are 2^-8 from each other; a kernel that sees the wrong keys is as far off as they are large.
 _TOLERANCE = 2**-4
 
-Cost = Callable[[Callable[[], object]], float]
+Timer = Callable[[Callable[[], object]], float]
 """Runs something, waits for it, and says how many seconds it took."""
 
-Makers = Mapping[Attention, Callable[[], AttentionBackend]]
+KernelFactories = Mapping[Attention, Callable[[], AttentionBackend]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class ProbeInputs:
         return result.out, *backend.backward(self.dout, self.q, self.k, self.v, result, self.spec)
 
 
-def try_kernels(makers: Makers, inputs: ProbeInputs, seconds_of: Cost) -> tuple[AttentionTrial, ...]:
+def try_kernels(makers: KernelFactories, inputs: ProbeInputs, seconds_of: Timer) -> tuple[AttentionTrial, ...]:
     """Try kernels side by side, and leave the random state as it was.
 
     Args:
-        makers: Makers of the kernels, by name; the first tells what is right.
+        makers: KernelFactories of the kernels, by name; the first tells what is right.
         inputs: Of the calls.
         seconds_of: Measures; each kernel gets the least of some times, after one that counts for nothing.
     """
@@ -126,7 +126,7 @@ def agreed(trials_of_ranks: Sequence[Sequence[AttentionTrial]]) -> tuple[Attenti
     return tuple(together)
 
 
-def fastest(trials: Sequence[AttentionTrial]) -> Attention:
+def fastest_kernel(trials: Sequence[AttentionTrial]) -> Attention:
     """The kernel with the least seconds.
 
     Raises:
@@ -139,7 +139,7 @@ def fastest(trials: Sequence[AttentionTrial]) -> Attention:
     return min(measured, key=lambda trial: trial.seconds or 0.0).name
 
 
-def _measured(backend: AttentionBackend, inputs: ProbeInputs, seconds_of: Cost) -> tuple[tuple[Tensor, ...], float]:
+def _measured(backend: AttentionBackend, inputs: ProbeInputs, seconds_of: Timer) -> tuple[tuple[Tensor, ...], float]:
     results: list[tuple[Tensor, ...]] = []
     seconds = seconds_of(lambda: results.append(inputs.run(backend)))
     return results[0], seconds

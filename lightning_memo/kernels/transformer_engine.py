@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec
-from lightning_memo.kernels.banded import AtenFlash
+from lightning_memo.kernels.flash_attention import AtenFlash
 from lightning_memo.kernels.kernel_packages import TRANSFORMER_ENGINE
 
 _LAYOUT = "bshd_bshd_bshd"

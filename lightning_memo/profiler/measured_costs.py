@@ -33,7 +33,7 @@ _USABLE_DISK_SHARE = 0.9
 _RECOMPUTED = ("query", "key", "value", "other")
 
 
-def layer_costs(
+def measured_layer_costs(
     profile: StepProfile,
     step_seconds: float,
     fixed_device_bytes: int,
@@ -78,7 +78,7 @@ def layer_costs(
     )
 
 
-def storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
+def measured_storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
     """The same costs kind by kind.
 
     Args:
@@ -195,7 +195,7 @@ def estimated_working_set(profile: StepProfile, earlier: LayerCosts | None) -> W
     return WorkingSet(layers=layers, outside=math.ceil(earlier.transient_device_bytes * grown))
 
 
-def budget(
+def available_budget(
     config: MemoConfig, device: torch.device, fixed_device_bytes: int, held_host_bytes: int, processes: int = 1
 ) -> Budget:
     """What a process may use: the user's limits, else what is free now (cgroup limits respected).

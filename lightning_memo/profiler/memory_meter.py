@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 _ALLOCATION: Final = "Allocation"
 
 
-class Request(NamedTuple):
+class AllocationRequest(NamedTuple):
     """Memory of the CPU that is allocated, or freed (its size is then negative)."""
 
     time_ns: int
@@ -54,7 +54,7 @@ class AllocationRecorder:
         if gives_way:
             AllocationRecorder._giving_way = self
 
-    def stop(self) -> list[Request]:
+    def stop(self) -> list[AllocationRequest]:
         """The requests since the start, in the order of time.
 
         Raises:
@@ -73,7 +73,7 @@ class AllocationRecorder:
             waiting.extend(event.children)
             tag, allocation = event.typed
             if tag.name == _ALLOCATION and allocation.device.type == "cpu":
-                requests.append(Request(event.start_time_ns, allocation.ptr, allocation.alloc_size))
+                requests.append(AllocationRequest(event.start_time_ns, allocation.ptr, allocation.alloc_size))
         return sorted(requests, key=lambda request: request.time_ns)
 
 
@@ -210,7 +210,7 @@ class StepTimes:
     """Of the backward."""
 
 
-def working_set(requests: Iterable[Request], times: StepTimes, accumulating: bool = False) -> WorkingSet:
+def working_set(requests: Iterable[AllocationRequest], times: StepTimes, accumulating: bool = False) -> WorkingSet:
     """The working set of a step that made these requests; see `WorkingSetMeter`."""
     requests = list(requests)
     freed = _freed(requests)
@@ -240,7 +240,7 @@ def working_set(requests: Iterable[Request], times: StepTimes, accumulating: boo
     return WorkingSet(layers, outside)
 
 
-def _freed(requests: Iterable[Request]) -> set[int]:
+def _freed(requests: Iterable[AllocationRequest]) -> set[int]:
     """Which of the requests allocate what a later one frees."""
     alive: dict[int, int] = {}
     freed = set()

@@ -380,7 +380,7 @@ def test_arena_is_one_allocation_of_distinct_regions() -> None:
     arena = HostArena(192, pinned=False)
     regions = [arena.acquire(64) for _ in range(3)]
     assert arena.acquire(1) is None
-    assert (arena.regions_in_use, arena.bytes_in_use) == (3, 192)
+    assert (arena.buffers_in_use, arena.bytes_in_use) == (3, 192)
     addresses = [region.data_ptr() for region in regions if region is not None]
     assert addresses == [arena._memory.data_ptr() + n * 64 for n in range(3)]
     assert regions[1] is not None

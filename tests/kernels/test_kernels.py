@@ -16,12 +16,12 @@ from support.attention_reference import Attended, Inputs, assert_close, attend, 
 from torch import Tensor
 
 from lightning_memo.kernels import AttentionSpec
-from lightning_memo.kernels.banded import AtenFlash, Band, BandedFlash, FlashAttn, bands
-from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.flash_attention import AtenFlash, Band, BandedFlash, FlashAttn, bands
 from lightning_memo.kernels.kernel_packages import Package
-from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.kernels.select_kernel import check_available, select_backend
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 

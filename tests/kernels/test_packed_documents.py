@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_memo.kernels import AttentionResult, AttentionSpec, cpu, select_backend
 from lightning_memo.kernels.attention_kernel import block_mask, merge, sees_nothing_result, sums_dtype
-from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.packed_documents import PackedDocuments, pieces, sees_any
-from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.replayed_sdpa import Replay
 
 FP32_BOUND = 2e-6
 DOCUMENTS = ((0, 5, 6, 17), (0, 12))

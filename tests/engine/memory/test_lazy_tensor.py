@@ -82,7 +82,7 @@ def test_what_an_abandoned_step_left_is_refused(memory: SlotMemory) -> None:
     t = on_host(torch.randn(1, 7, 3), memory)
     memory.abandon()
     assert memory.slots_in_use == 0
-    with pytest.raises(RuntimeError, match="hidden states of a step that is over"):
+    with pytest.raises(RuntimeError, match="hidden states were read after their step"):
         t[:, :2]
 
 

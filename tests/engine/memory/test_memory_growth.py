@@ -11,7 +11,6 @@ from support.families import VOCABULARY, make_batch
 from support.harness import CPU, Batch, EngineUnderTest
 from torch import nn
 
-from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.profiler.memory_meter import PeakMeter
 
 # Where activations outweigh all else: one layer input is 512 KiB, the logits of the small vocabulary are 384 KiB.
@@ -91,12 +90,11 @@ def test_after_the_forward_only_the_last_two_layers_are_on_the_device(alpha: flo
         under_test.profile_step(batch)
         under_test.load(alpha)
         loss = model(**batch).loss
-        runs: list[LayerRun] = [run for _, run in sorted(under_test.engine._runs.items())]
-        on_device = [run.unit.slot is not None and run.unit.slot.buffer is not None for run in runs]
-        on_host = [run.unit.slot is not None and run.unit.slot.host is not None for run in runs]
-        assert on_device == [False] * 6 + [True] * 2
-        assert on_host == [True] * 6 + [False] * 2
-        del runs
+        memory = under_test.engine.memory
+        assert memory is not None
+        assert memory.arena.buffers_in_use == 6  # each of the first six slots has one host buffer
+        assert memory.slots_in_use - memory.arena.buffers_in_use == 2  # the last two have the rounding buffers
+        assert memory.stats.unplanned_slots == 0
         loss.backward()
         under_test.assert_empty()
         under_test.assert_as_planned()

@@ -49,6 +49,13 @@ def slots() -> list[Tensor]:
     return [torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, generator=generator) for _ in range(SLOTS)]
 
 
+def descriptor_in(folder: Path) -> int:
+    """The descriptor of the file in `folder` that this process has open; it has no name there."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    (descriptor,) = (int(path.name) for path in links if str(path.readlink()).startswith(f"{folder}{os.sep}"))
+    return descriptor
+
+
 def there_and_back(tier: Spill, sources: list[Tensor]) -> list[Tensor]:
     """All slots go out through one buffer on the device, which is used again, and come back into one, last first."""
     buffer, arrived = torch.empty(SLOT_BYTES, dtype=torch.uint8), []
@@ -79,7 +86,7 @@ def test_bytes_come_back(tier: Spill) -> None:
 
 
 def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(tier: Spill) -> None:
-    status = os.fstat(tier.file._file.fileno())
+    status = os.fstat(descriptor_in(tier.file.folder))
     assert status.st_size == SLOTS * 5 * BLOCK_BYTES <= status.st_blocks * 512
     assert [tier.take(SLOT_BYTES) is None for _ in range(SLOTS + 1)] == [False] * SLOTS + [True]
 
@@ -159,7 +166,9 @@ def test_more_than_is_free_is_refused_before_the_disk_is_full(tmp_path: Path, mo
 @pytest.mark.parametrize("folder", ["/proc", "missing", "file"])
 def test_a_folder_that_takes_no_files_is_told(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r'spill_path=".*(proc|missing|file)": no file can be made there \(.*\): give'):
+    with pytest.raises(
+        ValueError, match=r'spill_path=".*(proc|missing|file)": no file can be created there \(.*\): give'
+    ):
         SpillFile(tmp_path / folder, BLOCK_BYTES)
 
 
@@ -192,7 +201,7 @@ def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., 
 def own(folder: Path, ready: Connection) -> None:
     """A process that has a spill file, until it is told to end."""
     file = SpillFile(folder, BLOCK_BYTES)
-    ready.send(([path.name for path in folder.iterdir()], os.fstat(file._file.fileno()).st_nlink))
+    ready.send(([path.name for path in file.folder.iterdir()], os.fstat(descriptor_in(folder)).st_nlink))
     ready.recv()
     raise KeyError("an exception")
 
@@ -220,7 +229,7 @@ def test_nothing_is_left_when_processes_end(tmp_path: Path) -> None:
 
 def test_closing_gives_the_space_back_though_a_child_has_the_file_open(tmp_path: Path) -> None:
     file = SpillFile(tmp_path, BLOCK_BYTES)
-    inherited = os.dup(file._file.fileno())
+    inherited = os.dup(descriptor_in(tmp_path))
     assert os.fstat(inherited).st_blocks > 0
     file.close()
     assert os.fstat(inherited).st_blocks == 0

@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_memo.artifacts import spill_sizes
 from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES
 from lightning_memo.engine.memory.slot import Slot
+from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill_file import SpillError
 
 BATCH = make_batch(2, 48)
@@ -187,12 +189,19 @@ def test_a_plan_that_spills_needs_a_folder() -> None:
             under_test.load(0.5, spilled_calls=2)
 
 
-def test_slots_of_spilled_calls_have_no_host_memory(tmp_path: Path) -> None:
+def test_slots_of_spilled_calls_have_no_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots: list[Slot] = []
+    lease = SlotMemory.lease
+
+    def noted(*arguments: Any, **settings: Any) -> Slot:
+        slots.append(lease(*arguments, **settings))
+        return slots[-1]
+
     with profiled(tmp_path) as under_test:
         under_test.load(1.0, spilled_calls=2)
+        monkeypatch.setattr(SlotMemory, "lease", noted)
         loss = under_test.model(**BATCH).loss
-        slots = [unit.slot for unit in under_test.engine._units.values()]
-        assert [elsewhere(slot) for slot in slots if slot is not None] == ["disk", "host", "disk", "host", "", ""]
+        assert [elsewhere(slot) for slot in slots] == ["disk", "host", "disk", "host", "", ""]
         loss.backward()
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, block_mask, token_major
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.rng_state import RngState
 
 # The engine replaces `F.scaled_dot_product_attention` while layers run; this is PyTorch's own.
 _sdpa = F.scaled_dot_product_attention
