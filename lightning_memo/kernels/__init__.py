@@ -1,4 +1,4 @@
-"""Attention kernels behind one interface, and random state."""
+"""Attention kernels behind one interface, their selection, and random state."""
 
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionResult, AttentionSpec, token_major
 from lightning_memo.kernels.rng_state import RngState

@@ -131,7 +131,7 @@ def test_trials_have_the_models_heads_and_a_bounded_length(queries):
 
 @pytest.mark.parametrize(
     ("kernel", "why"),
-    [(Broken, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), (Blind, "its output is off by ")],
+    [(Broken, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), (Blind, "its output differs by ")],
 )
 def test_a_kernel_that_raises_or_is_wrong_is_dropped_and_says_why(kernel, why):
     q, k, v, _ = make_inputs()
