@@ -1,4 +1,4 @@
-"""The engine on a GPU: gradients, copies beside computation, page-locked memory, and training with Lightning."""
+"""The engine on a GPU: gradients, copies during computation, page-locked memory, and training with Lightning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_memo.utils.find_layers import find_layers
 
 TOKENS, VOCABULARY = 512, 96
 MIB = 2**20
-# Of plain training's own distance to fp64: slices round each weight gradient once more.
+# Relative to the error of plain training against fp64: slices round each weight gradient once more.
 FARTHER = 1.25
 
 Batch = dict[str, Tensor]
@@ -31,7 +31,7 @@ Gradients = dict[str, Tensor]
 
 
 def make_model(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> nn.Module:
-    """A Llama, or with a window a Mistral, of six layers with grouped queries."""
+    """A Llama, or a Mistral if there is a window, with six layers and grouped-query attention."""
     torch.manual_seed(0)
     settings = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -60,7 +60,7 @@ def gradients(model: nn.Module, batch: Batch) -> Gradients:
 
 
 def distance(found: Gradients, expected: Gradients) -> float:
-    """Relative error of the whole gradient."""
+    """Relative error of the gradient of all parameters."""
     squares = sum(float((found[name] - g).norm()) ** 2 for name, g in expected.items())
     return (squares / sum(float(g.norm()) ** 2 for g in expected.values())) ** 0.5
 
@@ -92,7 +92,7 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("alpha", "slice_tokens"), [(0.0, None), (0.5, None), (1.0, None), (0.5, 64)])
 def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padded, device):
-    """Copies are late at random, and released memory is poisoned: a missing wait would show."""
+    """Copies are delayed at random and released memory is poisoned, which would reveal a missing wait."""
     model, batch = make_model(device, window=window), make_batch(device, padded)
     in_double = copy.deepcopy(model).to("cpu", torch.float64)
     truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})

@@ -110,7 +110,7 @@ def test_pytorchs_flash_kernel_gives_what_plain_training_gets(dropout, device):
 
 @pytest.mark.parametrize("key_heads", [8, 2, 1])
 def test_cudnn_takes_keys_and_values_as_they_are(key_heads, device):
-    """Grouped-query attention without repeated keys and values gives what repeated ones give, and needs less."""
+    """Grouped-query attention without repeated keys and values gives the same results with less memory."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("cuDNN's attention needs compute capability 8.0")
     inputs = make_inputs(

@@ -1,4 +1,4 @@
-"""What comes back from the host or the disk with other bytes ends the run in one line, if `check_restored` is set."""
+"""With `check_restored`, a tensor that comes back with other bytes than it left with ends the run in one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def some_bytes(count: int) -> Tensor:
 def test_every_single_bit_is_seen(count: int) -> None:
     data = some_bytes(count)
     check = Checksum(WHAT, data, torch.uint8)
-    check.compare(torch.cat([data[:3], data])[min(count, 3) :])  # also where it lies elsewhere among words of eight
+    check.compare(torch.cat([data[:3], data])[min(count, 3) :])  # also at an offset that is no multiple of eight
     for byte in {0, count // 2, count - 1}:
         for bit in range(8):
             data[byte] ^= 1 << bit
@@ -127,7 +127,7 @@ PATHS = {
 
 
 def strategy_of(path: str, **settings: Any) -> MemoStrategy:
-    """The strategy of a path; where there is a disk, the host has room for two slots."""
+    """The strategy of a path; if it spills, the host memory holds two slots."""
     if path == "spilled":
         Path("disk").mkdir(exist_ok=True)
         slot_bytes = fit(MemoStrategy(alpha=1.0), LanguageModel(eight_blocks), max_steps=1).plan.swap.slot_bytes
@@ -137,9 +137,9 @@ def strategy_of(path: str, **settings: Any) -> MemoStrategy:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_clean_run_is_the_same(path: str) -> None:
-    """Bit by bit, in spite of delays and poison, which are never compared."""
+    """Results are bit-identical in spite of delays and poison, which are never compared."""
     settings: dict[str, Any] = {}
-    if path == "kinds":  # solved for from times that were measured: another profile may give another plan
+    if path == "kinds":  # its plan depends on measured times, so another profile may give another plan
         fit(strategy_of(path), LanguageModel(PATHS[path][0]), max_steps=1)
         settings["plan"] = "memo_plan.json"
     expected = fit(strategy_of(path, **settings), LanguageModel(PATHS[path][0]), max_steps=3)

@@ -1,4 +1,4 @@
-"""The spill file and the way there and back: bytes come back, failures are told, and nothing is left on the disk."""
+"""The spill file and its copies: bytes come back, failures are reported, and nothing is left on the disk."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def slots() -> list[Tensor]:
 
 
 def descriptor_in(folder: Path) -> int:
-    """The descriptor of the file in `folder` that this process has open; it has no name there."""
+    """The descriptor of the file without a name that this process has open in `folder`."""
     links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     (descriptor,) = (int(path.name) for path in links if str(path.readlink()).startswith(f"{folder}{os.sep}"))
     return descriptor
 
 
 def there_and_back(tier: Spill, sources: list[Tensor]) -> list[Tensor]:
-    """All slots go out through one buffer on the device, which is used again, and come back into one, last first."""
+    """Write all slots from a device buffer that is reused, and read them back into it, the last one first."""
     buffer, arrived = torch.empty(SLOT_BYTES, dtype=torch.uint8), []
     places = [tier.take(SLOT_BYTES) for _ in sources]
     writes = []
@@ -92,7 +92,7 @@ def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(tier: Spill) 
 
 
 class Heedless:
-    """An event for which nobody waits."""
+    """An event whose waits return immediately."""
 
     def __init__(self, event: CopyEvent) -> None:
         self._event = event
@@ -104,7 +104,7 @@ class Heedless:
 
 
 class HeedlessStream(ThreadCopyStream):
-    """A broken copy stream: its copies are taken for finished at once."""
+    """A broken copy stream, whose copies appear to have ended immediately."""
 
     def copy_after(self, *arguments: Any, **subject: Any) -> CopyEvent:
         return Heedless(super().copy_after(*arguments, **subject))
@@ -184,7 +184,7 @@ def test_a_disk_that_fails_is_told_where_bytes_are_needed(
 
 
 def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., int]:
-    """A system call that the disk refuses after some time."""
+    """A system call that fails after some calls."""
     count = iter(range(10**6))
 
     def call(*arguments: object) -> int:
@@ -199,7 +199,7 @@ def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., 
 
 
 def own(folder: Path, ready: Connection) -> None:
-    """A process that has a spill file, until it is told to end."""
+    """A process that has a spill file until it gets a message."""
     file = SpillFile(folder, BLOCK_BYTES)
     ready.send(([path.name for path in file.folder.iterdir()], os.fstat(descriptor_in(folder)).st_nlink))
     ready.recv()
@@ -207,7 +207,7 @@ def own(folder: Path, ready: Connection) -> None:
 
 
 def test_nothing_is_left_when_processes_end(tmp_path: Path) -> None:
-    """One by an exception, one killed; both have a file in the folder."""
+    """One process ends with an exception, and one is killed; both have a file in the folder."""
     (tmp_path / "lightning_memo_notes").touch()  # not ours, whatever its name
     context = multiprocessing.get_context("fork")
     owners = []

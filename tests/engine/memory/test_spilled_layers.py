@@ -1,4 +1,4 @@
-"""Layer calls whose activations go to a file on a disk: what is computed does not change, and what is planned holds."""
+"""Layer calls whose activations go to a file on a disk: results do not change, and sizes are as planned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(family: str = "llama") -> nn.Module:
-    """A model of six layers: four are swapped."""
+    """A model of six layers, of which four are swapped."""
     torch.manual_seed(0)
     config = FAMILIES[family].build().config
     config.num_hidden_layers = SWAPPED_CALLS + 2
@@ -102,7 +102,7 @@ def test_host_memory_is_that_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_slot_may_go_to_the_host_in_part(tmp_path: Path) -> None:
-    """Tensors of one layer call go two ways."""
+    """A layer call has tensors that go to the host and tensors that go to the disk."""
     with profiled(tmp_path) as under_test:
         under_test.load(1.0, spilled_calls=1)
         memory = under_test.engine.memory
