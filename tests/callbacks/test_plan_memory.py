@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy, Plan
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
-from lightning_memo.callbacks.planning import plan_memory as planning
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import user_cache
 
@@ -403,7 +403,7 @@ def solve():
     highs.maximize(sum(w * x for w, x in zip(rng.integers(1, 1000, 100).tolist(), chosen)))
 
 solving = []
-future = in_background(solve, "plan memory", to_its_end=True)
+future = in_background(solve, "plan memory", finish_at_exit=True)
 while not solving:
     time.sleep(0.01)
 time.sleep(0.1)
