@@ -75,7 +75,7 @@ class MemoConfig:
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_alpha(self.alpha)
         _check_choice("storage", self.storage, STORAGES)
-        if self.storage == "kinds":  # first: the others would ask for slice_tokens, which it has no use for
+        if self.storage == "kinds":  # before the other checks, which would ask for slice_tokens
             self._check_kinds()
         self._check_host_backed()
         if self.schedule == "slice":
@@ -132,7 +132,7 @@ class MemoConfig:
             raise ValueError('schedule="slice" needs slices: give slice_tokens, like slice_tokens=8192')
         if self.host_backed not in ("auto", "all"):
             raise ValueError(
-                f'schedule="slice" contradicts host_backed="{self.host_backed}": all but a slice is on the host; leave '
+                f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; leave '
                 'it "auto"'
             )
         for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):

@@ -31,7 +31,7 @@ class Monitor(Callback):
     | --- | --- |
     | `throughput/tokens_per_second` | tokens of all processes, padding included; needs batches with `input_ids` |
     | `throughput/step_seconds` | time of an optimizer step with data loading, without validation and checkpoints |
-    | `throughput/mfu`, `throughput/hfu` | model and hardware FLOPs utilisation in percent (`hfu` counts recomputation) |
+    | `throughput/mfu`, `throughput/hfu` | model and hardware FLOPs utilisation in percent (`hfu` with recomputation) |
     | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | values of the plan, for a step of this process |
     | `memo/stall_seconds` | time for which the computation of a step waited for copies, in this process |
     | `device/peak_bytes`, `device/reserved_bytes` | peak of the GPU memory so far, as PyTorch's allocator counts it |

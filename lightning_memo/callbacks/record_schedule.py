@@ -98,8 +98,8 @@ class ScheduleRecorder(Callback):
             if self._given_step is None:
                 return
             rank_zero_warn(
-                f"ScheduleRecorder: step {self._step} swapped and recomputed nothing, so no schedule is written. Train on "
-                "longer sequences, or set a smaller device_memory."
+                f"ScheduleRecorder: step {self._step} swapped and recomputed nothing, so no schedule is written. "
+                "Train on longer sequences, or set a smaller device_memory."
             )
             return
         draw_schedule(self.timeline, self._folder / PICTURE_FILE, f"Step {self._step}")
