@@ -22,10 +22,10 @@ from pages.markdown import table
 
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.estimate.command import answer
-from lightning_memo.estimate.question.question import Estimate
-from lightning_memo.estimate.question.request import Request, read_request
-from lightning_memo.estimate.search import search
-from lightning_memo.estimate.step.activation_shares import format_alpha
+from lightning_memo.estimate.parallelism_search import search
+from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
+from lightning_memo.estimate.request.question import Estimate
+from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
@@ -170,10 +170,10 @@ def _searched(overrides: list[str]) -> Estimate:
     return search(request.question, request.forced).best
 
 
-def _request(overrides: list[str]) -> Request:
+def _request(overrides: list[str]) -> CommandRequest:
     with initialize_config_dir(config_dir(), version_base="1.3"):
         settings: Any = OmegaConf.to_container(compose("estimate", overrides))
-    return read_request(settings, next(o.partition("=")[2] for o in overrides if o.startswith("model=")))
+    return read_settings(settings, next(o.partition("=")[2] for o in overrides if o.startswith("model=")))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.profiler.memory_meter import PeakMeter

@@ -132,8 +132,8 @@ class MemoConfig:
             raise ValueError('schedule="slice" needs slices: give slice_tokens, like slice_tokens=8192')
         if self.host_backed not in ("auto", "all"):
             raise ValueError(
-                f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; leave '
-                'it "auto"'
+                f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; '
+                'leave it "auto"'
             )
         for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):
             if getattr(self, name) > most:

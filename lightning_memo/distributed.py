@@ -19,11 +19,12 @@ from typing_extensions import override
 
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
+from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.engine.forward.intercept import set_layout
-from lightning_memo.parallel.precision import MeshPrecision
+from lightning_memo.parallel.mesh_precision import MeshPrecision
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.sizes import resolve_sizes
-from lightning_memo.parallel.zero import accumulating
+from lightning_memo.parallel.zero_sharding import accumulating
 from lightning_memo.runtime.model_checks import refuse_liger_shards
 from lightning_memo.utils.find_layers import find_layers
 
@@ -110,6 +111,7 @@ class DistributedStrategy(CheckpointingStrategy):
             return dataloader
         assert self.lightning_module is not None
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
+        seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
         return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
     @override

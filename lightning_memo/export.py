@@ -20,8 +20,8 @@ from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, command_error_mess
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import check_free, export_huggingface
-from lightning_memo.parallel.checkpoints.checkpoint_source import CheckpointSource, open_checkpoint
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import find_checkpoint, load_sharded
+from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, open_checkpoint
+from lightning_memo.parallel.checkpoints.sharded_checkpoint import existing_checkpoint, load_sharded
 from lightning_memo.utils.units import format_bytes
 
 _NO_TOKENIZER = "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
     check_free(folder)  # before the work
     with Console(stderr=True).status("reading ...") as status:
-        path = find_checkpoint(checkpoint)
+        path = existing_checkpoint(checkpoint)
         source = open_checkpoint(path)
         module = _build(source, merge)
         load_sharded(path, module)

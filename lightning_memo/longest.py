@@ -20,7 +20,7 @@ from lightning_memo.strategy import MemoStrategy
 from lightning_memo.trials.random_tokens import RandomTokens
 
 
-def longest(cfg: DictConfig) -> int:
+def search_longest(cfg: DictConfig) -> int:
     """Searches as configured, and returns the tokens of the longest sequence.
 
     Args:
@@ -56,7 +56,7 @@ def main() -> None:
     """Runs the search; a user's mistake ends it with one line on stderr and exit status 2."""
 
     def task(cfg: DictConfig) -> None:
-        longest(cfg)
+        search_longest(cfg)
 
     run_command(lambda: hydra.main(version_base="1.3", config_path=config_dir(), config_name="longest")(task)())
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lightning_memo.planner.placement import Placement, Progress, place
 from lightning_memo.planner.placement.csv_tables import ProblemTable, read_problem
-from lightning_memo.planner.placement.one_pass import load_library
+from lightning_memo.planner.placement.placement_core import load_library
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.native_build import BuildError
 from lightning_memo.utils.units import format_bytes, parse_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine
 from lightning_memo.reports.shortage import step_shortage
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner

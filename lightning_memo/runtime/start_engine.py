@@ -8,7 +8,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from lightning_memo.artifacts.plan import Attention, HostBacked
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.parallel.processes import Processes

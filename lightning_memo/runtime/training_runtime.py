@@ -13,7 +13,7 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.device_watch import DeviceMemoryWatch
 from lightning_memo.runtime.host_watch import HostMemoryWatch

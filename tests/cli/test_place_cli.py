@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 from lightning_memo import place as command
 from lightning_memo.planner.placement import Problem, heuristics
-from lightning_memo.planner.placement.one_pass import PythonCore
+from lightning_memo.planner.placement.placement_core import PythonCore
 from lightning_memo.planner.placement.sections import section
 from lightning_memo.utils import native_build as native
 

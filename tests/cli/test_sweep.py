@@ -15,9 +15,9 @@ from support.commands import MODULE, TINY_RUN, environment
 from support.commands import run as run_command
 
 from lightning_memo.cli.run_summary import RunSummary
+from lightning_memo.cli.sweeps.job_settings import differing_settings
 from lightning_memo.cli.sweeps.sweep_picture import draw_sweep
 from lightning_memo.cli.sweeps.sweep_report import load_runs, sweep_results_table
-from lightning_memo.cli.sweeps.sweep_results import differing_settings
 
 
 def run(seq_len, *more, **changes):

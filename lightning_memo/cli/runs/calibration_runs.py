@@ -13,7 +13,7 @@ from typing import Any
 from lightning_memo.artifacts.plan import Plan
 
 
-def fastest(model: Mapping[str, Any], tokens: int, repeats: int) -> Plan:
+def fastest_run(model: Mapping[str, Any], tokens: int, repeats: int) -> Plan:
     """The fastest of some runs: what else a machine does only adds time.
 
     Args:

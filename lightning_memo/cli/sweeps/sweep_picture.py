@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.sweeps.sweep_results import COLUMNS, Column, differing_settings, setting_values
+from lightning_memo.cli.sweeps.job_settings import differing_settings, setting_values
+from lightning_memo.cli.sweeps.sweep_results import COLUMNS, Column
 from lightning_memo.utils.files import replacing
 
 _PER_ROW = 4

@@ -14,9 +14,10 @@ from rich.text import Text
 from lightning_memo.callbacks.step_stats import METERED_STEP
 from lightning_memo.cli.hydra_command import exit_for_user
 from lightning_memo.cli.run_summary import SUMMARY_FILE, RunSummary
+from lightning_memo.cli.sweeps.job_settings import differing_settings, setting_values
 from lightning_memo.cli.sweeps.sweep_folder import prepare_sweep_folder
 from lightning_memo.cli.sweeps.sweep_picture import draw_sweep
-from lightning_memo.cli.sweeps.sweep_results import COLUMNS, differing_settings, setting_values
+from lightning_memo.cli.sweeps.sweep_results import COLUMNS
 
 PICTURE_FILE = "sweep.png"
 _WIDTH = 140

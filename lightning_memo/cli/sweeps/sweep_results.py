@@ -1,8 +1,8 @@
-"""Settings and results of the jobs of a sweep, as its table and picture show them."""
+"""Results of a training run that the table and the picture of a sweep show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memo.cli.run_summary import RunSummary
@@ -32,16 +32,3 @@ COLUMNS = (
     Column("train loss", lambda run: run.train_loss, "{:.3f}".format, "train loss (nats)", from_zero=False),
     Column("val loss", lambda run: run.val_loss, "{:.3f}".format, "validation loss (nats)", from_zero=False),
 )
-
-
-def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
-    """Returns the names of the settings that differ between the jobs."""
-    settings = [dict(override.split("=", 1) for override in run.overrides) for run in runs]
-    names = dict.fromkeys(name for job in settings for name in job)
-    return [name for name in names if len({job.get(name) for job in settings}) > 1]
-
-
-def setting_values(run: RunSummary, names: Sequence[str]) -> list[str]:
-    """Returns a job's values of the named settings, as written on the command line."""
-    settings = dict(override.split("=", 1) for override in run.overrides)
-    return [settings.get(name, "-") for name in names]

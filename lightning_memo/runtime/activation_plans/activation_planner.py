@@ -17,8 +17,8 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.spill_file import SpillError
-from lightning_memo.parallel.agree import on_first_rank
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.run_on_ranks import on_first_rank
 from lightning_memo.profiler.measured_costs import (
     budget,
     estimated_working_set,

@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import Budget, Plan
+from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.profiler.measured_costs import budget, run_fingerprint, state_bytes
 from lightning_memo.runtime.training_run import TrainingRun
 from lightning_memo.utils.units import format_bytes

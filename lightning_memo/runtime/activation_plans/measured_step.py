@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint
 from lightning_memo.engine.layers.step_profile import StepProfile
 
 

@@ -14,12 +14,13 @@ from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, 
 from torch import nn
 
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
-from lightning_memo.artifacts.plan import Plan, StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.plan_cache import PlanCache, cache_folder
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.engine import Engine
-from lightning_memo.planner.placement.one_pass import load_library
 from lightning_memo.planner.placement.phase_offsets import place_step
+from lightning_memo.planner.placement.placement_core import load_library
 from lightning_memo.planner.placement.step_placement import plan_memory
 from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner

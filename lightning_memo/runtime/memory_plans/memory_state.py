@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_memo.artifacts.plan import StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
 
 
 class MemoryState(Enum):
