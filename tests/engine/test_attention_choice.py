@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.attention_reference import make_inputs
+from support.kernels.attention_reference import make_inputs
 from support.parallel_training import Run, train
 from support.processes import run_in_processes
+from support.samples.plans import small_plan
 from support.trainer_harness import LanguageModel, fit
-from test_plan import small_plan
 from torch import Tensor
 
 from lightning_memo import MemoStrategy

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_cuda_engine import FARTHER, TOKENS, distance, gradients, make_batch, make_model
+from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange

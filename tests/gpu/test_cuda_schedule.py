@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
-from test_cuda_engine import make_batch, make_model
+from support.samples.cuda import make_batch, make_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.harness import EngineUnderTest, Step, loss_and_gradients
-from test_cuda_engine import FARTHER, MIB, make_batch, make_model
+from support.samples.cuda import FARTHER, MIB, make_batch, make_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

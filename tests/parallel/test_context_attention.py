@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.attention_reference import Inputs, attention, make_inputs, visible
+from support.kernels.attention_reference import Inputs, attention, make_inputs, visible
 from support.processes import run_in_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,11 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from support.families import make_batch
 from support.harness import DELAYS, assert_close, assert_equal
+from support.samples.spilled import Counted, build, spill_threads
+from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows
+from support.samples.storage_problems import ALWAYS, MIB, planned
 from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
-from test_spilled_layers import Counted, build
-from test_spilled_training import spill_threads
-from test_storage_kinds import BASE, TOKENS, ByKind, Rows
-from test_storage_kinds_training import ALWAYS, MIB, planned
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
