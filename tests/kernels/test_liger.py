@@ -175,7 +175,7 @@ def test_tensor_parallelism_is_refused(interpreter):
     outcomes = run_in_processes(2, _train_on_this_rank, {"tensor_parallel_size": 2}, False)
     for refused, _, _ in outcomes:
         assert re.fullmatch(
-            r"\w+MLP runs by a kernel of liger-kernel, which takes no part of a weight: set [^\n]+", refused
+            r"\w+MLP runs by a kernel of liger-kernel, which takes whole weights, not shards: set [^\n]+", refused
         )
 
 
