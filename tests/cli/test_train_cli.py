@@ -150,7 +150,10 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
         (["strategy.plan=/nowhere.json"], "/nowhere.json"),
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
-        (["paths.root=/dev/null/runs"], "a run's folder is made there; give paths.root=FOLDER"),
+        (
+            ["paths.root=/dev/null/runs"],
+            "cannot create the folder of the run; give a writable folder as paths",
+        ),
         (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
     ],
 )
