@@ -33,11 +33,14 @@ ERRORS = {
     ("table 3, Megatron", "13B", 640): "an MFU of 19.41 % contradicts 83.94 tokens/GPU/s, which are 23.74 %",
     ("SIGMOD table 3, Megatron", "13B", 640): "2h10s should be 2h10m",
     ("table 3, DeepSpeed", "7B", 64): "935.76 tokens/GPU/s are 27.42 %, not 27.95 %",
-    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is taken",
-    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is taken",
-    ("section 1", "7B", 1024): "input tensors of 128 GB, 16 GB for each GPU, should be 256 and 32 GiB",
+    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is used",
+    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is used",
+    ("section 1", "7B", 1024): "input tensors of 128 GB, and 16 GB per GPU, should be 256 and 32 GiB",
 }
-"""By table, model and thousands of tokens. None of them is fitted; none is an MFU of MEMO's own rows."""
+"""Errors of the papers by table, model and thousands of tokens.
+
+None of these cells is fitted, and none is an MFU of MEMO's own rows.
+"""
 
 CORRECTED = {
     ("7B", 896, "Memo", "tgs"): 215.98,
@@ -45,7 +48,7 @@ CORRECTED = {
     ("13B", 640, "Mega", "wall_s"): 7800.0,
     ("7B", 64, "DS", "tgs"): 953.8,
 }
-"""What table 3 should have, where two of a cell's three numbers contradict the third."""
+"""Corrected values of table 3, for cells in which two of the three numbers contradict the third."""
 
 ABLATIONS: dict[str, Method] = {
     "Full Recomputation": "megatron",

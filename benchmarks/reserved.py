@@ -29,11 +29,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement import Placement
 from lightning_memo.planner.placement import caching_allocator as caching
 from lightning_memo.planner.placement.step_placement import plan_memory
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "allocator"))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 from pathlib import Path
 
 import hydra

@@ -1,5 +1,10 @@
 """Command line ``python -m lightning_memo.train [overrides]``: one training run, or a sweep with ``-m``."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 import gc
 import signal
 import sys
@@ -16,7 +21,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_memo.artifacts.plan import Plan, SwapPlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.callbacks.step_stats import StepStats
 from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
 from lightning_memo.cli.launch import arguments_of_process, ending_together

@@ -22,7 +22,6 @@ from lightning_memo.cli.hydra_command import (
     plain_settings,
     run_command,
 )
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.estimate_tables import print_answer
 from lightning_memo.estimate.parallelism_search import Ranking, Report, longest, longest_with, search
 from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
@@ -30,6 +29,7 @@ from lightning_memo.estimate.request.question import Estimate, Question
 from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
 from lightning_memo.estimate.sweep.job_estimates import JobEstimate
+from lightning_memo.utils.units import format_bytes
 
 
 def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ranking]:

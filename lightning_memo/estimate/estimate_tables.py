@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.parallelism_search import Ranking
 from lightning_memo.estimate.request.question import Estimate, Question
 from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 
 def print_answer(question: Question, ranking: Ranking, alternatives: int) -> None:

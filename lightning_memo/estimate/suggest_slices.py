@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.parallelism_search import search
 from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MIN_SLICE_TOKENS: Final = 4096
 """Shortest slice that is suggested. Shorter slices underuse a GPU, which the cost model does not include."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.request.question import Estimate, Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds, layer_times
 from lightning_memo.estimate.step.planner_inputs import device_budget
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic", "data-parallel traffic"
 

@@ -12,9 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.config import format_bytes
 from lightning_memo.trials.length_search import Attempt, LengthSearch
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 
 def save_search(path: Path, search: LengthSearch, settings: dict[str, Any]) -> None:

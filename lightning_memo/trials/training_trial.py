@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.config import MemoConfig, format_bytes
-from lightning_memo.planner.alpha.alpha_program import HostMemoryError
+from lightning_memo.config import MemoConfig
+from lightning_memo.planner import HostMemoryError
 from lightning_memo.profiler.measured_costs import state_bytes
 from lightning_memo.profiler.memory_meter import WorkingSetMeter
 from lightning_memo.trials.length_search import Attempt
+from lightning_memo.utils.units import format_bytes
 
 BatchOf = Callable[[int], Any]
 

@@ -22,7 +22,7 @@ from lightning_memo.cli.runs.build_run import build_strategy
 from lightning_memo.estimate.command import answer
 from lightning_memo.estimate.request.command_settings import read_settings
 from lightning_memo.models import ModelConfig, build_model, load_hf_config
-from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.train import main
 
 PAPER = REFERENCE / "papers" / "memo_app_table7_memo.csv"

@@ -56,7 +56,7 @@ def losses(runs: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("ignored", ["true", "false"])
 def test_an_interrupt_in_a_step(train: Any, tmp_path: Path, ignored: str) -> None:
     where = ["+callbacks.interrupt._target_=test_interrupts.Interrupt", f"+callbacks.interrupt.ignored={ignored}"]
-    paths = f"{ROOT}:{TESTS}"
+    paths = f"{ROOT}:{TESTS}:{Path(__file__).parent}"
     status, out, err = run(["python", *MODULE, *TINY_RUN, *SAVING, *where], tmp_path, PYTHONPATH=paths)
     assert status == -signal.SIGINT
     assert "Traceback" not in err and "ignored" not in err

@@ -12,7 +12,7 @@ from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES
+from lightning_memo.artifacts.spill_layout import BLOCK_BYTES
 from lightning_memo.estimate import Parallelism, Question, constants_of, estimate, load_cluster, load_model
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.models import CausalLM

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena

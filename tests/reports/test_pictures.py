@@ -17,7 +17,7 @@ from PIL import Image
 from support.trainer_harness import LanguageModel, fit, loader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import PhasePlacement, StepPlacement
+from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.planner.placement.caching_allocator import replay

@@ -17,9 +17,9 @@ from support.trainer_harness import LanguageModel, Result, fit, listening, short
 from torch import nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.spill_sizes import SpillSizes
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.spill_layout import SpillLayout
 from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.utils.units import format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def spill_threads() -> list[str]:
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     expected = train()
     slot_bytes = expected.plan.swap.slot_bytes
-    host_memory = 2 * slot_bytes + SpillSizes(slot_bytes).bounce_bytes
+    host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
     spilled = train(host_memory=host_memory, spill_path=disk)
     assert spilled.losses == expected.losses
     assert spilled.plan.swap.spilled_calls == 4
@@ -91,7 +91,7 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
     slot_bytes = train(max_steps=1).plan.swap.slot_bytes
 
     def refuse(_: int, __: int, size_bytes: int) -> None:
-        if size_bytes > 2 * SpillSizes(slot_bytes).region_bytes:
+        if size_bytes > 2 * SpillLayout(slot_bytes).region_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:

@@ -13,13 +13,15 @@ from support.parallel_training import Run, train_alone, train_together
 from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.plan import Fingerprint, LayerCosts, Plan, StoredBytes
-from lightning_memo.artifacts.storage_costs import CallCosts, NvmeTier, Product, StorageBudget, StorageCosts
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import StoredBytes
+from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
 from lightning_memo.config import MemoConfig
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
-from lightning_memo.planner.storage.storage_search import StorageError
+from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
 
 KIB = 1024

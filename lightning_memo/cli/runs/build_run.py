@@ -12,7 +12,7 @@ from lightning_memo.cli.hydra_command import plain_settings
 from lightning_memo.cli.launch import started_processes
 from lightning_memo.config import PRECISIONS
 from lightning_memo.data import SequenceDataModule
-from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.strategy import MemoStrategy
 
 

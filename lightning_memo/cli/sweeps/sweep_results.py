@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 
 
 @dataclass(frozen=True)

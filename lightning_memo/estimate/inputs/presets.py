@@ -10,11 +10,11 @@ from typing import Any, Final
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
-from lightning_memo.config import parse_bytes
 from lightning_memo.estimate.inputs.cluster import DISK, Cluster
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import load_shape, shape_of
 from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.units import parse_bytes
 
 _SIZES: Final = ("device_bytes", "host_bytes")
 _BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.plan import HostBacked, StreamedBytes
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
 from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes

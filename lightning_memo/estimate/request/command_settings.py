@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from lightning_memo.config import parse_bytes
 from lightning_memo.estimate.inputs.cluster import MAX_DEVICES
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.precision_bytes import Precision
@@ -16,7 +15,7 @@ from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.request.candidate_parallelisms import nearest_counts
 from lightning_memo.estimate.request.question import Method, Question
 from lightning_memo.estimate.request.training_methods import check_question
-from lightning_memo.utils.units import read_length
+from lightning_memo.utils.units import parse_bytes, read_length
 
 HostBackedSetting = Literal["auto", "attention", "all"]
 ScheduleSetting = Literal["auto", "layer", "slice"]

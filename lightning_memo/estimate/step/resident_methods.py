@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.question import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
@@ -16,6 +15,7 @@ from lightning_memo.estimate.step.layer_times import FP32, layer_times
 from lightning_memo.estimate.step.layers_estimate import LayersEstimate
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs, sequences_in_flight
 from lightning_memo.planner.alpha.step_time import step_seconds
+from lightning_memo.utils.units import format_bytes
 
 FPDT_HIDDEN_STATES: Final = 8
 """Number of hidden-state tensors of all tokens that FPDT holds on a device: a layer's input, output, attention output

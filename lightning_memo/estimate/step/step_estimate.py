@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.question import Estimate, Question, Status
 from lightning_memo.estimate.request.training_methods import (
@@ -18,9 +17,14 @@ from lightning_memo.estimate.step.activation_fractions import activations_senten
 from lightning_memo.estimate.step.device_bytes import device_state_bytes
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds
 from lightning_memo.estimate.step.layers_estimate import LayersEstimate
-from lightning_memo.estimate.step.planner_inputs import device_budget, devices_per_host, sequences_in_flight
+from lightning_memo.estimate.step.planner_inputs import (
+    device_budget,
+    devices_per_host,
+    sequences_in_flight,
+)
 from lightning_memo.estimate.step.resident_methods import estimate_fpdt, estimate_resident
 from lightning_memo.estimate.step.swapping_methods import estimate_swapping
+from lightning_memo.utils.units import format_bytes
 
 
 def estimate(question: Question, parallel: Parallelism) -> Estimate:

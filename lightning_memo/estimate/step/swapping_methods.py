@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, StreamedBytes
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.request.question import Question
@@ -18,6 +18,7 @@ from lightning_memo.estimate.step.layers_estimate import LayersEstimate
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.planner import HostMemoryError, plan_swap
+from lightning_memo.utils.units import format_bytes
 
 _NO_LIMIT: Final = 2**62
 

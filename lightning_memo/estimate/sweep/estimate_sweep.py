@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.cli.sweeps.job_settings import differing_settings, setting_values
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.sweep.job_estimates import JobEstimate, load_estimates, write_csv
+from lightning_memo.utils.units import format_bytes
 
 CSV_FILE: Final = "estimates.csv"
 _WIDTH: Final = 140

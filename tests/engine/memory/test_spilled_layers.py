@@ -15,9 +15,9 @@ from support.families import FAMILIES, make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, assert_equal
 from torch import nn
 
-from lightning_memo.artifacts import spill_sizes
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES
+from lightning_memo.artifacts import spill_layout
+from lightning_memo.artifacts.spill_layout import BLOCK_BYTES
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.memory.slot import Slot
 from lightning_memo.engine.memory.spill_file import SpillError
 
@@ -27,7 +27,7 @@ SWAPPED_CALLS = 4
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_sizes, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(spill_layout, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
 
 
 def build(family: str = "llama") -> nn.Module:

@@ -23,14 +23,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NoReturn
 
-from lightning_memo.artifacts.storage_costs import CallCosts, StorageBudget, StorageCosts
+from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
+from lightning_memo.artifacts.tensor_kind_costs import CallCosts, StorageCosts
 
 Stream = Literal["compute", "offload", "prefetch", "spill"]
 Phase = Literal["forward", "backward"]
 
 
-class Fault(Enum):
+class ScheduleFault(Enum):
     """What can be wrong with a plan."""
 
     CLASSES = "there is not one entry for each class of layer calls"
@@ -53,13 +54,13 @@ class ScheduleError(ValueError):
         fault: What is wrong.
     """
 
-    def __init__(self, fault: Fault, where: str) -> None:
+    def __init__(self, fault: ScheduleFault, where: str) -> None:
         super().__init__(f"{fault.value}: {where}")
         self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StreamSpan:
     """What a stream does for a layer call, from start to end in seconds."""
 
     stream: Stream
@@ -70,17 +71,17 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class SimulatedStep:
     """A step as it runs."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[StreamSpan, ...]
     step_seconds: float
     peak_device_bytes: int
     peak_host_bytes: int
     peak_nvme_bytes: int
 
 
-def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> Timeline:
+def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> SimulatedStep:
     """Run a step by the rules of the schedule.
 
     Args:
@@ -95,12 +96,12 @@ def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> T
         ScheduleError: the plan is not possible, or a memory is overfull.
     """
     if len(plan.calls) != len(costs.classes):
-        _refuse(Fault.CLASSES, f"{len(plan.calls)} entries, {len(costs.classes)} classes")
+        _refuse(ScheduleFault.CLASSES, f"{len(plan.calls)} entries, {len(costs.classes)} classes")
     work = [_work(*each, costs, budget) for each in zip(costs.classes, plan.calls, strict=True)]
     return _Step([work[number] for number in costs.call_classes], costs, budget).run()
 
 
-def _refuse(fault: Fault, where: str) -> NoReturn:
+def _refuse(fault: ScheduleFault, where: str) -> NoReturn:
     raise ScheduleError(fault, where)
 
 
@@ -127,7 +128,7 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
     for r in plan.ranges:
         held[r.place] += -(-sizes[r.kind] * (r.stop - r.start) // costs.tokens)
     if held["spill"] and budget.nvme is None:
-        _refuse(Fault.SPILL, f"{held['spill']} bytes")
+        _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
     return _Work(
         forward_seconds=call.forward_seconds,
         backward_seconds=call.backward_seconds + _again(call, by_kind, costs.tokens),
@@ -141,26 +142,26 @@ def _by_kind(call: CallCosts, plan: CallPlan, tokens: int) -> dict[str, list[Sto
     by_kind: dict[str, list[StoredRange]] = {kind: [] for kind in call.kinds}
     for r in sorted(plan.ranges, key=lambda r: r.start):
         if r.kind not in by_kind:
-            _refuse(Fault.KIND, r.kind)
+            _refuse(ScheduleFault.KIND, r.kind)
         if not 0 <= r.start < r.stop <= tokens:
-            _refuse(Fault.RANGE, f"{r.kind} [{r.start}, {r.stop}) of {tokens}")
+            _refuse(ScheduleFault.RANGE, f"{r.kind} [{r.start}, {r.stop}) of {tokens}")
         if by_kind[r.kind] and by_kind[r.kind][-1].stop > r.start:
-            _refuse(Fault.TWICE, f"{r.kind} at token {r.start}")
+            _refuse(ScheduleFault.TWICE, f"{r.kind} at token {r.start}")
         by_kind[r.kind].append(r)
     return by_kind
 
 
 def _check_kinds(by_kind: dict[str, list[StoredRange]], tokens: int) -> None:
     for start, stop in _gaps(by_kind["input"], tokens):
-        _refuse(Fault.INPUT, f"tokens [{start}, {stop})")
+        _refuse(ScheduleFault.INPUT, f"tokens [{start}, {stop})")
     dropped = list(_gaps(by_kind["attention"], tokens))
     for r in by_kind["all"]:
         if any(start < r.stop and r.start < stop for start, stop in dropped):
-            _refuse(Fault.ATTENTION, f"tokens [{r.start}, {r.stop})")
+            _refuse(ScheduleFault.ATTENTION, f"tokens [{r.start}, {r.stop})")
         for kind, ranges in by_kind.items():
             product = kind not in ("input", "attention", "all")
             if product and any(other.start < r.stop and r.start < other.stop for other in ranges):
-                _refuse(Fault.PRODUCT, f"{kind} within tokens [{r.start}, {r.stop})")
+                _refuse(ScheduleFault.PRODUCT, f"{kind} within tokens [{r.start}, {r.stop})")
 
 
 def _gaps(ranges: Sequence[StoredRange], tokens: int) -> Iterator[tuple[int, int]]:
@@ -198,7 +199,7 @@ def _attended(call: CallCosts, start: int, stop: int, tokens: int) -> float:
 class _Memory:
     """What a memory holds, as changes in bytes at points in time."""
 
-    fault: Fault
+    fault: ScheduleFault
     capacity_bytes: int
     changes: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, bytes less, layer call
 
@@ -227,12 +228,12 @@ class _Step:
         self._buffer_free = [0.0, 0.0]
         self._began = [0.0] * len(work)  # forwards
         self._copied = [(0.0, 0.0)] * len(work)  # copies out: start and end
-        self._spans: list[Span] = []
-        self._device = _Memory(Fault.DEVICE, budget.device_bytes)
-        self._host = _Memory(Fault.HOST, budget.host_bytes)
-        self._nvme = _Memory(Fault.NVME, budget.nvme.capacity_bytes if budget.nvme else 0)
+        self._spans: list[StreamSpan] = []
+        self._device = _Memory(ScheduleFault.DEVICE, budget.device_bytes)
+        self._host = _Memory(ScheduleFault.HOST, budget.host_bytes)
+        self._nvme = _Memory(ScheduleFault.NVME, budget.nvme.capacity_bytes if budget.nvme else 0)
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedStep:
         buffers = 2 * max(work.moved_bytes for work in self._work)
         self._device.hold(self._costs.fixed_device_bytes + self._costs.transient_device_bytes + buffers, 0, 0.0)
         order = list(enumerate(self._work))
@@ -248,7 +249,7 @@ class _Step:
             if call < len(leaving) and work.moved_bytes:
                 self._copy_back(call, work)
             self._backward(call, work)
-        return Timeline(
+        return SimulatedStep(
             spans=tuple(self._spans),
             step_seconds=self._costs.outside_seconds + self._free["compute"],
             peak_device_bytes=self._device.peak_bytes(),
@@ -291,7 +292,7 @@ class _Step:
         """Occupy a stream once it is free and what it needs is ready; returns start and end."""
         start = max(self._free[stream], ready)
         self._free[stream] = end = start + seconds
-        self._spans.append(Span(stream, phase, call, start, end))
+        self._spans.append(StreamSpan(stream, phase, call, start, end))
         return start, end
 
     def _beside(self, link: Stream, phase: Phase, call: int, start: float, seconds: float) -> float:

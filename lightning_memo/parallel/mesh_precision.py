@@ -1,4 +1,4 @@
-"""Lightning's precision plugin for models whose parameters live on a mesh."""
+"""Lightning precision plugin for models whose parameters are DTensors on a device mesh."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memo.parallel.gradients import clip_by_norm, clip_by_value, resolve_partial
+from lightning_memo.parallel.clip_gradients import clip_by_norm, clip_by_value, resolve_partial
 
 
 class MeshPrecision(Precision):
-    """Clips gradients on any mix of meshes, and leaves mixed precision to FSDP2, which casts weights once, not per use.
+    """Clips gradients on any mix of meshes, and leaves mixed precision to FSDP2.
+
+    FSDP2 casts each weight once per gather, autocast would cast it at each use.
 
     Args:
-        inner: The plugin for the user's precision; everything else is asked of it.
-        device: Where collectives run.
+        inner: Plugin for the user's precision, to which everything else is delegated.
+        device: Device on which collectives run.
     """
 
     def __init__(self, inner: Precision, device: torch.device) -> None:
         super().__init__()
         self.precision = inner.precision
-        # Its autocast would cast again what FSDP2 has cast.
+        # Autocast would cast again what FSDP2 has already cast.
         self._inner = Precision() if isinstance(inner, MixedPrecision) else inner
         self._device = device
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are fp32, and computing is bf16."""
+        """Whether weights are fp32 and computation runs in bf16."""
         return str(self.precision) == "bf16-mixed"
 
     @override

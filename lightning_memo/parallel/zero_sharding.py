@@ -1,15 +1,16 @@
-"""ZeRO: parameters, gradients and optimizer state shared by the processes that hold the same weights.
+"""ZeRO: parameters, gradients and optimizer state are sharded over the ranks that hold the same weights.
 
 Note: [ZeRO by FSDP2]
-Each layer is one unit, each child of the module another, of what is left in it, and the module is the root of the
-rest. Layers differ by stage in what they do around a step; the others are whole all through it:
+Each layer is one FSDP2 unit. Each child of the module is another unit with its remaining parameters, and the module is
+the root unit with the rest. The stages differ in what layers do around a step; the other units stay gathered all
+through the step:
 
 | stage | parameters after the forward | gradients of a micro-batch that is not the last |
 | --- | --- | --- |
-| 0 | whole, always (`replicate`) | kept, whole |
-| 1 | whole until the optimizer steps | kept, whole |
-| 2 | whole until the optimizer steps | reduced and scattered |
-| 3 | given back, gathered again for the backward | reduced and scattered |
+| 0 | always whole (`replicate`) | kept whole |
+| 1 | whole until the optimizer steps | kept whole |
+| 2 | whole until the optimizer steps | reduce-scattered |
+| 3 | resharded, gathered again for the backward | reduce-scattered |
 """
 
 from __future__ import annotations
@@ -44,31 +45,32 @@ def shard_state(
 ) -> None:
     """Shard a module's parameters, gradients and optimizer state, in place.
 
-    Gradients are summed over the processes and divided by their number, so every process's loss has to be its share of
-    the whole times that number.
+    Gradients are averaged over the ranks. The loss of each rank must therefore be its part of the whole loss times the
+    number of ranks.
 
     Args:
-        module: What is trained.
-        layers: Its repeated layers.
-        mesh: One dimension: the processes that hold the same weights.
-        stage: ZeRO stage.
-        mixed_precision: Compute in bf16, with fp32 weights for the optimizer; else as the weights are.
-        offload: State lives on the host, and the optimizer runs there.
-        forwards: Methods of `module` that are called from outside, like forwards.
+        module: Module that is trained.
+        layers: Repeated layers of the module.
+        mesh: Mesh with one dimension, the ranks that hold the same weights.
+        stage: ZeRO stage, 0 to 3.
+        mixed_precision: Compute in bf16, with fp32 weights for the optimizer. Otherwise computation uses the dtype of
+            the weights.
+        offload: Keep parameters and optimizer state on the host, and run the optimizer there.
+        forwards: Names of methods of `module` that use its parameters, besides `forward`.
     """
     home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    # Units of their own, so that each forward within a step finds their weights, also after a backward.
+    # Units of their own, so that their weights are gathered for each forward within a step, also after a backward.
     children = [m for m in module.children() if not _is_container(m) and any(True for _ in m.parameters())]
     for unit in [*layers, *(m for m in children if m not in layers), module]:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed_precision else None,
             reduce_dtype=torch.float32,
-            cast_forward_inputs=unit is not module,  # the root's input is the batch: counts and targets stay exact
+            cast_forward_inputs=unit is not module,  # the root's input is the batch, with counts and targets
         )
         if stage == 0:
             replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
         else:
-            # What is outside of layers (embedding, head) is used at both ends of a step, and never worth giving back.
+            # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
             again = stage == 3 and unit in layers
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=home)
     for unit in fsdp_units(module):
@@ -80,10 +82,13 @@ def shard_state(
 
 @contextlib.contextmanager
 def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, all calls of a layer are one forward to FSDP2, which would gather weights and reduce gradients for each.
+    """Within this context FSDP2 sees all calls of a layer as one forward.
 
-    Weights are gathered at entry, and gradients are reduced together, when the backward of the root is over: in the
-    same order on every process, however many calls there were.
+    Otherwise it would gather weights and reduce gradients for each call. Weights are gathered at entry. Gradients are
+    reduced at the end of the root's backward, in the same order on every rank, whatever the number of calls.
+
+    Args:
+        layers: Layers that are called repeatedly.
     """
     units = fsdp_units_among(layers)
     states = [unit._get_fsdp_state() for unit in units]
@@ -98,12 +103,15 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether a module has no forward, which FSDP2 needs."""
+    """Whether a module is a container without a forward, which FSDP2 cannot wrap."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def forget_unfinished(module: nn.Module) -> None:
-    """Drop what an interrupted backward or accumulation left in FSDP2, which `zero_grad` does not reach."""
+    """Reset the state that an interrupted backward or accumulation left in FSDP2.
+
+    `zero_grad` does not reach unsharded accumulated gradients.
+    """
     for unit in fsdp_units(module):
         unit.reshard()
         state = unit._get_fsdp_state()
@@ -120,7 +128,7 @@ def forget_unfinished(module: nn.Module) -> None:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """The groups of a unit: newer versions of PyTorch have several."""
+    """Returns the parameter groups of a unit; newer versions of PyTorch have several."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -128,18 +136,23 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
-    """The units of a sharded module; none if it is not sharded."""
+    """Returns the FSDP2 units of a module, none if it is not sharded."""
     return fsdp_units_among(module.modules())
 
 
 def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    """Those modules that are units themselves."""
+    """Returns those of the modules that are FSDP2 units."""
     return [unit for unit in modules if isinstance(unit, FSDPModule)]
 
 
 @contextlib.contextmanager
 def accumulating(module: nn.Module, stage: int) -> Iterator[None]:
-    """Inside, backwards are not the last of an optimizer step: no collective that the stage can do without."""
+    """Within this context backwards are not the last of an optimizer step, and run only the collectives they need.
+
+    Args:
+        module: Sharded module.
+        stage: ZeRO stage.
+    """
     units = fsdp_units(module)
     for unit in units:
         unit.set_requires_gradient_sync(stage >= 2, recurse=False)

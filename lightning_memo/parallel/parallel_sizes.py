@@ -1,4 +1,4 @@
-"""How many processes share what: sizes, and whether they go together. Pure: imports neither torch nor Lightning."""
+"""Sizes of data, context and tensor parallelism, and checks of their combinations. Imports no torch or Lightning."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class ParallelSizes:
     """Sizes of the three kinds of parallelism.
 
     Attributes:
-        data: Groups of processes that get different data.
-        context: Processes that share the tokens of a sequence.
-        tensor: Processes that share the weights of a layer.
-        shards: Processes that share the tokens between the blocks of a layer: `tensor` with sequence parallelism, or 1.
+        data: Data-parallel size: number of groups of ranks with different batches.
+        context: Context-parallel size: number of ranks that divide the tokens of a sequence.
+        tensor: Tensor-parallel size: number of ranks that divide the weights of a layer.
+        shards: Number of ranks that divide the tokens between the blocks of a layer: `tensor` with sequence
+            parallelism, otherwise 1.
     """
 
     data: int = 1
@@ -29,20 +30,24 @@ class ParallelSizes:
 
     @property
     def replicas(self) -> int:
-        """Processes that hold the same weights and different tokens: what ZeRO shards over."""
+        """Number of ranks with the same weights and different tokens, over which ZeRO shards."""
         return self.data * self.context
 
     def describe(self, zero_stage: int) -> str:
-        """A short name, like "dp2-cp2-tp1-zero3"."""
+        """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""
         return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}-zero{zero_stage}"
 
 
 def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
-    """The sizes for this many processes.
+    """Returns the parallel sizes for a number of processes.
+
+    Args:
+        config: The user's settings.
+        processes: Number of processes in the run.
 
     Raises:
-        ValueError: They do not multiply to the number of processes.
+        ValueError: The product of the sizes is not the number of processes.
     """
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
     if config.data_parallel_size == "auto" and processes % (context * tensor) == 0:
@@ -64,15 +69,15 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
 
 
 def ulysses_size(config: MemoConfig, heads: int, kv_heads: int) -> int:
-    """Processes of each all-to-all of Ulysses attention; the others form rings.
+    """Returns the number of ranks in each all-to-all group of Ulysses attention. The groups form rings.
 
     Args:
-        config: The settings.
-        heads: Query heads on one process, tensor parallelism counted.
-        kv_heads: Key-value heads on one process.
+        config: The user's settings.
+        heads: Number of query heads on one rank, after tensor parallelism.
+        kv_heads: Number of key-value heads on one rank, after tensor parallelism.
 
     Raises:
-        ValueError: The heads cannot be spread over so many processes.
+        ValueError: The size does not divide the number of query heads.
     """
     context, method = config.context_parallel_size, config.context_parallel_method
     if method == "ring" or context == 1:
@@ -83,17 +88,23 @@ def ulysses_size(config: MemoConfig, heads: int, kv_heads: int) -> int:
     if heads % wanted:
         fitting = ", ".join(str(n) for n in range(1, context + 1) if context % n == 0 and heads % n == 0)
         raise ValueError(
-            f"Ulysses attention spreads {heads} heads over {wanted} processes, which does not go: set "
+            f"Ulysses attention cannot divide {heads} heads over {wanted} processes: set "
             f'context_parallel_method="usp" with ulysses_size one of {fitting}, or "ring"'
         )
     return wanted
 
 
 def choose_ulysses(context_size: int, heads: int, kv_heads: int) -> int:
-    """Processes of the all-to-all group when tokens are split both ways; the ring has the others.
+    """Returns the size of the all-to-all groups when context parallelism combines Ulysses and ring attention.
 
-    The largest divisor of `context_size` that divides query and key heads; where none above 1 divides both, the largest
-    that divides the query heads (key and value heads are then sent more than once).
+    The result is the largest divisor of `context_size` that divides both the query heads and the key-value heads. If
+    only 1 divides both, it is the largest divisor that divides the query heads, and key and value heads are sent to
+    more than one rank.
+
+    Args:
+        context_size: Context-parallel size.
+        heads: Number of query heads on one rank.
+        kv_heads: Number of key-value heads on one rank.
     """
     divisors = [n for n in range(1, context_size + 1) if context_size % n == 0 and heads % n == 0]
     even = max(n for n in divisors if kv_heads % n == 0)

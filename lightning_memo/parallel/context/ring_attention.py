@@ -127,7 +127,7 @@ class RingAttention:
             if transfer is not None:
                 packed = transfer.wait()
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, own: list[Block]) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, own: list[KernelCall]) -> None:
         """Refuse before anything is under way."""
         if spec.dropout:
             raise ValueError(
@@ -141,10 +141,10 @@ class RingAttention:
 
     def _blocks(
         self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int, source: int
-    ) -> list[Block]:
+    ) -> list[KernelCall]:
         """The kernel calls of the local queries with the keys of ring rank `source`."""
         queries = self._chunks(query_start, q.shape[2], self._rank)
-        return plan(spec, queries, self._chunks(key_start, k.shape[2], source))
+        return kernel_calls(spec, queries, self._chunks(key_start, k.shape[2], source))
 
     def _chunks(self, start: int, tokens: int, ring_rank: int) -> list[range]:
         """Positions of a rank's tokens `[start, start + tokens)`, which are whole slices."""
@@ -152,7 +152,7 @@ class RingAttention:
         slices = [(a, b) for a, b in pairwise(edges) if start <= a and b <= start + tokens]
         return [c for a, b in slices for c in zigzag(range(a * self._size, b * self._size), self._size, ring_rank)]
 
-    def _kernel(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
+    def _kernel(self, block: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
         kernel = self._select(q, k, v, block.spec)
         if not kernel.blocks:
             raise ValueError(
@@ -163,7 +163,7 @@ class RingAttention:
         return kernel
 
     def _block_backward(
-        self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult
+        self, block: KernelCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v = block.of_queries(dout), block.of_queries(q), block.of_keys(k), block.of_keys(v)
         part = replace(result, out=block.of_queries(result.out), lse=block.of_queries(result.lse))
@@ -171,7 +171,7 @@ class RingAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class KernelCall:
     """One kernel call.
 
     Attributes:
@@ -193,7 +193,7 @@ class Block:
         return t[:, :, self.keys]
 
 
-def plan(spec: AttentionSpec, queries: list[range], keys: list[range]) -> list[Block]:
+def kernel_calls(spec: AttentionSpec, queries: list[range], keys: list[range]) -> list[KernelCall]:
     """The kernel calls of a process's queries with the keys of one process.
 
     Args:
@@ -206,19 +206,19 @@ def plan(spec: AttentionSpec, queries: list[range], keys: list[range]) -> list[B
     return list(_chunk_pairs(spec, queries, keys))
 
 
-def _rectangle(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Block:
+def _rectangle(spec: AttentionSpec, queries: list[range], keys: list[range]) -> KernelCall:
     """One call, as head-tail order allows: all chunks of the own block, else half of the queries or of the keys."""
     count, keys_count = sum(map(len, queries)), sum(map(len, keys))
     everything, all_keys = slice(0, count), slice(0, keys_count)
     if not spec.causal or queries == keys:
-        return Block(everything, all_keys, spec)
+        return KernelCall(everything, all_keys, spec)
     unmasked = replace(spec, causal=False)
     if keys[0].start < queries[0].start:  # the head of the keys is before all queries, their tail after
-        return Block(everything, slice(0, keys_count // 2), unmasked)
-    return Block(slice(count // 2, count), all_keys, unmasked)
+        return KernelCall(everything, slice(0, keys_count // 2), unmasked)
+    return KernelCall(slice(count // 2, count), all_keys, unmasked)
 
 
-def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Iterator[Block]:
+def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Iterator[KernelCall]:
     """One call for each chunk of queries and chunk of keys that it sees any of, at their absolute positions."""
     first_query = 0
     for query_chunk in queries:
@@ -226,7 +226,7 @@ def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -
         for key_chunk in keys:
             if sees_any(spec, query_chunk, key_chunk):
                 is_past = spec.window is None and key_chunk.stop <= query_chunk.start
-                yield Block(
+                yield KernelCall(
                     slice(first_query, first_query + len(query_chunk)),
                     slice(first_key, first_key + len(key_chunk)),
                     replace(spec, causal=False) if is_past else spec,

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.problem import Integers
 from lightning_memo.planner.placement.sections import Sectioned
 from lightning_memo.utils import native_build as native
+from lightning_memo.utils.arrays import Integers
 
 Ranks = npt.NDArray[np.int32]
 _SOURCE = Path(__file__).parent / "csrc" / "placement.cpp"
 
 
-class Outcome(IntEnum):
+class SearchOutcome(IntEnum):
     """How a search ended."""
 
     INFEASIBLE = 0
@@ -64,7 +64,7 @@ class NativeCore:
 
     def search(
         self, capacity: int, rank: Ranks, nodes: int, seconds: float, weight: Integers
-    ) -> tuple[Outcome, Integers]:
+    ) -> tuple[SearchOutcome, Integers]:
         """Looks for a placement whose peak is at most `capacity`.
 
         Args:
@@ -81,7 +81,7 @@ class NativeCore:
         outcome = self._library.placement_search(
             self._handle, _at(self._size), capacity, _at(rank), nodes, seconds, _at(offset), _at(weight)
         )
-        return Outcome(outcome), offset
+        return SearchOutcome(outcome), offset
 
 
 class PythonCore:

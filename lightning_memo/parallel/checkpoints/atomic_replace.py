@@ -28,7 +28,7 @@ def begin(target: Path) -> Path:
     return unfinished
 
 
-def publish(unfinished: Path, target: Path) -> None:
+def commit(unfinished: Path, target: Path) -> None:
     """Puts a folder that :func:`begin` gave in the place of `target`, whatever is there: file, folder or link.
 
     A link is replaced, not what it points to.
@@ -44,7 +44,7 @@ def publish(unfinished: Path, target: Path) -> None:
     _sweep(target)
 
 
-def abandon(target: Path) -> None:
+def abort(target: Path) -> None:
     """Removes the folder that :func:`begin` gave."""
     shutil.rmtree(_unfinished(target), ignore_errors=True)
     _sweep(target)
@@ -56,7 +56,7 @@ def remove(target: Path) -> None:
     _sweep(target)
 
 
-def find(target: Path) -> Path | None:
+def find_complete(target: Path) -> Path | None:
     """Returns `target`, or its predecessor if a killed process left only that; None without both."""
     # The predecessor goes away after the target has come back, so look at the target twice.
     candidates = (target, previous_of(target), target)

@@ -1,4 +1,7 @@
-"""Work that succeeds on all ranks or fails on all: no rank goes on, or waits, while another has given up."""
+"""Runs a function on several ranks so that it succeeds on all of them or raises on all of them.
+
+No rank continues, or waits in a collective, after another rank has failed.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,22 @@ _USER_ERRORS = (OSError, ValueError)
 
 
 def is_first_rank() -> bool:
-    """Whether this is rank 0, or the only process."""
+    """Whether this process is rank 0 or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_every_rank(work: Callable[[], T]) -> T:
-    """Runs `work` on every rank, and waits for all.
+    """Runs `work` on every rank and waits for all ranks.
+
+    Args:
+        work: Function to call.
 
     Returns:
-        What it returned here.
+        Result of `work` on this rank.
 
     Raises:
-        Exception: It failed here; elsewhere an `OSError`, `ValueError` or `RuntimeError` that names the first rank on
-            which it failed, and why.
+        Exception: `work` failed on this rank. If it failed on another rank only, an `OSError`, `ValueError` or
+            `RuntimeError` names the first rank that failed, with its error message.
     """
     result, error = _attempt(work)
     _raise_together(error, gather(None if error is None else _describe(error)))
@@ -35,13 +41,16 @@ def on_every_rank(work: Callable[[], T]) -> T:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0.
+    """Runs `work` on rank 0 and sends the result to all ranks.
+
+    Args:
+        work: Function to call. Its result must be picklable.
 
     Returns:
-        What it returned there, on every rank; it must be picklable.
+        Result of `work` on rank 0.
 
     Raises:
-        Exception: It failed; see :func:`on_every_rank`.
+        Exception: `work` failed; see :func:`on_every_rank`.
     """
     result, error = _attempt(work) if is_first_rank() else (None, None)
     answers = gather((result, None if error is None else _describe(error)))
@@ -52,7 +61,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
-    except CheckpointException as error:  # a BaseException, and torch's tracebacks of all ranks in one text
+    except CheckpointException as error:  # a BaseException whose message holds the tracebacks of all ranks
         rank, (cause, _) = next(iter(error.failures.items()))
         kind, message = _describe(cause)
         return None, kind(f"rank {rank}: {message}")
@@ -61,7 +70,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _describe(error: BaseException) -> tuple[type[Exception], str]:
-    """The nearest class that travels between processes, and one line."""
+    """Returns the closest exception class that can be sent to other processes, and a one-line message."""
     for kind in _USER_ERRORS:
         if isinstance(error, kind):
             text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
@@ -79,7 +88,15 @@ def _raise_together(error: Exception | None, descriptions: list[tuple[type[Excep
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank of a group, of all by default; picklable."""
+    """Gathers a picklable value from every rank of a group.
+
+    Args:
+        value: Value of this rank.
+        group: Process group; `None` gathers from all ranks.
+
+    Returns:
+        Values in the order of the ranks.
+    """
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

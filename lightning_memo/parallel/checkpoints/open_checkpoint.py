@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,8 +28,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from typing_extensions import override
 
-REST_FILE = _METADATA_FILENAME
-"""In a folder: all that is neither weights nor optimizer state. Lightning's tools know a checkpoint by it."""
+REST_FILE = "meta.pt"
+"""File of a checkpoint folder with everything but weights and optimizer state. Lightning uses the same name."""
 
 KeyPath = tuple[Any, ...]
 

@@ -15,7 +15,7 @@ _LEAST_ELASTICITY: Final = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Explanation:
+class ResourceSensitivity:
     """A row of the table that explains a plan."""
 
     resource: Resource
@@ -38,7 +38,7 @@ class Explanation:
     """The same, in percent of the step."""
 
 
-def explain(plan: StoragePlan) -> list[Explanation]:
+def resource_sensitivities(plan: StoragePlan) -> list[ResourceSensitivity]:
     """What binds, and what one more GiB of memory or GB/s of bandwidth would bring, from the duals of the program.
 
     Args:
@@ -51,7 +51,7 @@ def explain(plan: StoragePlan) -> list[Explanation]:
     return sorted(rows, key=lambda row: (not row.binds, -row.seconds))
 
 
-def _explain(plan: StoragePlan, resource: Resource, limit: float, seconds: float) -> Explanation:
+def _explain(plan: StoragePlan, resource: Resource, limit: float, seconds: float) -> ResourceSensitivity:
     used = {
         "device memory": plan.needs.device_bytes,
         "host memory": plan.needs.host_bytes,
@@ -61,7 +61,7 @@ def _explain(plan: StoragePlan, resource: Resource, limit: float, seconds: float
     unit = units[0] if limit >= _UNITS[units[0]] else units[1]
     size = _UNITS[unit]
     gain = seconds * size
-    return Explanation(
+    return ResourceSensitivity(
         resource=resource,
         unit=unit,
         limit=limit / size,

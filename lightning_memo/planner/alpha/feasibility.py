@@ -1,4 +1,4 @@
-"""Whether what one fraction of the tokens swaps finds room on the host, on the disk, and in buffers on the device."""
+"""Whether a plan with a given alpha fits the host, the disk and the device."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import StreamedBytes
-from lightning_memo.planner.alpha.spilled_calls import calls_to_spill, disk_keeps_up
+from lightning_memo.artifacts.swap_plan import StreamedBytes
+from lightning_memo.planner.alpha.disk_tier import calls_to_spill, disk_keeps_up
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a plan takes, as functions of alpha.
+class Feasibility:
+    """Memory that a plan needs as a function of alpha, compared with a budget.
 
     Attributes:
-        costs: Of the layer calls, warm.
-        budget: The limits.
-        slot_bytes: Exact host bytes of one layer call for an alpha; not asked where slices swap for themselves.
-        streamed_bytes: Exact bytes for an alpha, where they do; such slices do not go to the disk.
-        slice_tokens: Most tokens that run through a layer at once; None: no limit.
+        costs: Costs of the layer calls, without the outliers of a first step.
+        budget: Limits of device, host and disk.
+        slot_bytes: Returns the exact host bytes of one layer call for an alpha; not called with `streamed_bytes`.
+        streamed_bytes: Returns the exact bytes for an alpha where each slice swaps into a slot of its own, which never
+            goes to the disk; None if whole layer calls swap.
+        slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
     """
 
     costs: LayerCosts
@@ -30,23 +31,23 @@ class Room:
 
     @property
     def _calls(self) -> int:
-        """Layer calls that leave the device whole."""
+        """Number of layer calls whose activations leave the device (MEMO, section 4.2)."""
         return max(self.costs.calls - 2, 0)
 
     def host_bytes(self, alpha: float) -> int:
-        """Bytes of all layer calls that are swapped."""
+        """Bytes of all swapped activations."""
         if self.streamed_bytes is not None:
             return self.streamed_bytes(alpha).host
         return self._calls * self.slot_bytes(alpha) if self._calls else 0
 
     def spilled_calls(self, alpha: float) -> int | None:
-        """The fewest layer calls that go to the disk; None: there is no room even so."""
+        """Smallest number of layer calls that have to go to the disk; None if host and disk cannot hold them all."""
         if self.streamed_bytes is not None:
             return 0 if self.host_bytes(alpha) <= self.budget.host_bytes else None
         return calls_to_spill(self._calls, self.slot_bytes(alpha), self.budget) if self._calls else 0
 
     def fits(self, alpha: float) -> bool:
-        """Whether host and disk have room."""
+        """Whether host and disk can hold the swapped activations."""
         return self.spilled_calls(alpha) is not None
 
     def keeps_up(self, alpha: float) -> bool:
@@ -55,7 +56,7 @@ class Room:
         return not spilled or disk_keeps_up(self.costs, self.slot_bytes(alpha), spilled, alpha)
 
     def device_bytes(self, alpha: float) -> int:
-        """What `Plan.device_bytes` is going to be. It grows with alpha: buffers by more than there is to recompute."""
+        """`Plan.device_bytes` of the plan. Grows with alpha: buffers grow by more than recomputation shrinks."""
         if self.streamed_bytes is not None:
             sizes = self.streamed_bytes(alpha)
             buffers = 2 * sizes.slot + sizes.staging
@@ -64,5 +65,5 @@ class Room:
         return self.costs.fixed_device_bytes + self.costs.working_bytes_at(alpha, self.slice_tokens) + buffers
 
     def fits_device(self, alpha: float) -> bool:
-        """Whether the device has room, too."""
+        """Whether the device budget holds the plan."""
         return self.device_bytes(alpha) <= self.budget.device_bytes

@@ -11,7 +11,7 @@ _LEAST_CHUNKS: Final = 4  # of a slot: few in small ones would make bounce buffe
 
 
 @dataclass(frozen=True, slots=True)
-class SpillSizes:
+class SpillLayout:
     """Sizes for slots of `slot_bytes`.
 
     A slot passes through bounce buffers on the host in chunks. Going out there are buffers for a whole slot: it leaves
