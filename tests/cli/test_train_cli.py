@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 from lightning_memo import train as command
 from lightning_memo.cli.hydra_command import command_error_message, config_dir
-from lightning_memo.cli.runs import compare
+from lightning_memo.cli.runs import baselines
 from lightning_memo.utils.files import replacing
 
 EXPERIMENTS = sorted(path.stem for path in Path(config_dir(), "experiment").glob("demo*.yaml"))  # on a CPU
@@ -93,7 +93,7 @@ def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(compare, "CausalLM", Terminated)
+    monkeypatch.setattr(baselines, "CausalLM", Terminated)
     # Lightning's own exception has no status, which Python takes for 0.
     assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 

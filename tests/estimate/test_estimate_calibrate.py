@@ -185,7 +185,8 @@ def test_a_short_run_here_is_measured_and_only_progress_and_the_table_are_seen(t
     assert status == 0
     assert err == "length 1 of 1: llama_tiny, 1,024 tokens, 1 runs\n"
     assert out.count("1 x 1024 tokens") == 3
-    assert out.split()[:3] == ["measured", "and", "fitted"] and out.endswith("Use the constants with constants=constants.json\n")
+    assert out.split()[:3] == ["measured", "and", "fitted"]
+    assert out.endswith("Use the constants with constants=constants.json\n")
     found = read_constants(tmp_path / "constants.json")
     assert "measured on cpu" in found.source and len(found.measurements) == 3
     assert list(tmp_path.iterdir()) == [tmp_path / "constants.json"]
