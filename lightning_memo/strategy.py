@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -457,6 +458,7 @@ class MemoStrategy(CheckpointingStrategy):
             self.config.loss_chunk_tokens,
             shards=1 if sizes is None else sizes.shards,
             vocabulary_parts=sizes.tensor if sizes is not None and self.config.loss_parallel else 1,
+            warn=rank_zero_warn,
         ):
             self._active.callback(undo)
 

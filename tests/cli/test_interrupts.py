@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from support.commands import MODULE, TINY_RUN, environment, run
+from support.commands import MODULE, TINY_RUN, environment, python, run
 from support.paths import ROOT, TESTS
-from test_sweep import python
 from typing_extensions import override
 
 SAVING = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=6", "strategy.alpha=0.5"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.samples.messages import imported
 
 from lightning_memo import place as command
 from lightning_memo.planner.placement import Problem, heuristics
@@ -106,11 +107,6 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments):
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
-
-
-def imported(log):
-    """Top-level packages in the output of `-X importtime`."""
-    return {line.rpartition("|")[2].strip().partition(".")[0] for line in log.splitlines() if "|" in line}
 
 
 def test_the_command_imports_neither_torch_nor_lightning(tmp_path):

@@ -1,6 +1,5 @@
 import contextlib
 import csv
-import shutil
 import signal
 import subprocess
 import time
@@ -11,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
-from support.commands import MODULE, TINY_RUN, environment
+from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environment, python
 from support.commands import run as run_command
 
 from lightning_memo.cli.run_summary import RunSummary
@@ -122,8 +121,6 @@ def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
 
 # ---- sweeps that go on
 
-SWEEP = "outputs/train/sweeps/last"
-
 
 def rows(job, lost=None):
     """What a job logged, by step, without what is a matter of time, and without a step that may be lost."""
@@ -141,7 +138,7 @@ def last_step(checkpoint):
 
 def interrupted(folder, number, *settings, job=1, cold=False):
     """Starts a sweep and kills it once a job has a checkpoint; returns its exit status."""
-    command = ["python", *MODULE, "-m", *TINY_RUN, *settings]
+    command = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, *settings]
     environ = environment(cold)
     with (folder / "killed.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, executable=python(environ))
@@ -150,10 +147,6 @@ def interrupted(folder, number, *settings, job=1, cold=False):
             assert process.poll() is None, (folder / "killed.log").read_text()
             time.sleep(0.01)
         return end(process, number)
-
-
-def python(environ):
-    return shutil.which("python", path=environ["PATH"])
 
 
 def end(process, number):
@@ -242,7 +235,7 @@ def test_other_jobs_are_refused(train, tmp_path, arguments, message):
 
 def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
     failing = ["strategy=plain", "data.max_bytes=30000", "data.batch_size=1,300"]
-    sweep = ["python", *MODULE, "-m", *TINY_RUN, "trainer.devices=1,2", *failing]
+    sweep = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=1,2", *failing]
     status, out, err = run_command(sweep, tmp_path)
     assert status == 1, err
     runs = load_runs(tmp_path / SWEEP)
@@ -265,7 +258,9 @@ def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
     lost = max(map(last_step, (tmp_path / SWEEP / "0" / "checkpoints").glob("step-*.ckpt")))
     for more in (["-m", "sweep=last"], ["name=whole"]):
         flags = [each for each in more if each == "-m"]
-        status, _, err = run_command(["python", *MODULE, *flags, *TINY_RUN, *settings, more[-1]], tmp_path)
+        status, _, err = run_command(
+            ["python", *MODULE, *flags, *TINY_RUN, *WITHOUT_REPORT, *settings, more[-1]], tmp_path
+        )
         assert status == 0, err
     (whole,) = (tmp_path / "outputs/whole/runs").iterdir()
     assert "resuming from" in (tmp_path / SWEEP / "0" / "train.log").read_text()

@@ -61,7 +61,7 @@ def test_commands_of_the_documentation(train, tmp_path, arguments):
 
 
 def test_summary_and_files_of_a_run(train, tmp_path):
-    status, out, err = train("strategy=memo", "strategy.alpha=0.5", "trainer.max_steps=6")
+    status, out, err = train("strategy=memo", "strategy.alpha=0.5", "trainer.max_steps=6", report=True)
     assert status == 0, err
     run = only(tmp_path.glob("outputs/train/runs/*"))
     result = summary(tmp_path)
@@ -74,6 +74,7 @@ def test_summary_and_files_of_a_run(train, tmp_path):
     assert f"unigram entropy of the text {result['unigram_entropy']:.3f}" in out
     assert (run / "checkpoints" / "last.ckpt").exists()
     assert list(run.glob("tensorboard/events*"))
+    assert (run / "csv" / "report.html").exists()
     losses = list(metrics(run, "train_loss").values())
     assert result["train_loss"] == pytest.approx(sum(losses) / 6)
     assert not list(tmp_path.glob("**/.*.json"))

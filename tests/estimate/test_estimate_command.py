@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 from support.commands import ROOT
 from support.commands import run as run_process
-from test_place_cli import imported
+from support.samples.messages import imported
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_memo.estimate import Question, constants_of, load_cluster, load_model, load_shape, search

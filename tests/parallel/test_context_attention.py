@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.attention_reference import Inputs, attention, make_inputs, visible
+from support.kernels.attention_reference import Inputs, attention, make_inputs, visible
 from support.processes import run_in_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.parallel.batches.token_layout import TokenLayout, zigzag
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
 from lightning_memo.parallel.context.ring_attention import kernel_calls

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.families import _LLAMA_LIKE, _hf
 from support.paths import REFERENCE
+from support.samples.callbacks import Watch
+from support.samples.plans import make, traces
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
-from test_plan_memory import Watch
-from test_trace import make, traces
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.trace import NEVER, Trace

@@ -139,7 +139,7 @@ print("loss", trainer.callback_metrics["train_loss"].item())
 LEFT = """
 del trainer, strategy
 gc.collect()
-big = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel() >= 512 * 64]
+big = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.numel() >= 512 * 64]
 print("tensors", len(big), "threads", threading.active_count())
 """
 

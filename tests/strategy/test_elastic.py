@@ -128,7 +128,7 @@ def test_the_command_goes_on_in_its_folder(tmp_path: Path) -> None:
     for name in ("whole", "lost"):
         (tmp_path / name).mkdir()
         command = torchrun(*settings)
-        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": f"{ROOT}:{TESTS}:{Path(__file__).parent}"}
         if name == "whole":
             command.remove(LOST)
         status, out, err = run([command[0], "--max-restarts=1", *command[1:]], tmp_path / name, **variables)

@@ -12,7 +12,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.rank_groups import Ranks
-from lightning_memo.profiler.measured_costs import budget, run_fingerprint, state_bytes
+from lightning_memo.profiler.measured_costs import available_budget, run_fingerprint, state_bytes
 from lightning_memo.utils.units import format_bytes
 
 # What a process has of its own in a plan that all of them run.
@@ -69,7 +69,7 @@ class EarlierPlan:
 
     def _budget(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Budget:
         device, fixed = self._engine.device, state_bytes(pl_module, trainer.optimizers)
-        return budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
+        return available_budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
 
     def _read(self) -> Plan | None:
         """The plan that the user gave or the checkpoint holds; `None` if that one is not readable.

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_memo.callbacks.planning.plan_after_first_step import PlanAfterFirstStep
 from lightning_memo.callbacks.planning.plan_memory import PlanMemory
 from lightning_memo.engine import Engine
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.rng_state import RngState
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ from lightning_memo.parallel.run_on_ranks import on_first_rank
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.profiler.measured_costs import (
-    budget,
+    available_budget,
     estimated_working_set,
     fingerprint,
-    layer_costs,
+    measured_layer_costs,
     state_bytes,
 )
 from lightning_memo.profiler.memory_meter import WorkingSet
@@ -145,9 +145,10 @@ class PlanAfterFirstStep(MeteringCallback):
         fixed = state_bytes(pl_module, trainer.optimizers)
         working_set = self._working_set(profile, trainer)
         costs = self._together(
-            lambda: layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone=first
+            lambda: measured_layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path),
+            everyone=first,
         )
-        limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
+        limits = available_budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         limits = replace(limits, device_bytes=int(min(limits.device_bytes, self._most_device_bytes)))
         label = fingerprint(pl_module, profile, str(trainer.precision), device, ranks.parallel)
 

@@ -1,6 +1,6 @@
 """Gets what the CUDA back end's tests need from PyPI: headers and two small libraries of torch's CUDA builds.
 
-    python tests/allocator/cuda_stub/fetch.py [VERSION ...]     # into .cuda/, about 15 MB for each version
+    python tests/support/cuda_stub/fetch.py [VERSION ...]     # into .cuda/, about 15 MB for each version
 
 The wheels have hundreds of megabytes, so only the needed parts of them are read.
 """
