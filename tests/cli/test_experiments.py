@@ -18,7 +18,7 @@ from support.samples.documents import TEXTS
 from support.samples.models import SAVED
 
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.runs.assemble import build_strategy
+from lightning_memo.cli.runs.build_run import build_strategy
 from lightning_memo.estimate.command import answer
 from lightning_memo.estimate.request.command_settings import read_settings
 from lightning_memo.models import ModelConfig, build_model, load_hf_config

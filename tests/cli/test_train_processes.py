@@ -152,7 +152,7 @@ def test_mistakes_are_found_before_other_processes_start(train, overrides, messa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.devices=1"], "that is 1 processes, and 2 were started; make trainer.devices"),
+        (["trainer.devices=1"], "= 1 processes, but 2 were started; set trainer.devices"),
         (["-m", "trainer.devices=2", "data.seq_len=16,32"], "-m: start a sweep as one process, without torchrun"),
     ],
 )
