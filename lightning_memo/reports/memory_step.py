@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.planner.placement.problem import Problem
 from lightning_memo.planner.placement.step_placement import problem_of
 from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.units import format_bytes
 
 KINDS: Final = {
     "input": "#e69f00",

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.planner.storage.sensitivity import ResourceSensitivity, resource_sensitivities
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
 _PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.samples.plans import small_plan
 
 import lightning_memo.artifacts
 import lightning_memo.artifacts.plan
@@ -56,34 +57,6 @@ def plans(draw):
         swap=swap,
         step_seconds=draw(SECONDS),
         reason=draw(TEXTS),
-    )
-
-
-def small_plan():
-    costs = LayerCosts(
-        batch=2,
-        tokens=128,
-        input_bytes=(10, 10, 10, 10),
-        attention_bytes=(20, 20, 20, 20),
-        other_bytes=(101, 101, 101, 101),
-        forward_seconds=(0.1, 0.1, 0.1, 0.1),
-        backward_seconds=(0.2, 0.2, 0.2, 0.2),
-        recompute_seconds=(0.05, 0.05, 0.05, 0.05),
-        outside_seconds=0.3,
-        offload_bytes_per_second=1e9,
-        prefetch_bytes_per_second=2e9,
-        fixed_device_bytes=1000,
-        transient_device_bytes=100,
-    )
-    return Plan(
-        fingerprint=Fingerprint(
-            model="tiny", batch=2, tokens=128, precision="bf16", device="cpu", torch="2.13", parallel="1"
-        ),
-        costs=costs,
-        budget=Budget(device_bytes=5000, host_bytes=6000),
-        swap=SwapPlan(mode="memo", alpha=0.5, schedule="layer", slice_tokens=None, calls=4, slot_bytes=128),
-        step_seconds=1.5,
-        reason="Because.",
     )
 
 

@@ -3,20 +3,13 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.samples.plans import make, traces
 
 from lightning_memo.allocator import EVENT, FREE, MALLOC
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement.step_placement import problem_of
 from lightning_memo.profiler.phases import StepPhases
 from lightning_memo.profiler.step_trace import RecordedStep, trace_of
-
-
-def make(phase, size, death, lane=None, phases=("input", "layer 0 forward", "layer 0 backward")):
-    columns = (phase, size, death, [0] * len(size) if lane is None else lane)
-    phase, size, death, lane = (np.array(column, np.int64) for column in columns)
-    return Trace(phases=phases, phase=phase, size=size, death=death, lane=lane)
-
 
 STEP = make(phase=[0, 1, 1, 2], size=[100, 200, 300, 400], death=[2, 4, NEVER, 1])
 
@@ -69,17 +62,6 @@ def test_the_longer_of_two_lives_counts():
     assert early.longest_lives(late).death.tolist() == [2, 1]
     never = make([0, 0], [8, 8], [NEVER, 0])
     assert early.longest_lives(never).death.tolist() == [NEVER, 0]
-
-
-@st.composite
-def traces(draw):
-    count = draw(st.integers(0, 12))
-    phase = sorted(draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
-    numbers = {
-        name: draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
-        for name, low, high in (("size", 0, 2**60), ("death", NEVER, count), ("lane", 0, 1))
-    }
-    return make(phase, **numbers)
 
 
 @settings(deadline=None)

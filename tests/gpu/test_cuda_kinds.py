@@ -1,4 +1,4 @@
-"""What is stored kind by kind on a GPU: gradients, bytes, and products that are not computed again."""
+"""storage="kinds" on a GPU: gradients, bytes, and matrix products that are not recomputed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_cuda_engine import FARTHER, TOKENS, distance, gradients, make_batch, make_model
+from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange

@@ -1,4 +1,4 @@
-"""The path of several processes on NCCL, with the one process that a single GPU allows."""
+"""The code of several processes on NCCL, with the single process that one GPU allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from test_cuda_engine import Batch, make_batch, make_model
+from support.samples.cuda import Batch, make_batch, make_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 

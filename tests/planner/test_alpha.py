@@ -4,36 +4,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.samples.plans import FINGERPRINT, GIB, costs_of
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint
+from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
-
-GIB = 2**30
-FINGERPRINT = Fingerprint(
-    model="tiny", batch=1, tokens=1000, precision="bf16", device="cuda", torch="2.13", parallel="1"
-)
-
-
-def costs_of(n=6, **changes):
-    """n equal layers; all tokens of one move 1.2 GiB in 1.2 s, under a forward of 0.8 s."""
-    costs = LayerCosts(
-        batch=1,
-        tokens=1000,
-        input_bytes=(GIB // 10,) * n,
-        attention_bytes=(GIB // 10,) * n,
-        other_bytes=(GIB,) * n,
-        forward_seconds=(0.8,) * n,
-        backward_seconds=(1.5,) * n,
-        recompute_seconds=(0.5,) * n,
-        outside_seconds=2.0,
-        offload_bytes_per_second=float(GIB),
-        prefetch_bytes_per_second=float(GIB),
-        fixed_device_bytes=2 * GIB,
-        transient_device_bytes=GIB,
-    )
-    return replace(costs, **changes)
-
 
 AMPLE = 2**50
 

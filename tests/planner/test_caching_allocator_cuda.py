@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda_stub.real_allocator import Replay
-from cuda_stub.real_allocator import replay as replay_real
 from lightning.pytorch import Callback
+from support.cuda_stub.real_allocator import Replay
+from support.cuda_stub.real_allocator import replay as replay_real
 from support.paths import ROOT
 from support.trainer_harness import LanguageModel, fit, loader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.planner.placement.caching_allocator import replay
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 
 FETCHED = ROOT / ".cuda"

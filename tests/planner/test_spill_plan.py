@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_alpha import FINGERPRINT, GIB, costs_of
+from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Plan

@@ -139,7 +139,7 @@ print("loss", trainer.callback_metrics["train_loss"].item())
 LEFT = """
 del trainer, strategy
 gc.collect()
-big = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel() >= 512 * 64]
+big = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.numel() >= 512 * 64]
 print("tensors", len(big), "threads", threading.active_count())
 """
 
@@ -155,6 +155,6 @@ def test_interrupted_training_leaves_a_usable_kernel(kernel: Kernel) -> None:
         assert "\nSystemExit: 1" in printed, printed  # Lightning's
         assert kernel.run(LEFT) == left, step
         after = kernel.run(FIT.format(pause=None))
-        assert "memory is planned" in after
+        assert "memory plan ready" in after
         assert after.splitlines()[-1] == first, step
         assert kernel.run(LEFT) == left

@@ -32,7 +32,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import Monitor, WriteReport
 from lightning_memo.profiler import measured_costs as costs
 
-STEPS = int(os.environ.get("FLAT_STEPS", "240"))
+STEPS = int(os.environ.get("FLAT_STEPS", "140"))
 LENGTHS = (*(96,) * 17, 40, 64, 72)
 PERIOD = len(LENGTHS)  # steps after which lengths, validation and checkpoints come again as they were
 FIRST = 40  # by then memory is planned
@@ -63,7 +63,7 @@ def held(trainer: Trainer) -> Held:
     return Held(
         rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         tensor_bytes=sum(storages.values()),
-        arena_bytes=trainer.strategy.memory._allocator.stats().arena_bytes,
+        arena_bytes=trainer.strategy.memory.stats.arena_bytes,
         host_bytes=trainer.strategy.engine.host_bytes,
         threads=len(list(Path("/proc/self/task").iterdir())),
         files=len(list(Path("/proc/self/fd").iterdir())),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ import torch
 from lightning.pytorch import Callback
 from support.families import PlainBlock, PlainModel
 from support.parallel_training import Run, train_together
+from support.samples.spilled import spill_threads
 from support.trainer_harness import LanguageModel, Result, fit, listening, shorten_measurements
 from torch import nn
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.spill_layout import SpillLayout
-from lightning_memo.config import format_bytes
 from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.utils.units import format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,6 @@ def eight_blocks() -> nn.Module:
 def train(max_steps: int = 3, callbacks: tuple[Callback, ...] = (), **settings: Any) -> Result:
     strategy = MemoStrategy(**{"alpha": 0.5} | settings)
     return fit(strategy, LanguageModel(eight_blocks), max_steps=max_steps, callbacks=list(callbacks))
-
-
-def spill_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "spill" in thread.name]
 
 
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
@@ -105,13 +101,16 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
 def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
     with listening() as heard:
         assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == 0
-    assert any("spill_path is not needed, as the host has room for all" in line for line in heard)
+    assert any("spill_path is not needed, because the host has room for all" in line for line in heard)
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"spill_path": "missing"}, r'spill_path="missing": no file can be made there \(No such file or directory\)'),
+        (
+            {"spill_path": "missing"},
+            r'spill_path="missing": no file can be created there \(No such file or directory\)',
+        ),
         ({"spill_path": ""}, "spill_path='' is not usable: give a folder on a local disk"),
         ({"spill_memory": "1GiB"}, "spill_memory='1GiB' is for a disk: give spill_path"),
         ({"spill_path": ".", "spill_memory": "much"}, "spill_memory='much' is not a size"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.alpha.feasibility import Feasibility
 from lightning_memo.planner.alpha.largest_alpha import AlphaSolution
+from lightning_memo.utils.units import format_bytes
 
 _SLOW: Final = "copies take longer than the forward and slow the step"
 _WAITS: Final = "Layers wait for the disk."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 
 Binding = Literal["overlap", "host", "all tokens swapped"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import Schedule, SwapPlan
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.alpha.step_time import steady, step_seconds
+from lightning_memo.utils.units import format_bytes
 
 
 def plain_plan(

@@ -12,9 +12,9 @@ from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
 from lightning_memo.artifacts.swap_plan import StoredBytes, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.planner.storage.sensitivity import ResourceSensitivity, resource_sensitivities
 from lightning_memo.planner.storage.storage_planner import StorageError, plan_storage
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 # Alignment adds less than 1 %, for which the second attempt leaves room. The share of the bounce buffers depends on the
 # spilled bytes; a few more attempts find both.

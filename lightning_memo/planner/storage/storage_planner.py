@@ -10,11 +10,11 @@ from typing import Final
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place, StorageCosts
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.storage.simulate_step import simulate
 from lightning_memo.planner.storage.storage_needs import needs_of, total
 from lightning_memo.planner.storage.storage_program import SINGLE_ALPHA, StorageSolution, required_kinds, solve_storage
 from lightning_memo.planner.storage.storage_rounding import roundings
+from lightning_memo.utils.units import format_bytes
 
 _FEWEST_TILES: Final = 16
 _SAME: Final = 1e-9

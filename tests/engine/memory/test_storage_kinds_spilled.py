@@ -1,4 +1,4 @@
-"""storage="kinds" with a disk: what is spilled is computed with as before, and bytes and budgets are those planned."""
+"""storage="kinds" with a disk: results with spilled tensors do not change, and bytes and budgets are as planned."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from support.families import make_batch
 from support.harness import DELAYS, assert_close, assert_equal
+from support.samples.spilled import Counted, build, spill_threads
+from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows
+from support.samples.storage_problems import ALWAYS, MIB, planned
 from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
-from test_spilled_layers import Counted, build
-from test_spilled_training import spill_threads
-from test_storage_kinds import BASE, TOKENS, ByKind, Rows
-from test_storage_kinds_training import ALWAYS, MIB, planned
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
@@ -163,7 +162,7 @@ SETTINGS: dict[str, Any] = {"storage": "kinds", "device_memory": "1.6MiB", "host
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)
-    for name in ("disk_bandwidth", "copy_bandwidth"):  # else how busy this machine is would decide on the plan
+    for name in ("disk_bandwidth", "copy_bandwidth"):  # otherwise the plan would depend on the load of this machine
         monkeypatch.setattr(costs, name, lambda *_: (1e12, 1e12))
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"
