@@ -138,7 +138,7 @@ class ModelShape:
 
     @property
     def multiplied_again(self) -> int:
-        """Number of these weights that recomputation needs: not those of the last projection, whose output is unused."""
+        """Number of these weights that recomputation needs. The output of the last projection is unused."""
         return self.multiplied_in_a_layer - self.active_experts * self.hidden * self.ffn
 
     @property
