@@ -1,4 +1,4 @@
-"""Traces: what they say, how they are kept, and how they are made from the allocator's events."""
+"""Traces: their derived columns, their CSV files, and how they are made from the allocator's events."""
 
 import numpy as np
 import pytest

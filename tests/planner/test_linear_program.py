@@ -1,7 +1,7 @@
 import highspy
 import pytest
 
-from lightning_memo.planner import linear_program
+from lightning_memo.planner.storage import linear_program
 
 
 def minimum_of_one() -> linear_program.LinearProgram:

@@ -1,4 +1,4 @@
-"""Bi-level and flat planning of whole steps, and traces of steps that can't be recorded."""
+"""Bi-level and flat placement of training steps, and extrapolated traces."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def test_a_placement_is_served_request_by_request():
 
 
 class WithoutMomentum(LanguageModel):
-    """Its optimizer takes no scratch memory, which would grow with the layers."""
+    """Train with SGD, whose optimizer step needs no scratch memory that grows with the layers."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

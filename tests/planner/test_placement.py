@@ -1,4 +1,4 @@
-"""Placements against brute force, and every part of the planner against a naive computation of the same."""
+"""Placements against brute force, and each part of the solver against a naive computation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def problems(draw, most=6, least=0, sizes=SIZES, alignments=(1,), periods=(None,
 
 
 def ticks(problem):
-    """Of each buffer, the units of time in which it lives."""
+    """Units of time in which each buffer lives."""
     found = []
     for lower, upper in zip(problem.lower.tolist(), problem.upper.tolist(), strict=True):
         if lower < upper:
@@ -94,7 +94,7 @@ def meetings(problem):
 
 
 def naive_load(problem):
-    """Padded bytes that live in each unit of time."""
+    """Live padded bytes in each unit of time."""
     life, size = ticks(problem), problem.padded_size.tolist()
     return [sum(s for s, lives in zip(size, life, strict=True) if t in lives) for t in range(HORIZON)]
 
@@ -106,7 +106,7 @@ def overlaps(problem, offset):
 
 
 def optimum(problem):
-    """The lowest peak there is.
+    """Lowest possible peak, by brute force.
 
     Take any placement, and drop its buffers in the order of their offsets, each to the floor or to the highest top
     among those before it that it meets: none rises. So some order of drops reaches the optimum, and all are tried.
@@ -154,7 +154,7 @@ def no_compiler(monkeypatch):
 
 
 def search(problem, capacity, rank=None, nodes=MANY_NODES):
-    """SearchOutcome, offsets and weights of one search in a problem in sections."""
+    """Outcome, offsets and weights of one search in a problem that is divided into sections."""
     rank = np.arange(len(problem.size), dtype=np.int32) if rank is None else rank
     weight = np.zeros(len(problem.size), np.int64)
     with searching(problem) as compiled:
@@ -166,7 +166,7 @@ def shuffled(problem, seed):
 
 
 def hard_problem(buffers=200, seed=0):
-    """So many buffers that no search ends soon."""
+    """A problem with so many buffers that no search ends soon."""
     draw = random.Random(seed)
     rows = []
     for _ in range(buffers):
@@ -452,7 +452,7 @@ def test_what_was_in_the_way_gains_weight():
 
 
 def improve(problem, offset=None, seconds=20.0):
-    """What HiGHS makes of buffers that lie one after the other: offsets or None, and the bound."""
+    """Result of HiGHS for buffers stacked one after the other: offsets or None, and the bound."""
     stacked = np.concatenate([[0], np.cumsum(problem.size)[:-1]])
     return mip.improve(problem, stacked if offset is None else offset, int(problem.load.max()), seconds)
 

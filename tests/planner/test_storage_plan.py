@@ -113,7 +113,7 @@ def analytic(model, machine, tokens, host_gib, nvme=None):
 
 
 def layer_costs(costs):
-    """The same as the paper's program reads it."""
+    """Costs in the form of the paper's program."""
     calls = [costs.classes[number] for number in costs.call_classes]
     return LayerCosts(
         batch=1,
@@ -263,7 +263,7 @@ def ranges_of(*rows):
 
 
 def plan_of(*calls):
-    """A plan for the simulator, which looks at nothing else."""
+    """A plan with only the fields that the simulator reads."""
     none = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
     return StoragePlan(
         tokens=1000, call_classes=(0,), calls=calls, needs=none, bound_seconds=0.0, alpha_seconds=None, prices=()
@@ -404,7 +404,7 @@ def steps(draw):
 
 @st.composite
 def call_plans(draw, call, tokens):
-    """Any plan that makes sense."""
+    """Any valid plan."""
 
     def lay(kind, start, stop):
         cuts = sorted(draw(st.lists(st.integers(start, stop), min_size=2, max_size=2)))
@@ -475,7 +475,7 @@ def test_plans_of_any_costs_fit_and_take_what_was_expected(data):
 
 
 def test_what_fits_to_the_byte_is_found():
-    """A byte of 330 million is within the tolerances of linear programs."""
+    """One byte of 330 million is within the tolerance of a linear program."""
     large = CallCosts(
         input_bytes=0, attention_bytes=0, other_bytes=333333334, products=(), forward_seconds=1.0,
         backward_seconds=0.0, attention_seconds=0.0, elementwise_seconds=8.0,
@@ -491,7 +491,7 @@ def test_what_fits_to_the_byte_is_found():
 
 
 def limits_of(costs, budget):
-    """For each resource, a function that gives the same problem with a share more of it."""
+    """For each resource, a function that returns the problem with more of it by a given share."""
 
     def more(document, name, share):
         value = getattr(document, name) * (1 + share)

@@ -1,4 +1,4 @@
-"""Pictures of memory: what they show, that pages are whole and safe, and that nothing half done is left."""
+"""Memory pictures and pages: their content, their safety, and that failures leave no partial files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 
 def values_of(curve, requests):
-    """A curve of the page at every request."""
+    """Values of a curve of the page at every request."""
     steps, values = curve["values"]
     return [values[at - 1] for at in np.searchsorted(np.cumsum(steps), np.arange(requests), side="right")]
 

@@ -10,7 +10,7 @@ from typing import Final
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import Price, Resource
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, Place, StorageCosts
-from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
+from lightning_memo.planner.storage.linear_program import LinearProgram, Terms, add, scale
 
 Shares = Mapping[tuple[str, Place], float]
 """Share of the tokens for which a kind of tensor is stored in a place."""
