@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.reports.memory_step import BOUND_COLOR, CURVES, KINDS, Look, MemoryStep
+from lightning_memo.reports.memory_step import BOUND_COLOR, CURVES, PHASE_COLORS, Look, MemoryStep
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
@@ -87,8 +87,8 @@ def _figure(step: MemoryStep, title: str, path: str | os.PathLike[str]) -> Itera
     strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 36])
     figure.suptitle(title)
     start = step.trace.phase_start
-    for kind, color in enumerate(KINDS.values()):
-        phases = np.nonzero(step.kinds == kind)[0]
+    for group, color in enumerate(PHASE_COLORS.values()):
+        phases = np.nonzero(step.phase_groups == group)[0]
         strip.broken_barh(np.stack([start[phases], np.diff(start)[phases]], axis=1), (0, 1), color=color, linewidth=0)
     strip.set_axis_off()
     strip.set_ylim(0, 1)
@@ -113,6 +113,6 @@ def _legend(figure: Any, axes: Any) -> None:
     """Add a legend of the phases and of all labels below the axes."""
     from matplotlib.patches import Patch
 
-    kinds = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
-    figure.legend(handles=kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
+    groups = [Patch(color=color, label=group) for group, color in PHASE_COLORS.items()]
+    figure.legend(handles=groups, loc="outside lower center", ncols=len(groups), frameon=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)

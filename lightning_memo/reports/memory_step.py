@@ -18,25 +18,25 @@ from lightning_memo.planner.placement.step_placement import problem_of
 from lightning_memo.utils.arrays import Integers
 from lightning_memo.utils.units import format_bytes
 
-KINDS: Final = {
+PHASE_COLORS: Final = {
     "input": "#e69f00",
     "layer forward": "#0072b2",
     "layer backward": "#d55e00",
     "between layers, loss": "#009e73",
     "optimizer": "#cc79a7",
 }
-"""Kinds of phases with their colors, which color-blind people can distinguish."""
+"""Groups of phases with their colors, which color-blind people can distinguish."""
 
 _SHADES: Final = (1.0, 0.82, 0.66)
 """Opacities of successive buffers, to distinguish neighbors without outlines, which would cover small buffers."""
 
-_KIND_OF_PHASE: Final = (
+_GROUP_OF_PHASE: Final = (
     (re.compile(r"input( \d+)?"), 0),
     (re.compile(r"layer \d+ forward( \d+)?"), 1),
     (re.compile(r"layer \d+ backward( \d+)?"), 2),
     (re.compile(r"optimizer( \d+)?"), 4),
 )
-_OTHER_KIND: Final = 3
+_OTHER_GROUP: Final = 3
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 BOUND_COLOR: Final = "#000000"
 
@@ -122,15 +122,15 @@ class MemoryStep:
         )
 
     @cached_property
-    def kinds(self) -> Integers:
-        """[phases] Index into `KINDS`."""
-        return np.array([_kind(name) for name in self.trace.phases], np.int64)
+    def phase_groups(self) -> Integers:
+        """[phases] Index into `PHASE_COLORS`."""
+        return np.array([_group_of(name) for name in self.trace.phases], np.int64)
 
     def colors(self, row: Integers) -> npt.NDArray[np.float64]:
         """[rows, 4] RGBA colors of requests."""
         from matplotlib.colors import to_rgba_array
 
-        colors = to_rgba_array(list(KINDS.values()))[self.kinds[self.trace.phase[row]]]
+        colors = to_rgba_array(list(PHASE_COLORS.values()))[self.phase_groups[self.trace.phase[row]]]
         colors[:, 3] = np.array(_SHADES)[row % len(_SHADES)]
         return colors
 
@@ -169,10 +169,10 @@ class MemoryStep:
         """Data of the HTML page. It is compressed, because sizes repeat and curves rarely change."""
         sizes, size = np.unique(self.trace.size, return_inverse=True)
         return {
-            "kinds": KINDS,
+            "kinds": PHASE_COLORS,
             "shades": _SHADES,
             "phases": self.trace.phases,
-            "kind": self.kinds.tolist(),
+            "kind": self.phase_groups.tolist(),
             "start": self.trace.phase_start.tolist(),
             "sizes": sizes.tolist(),
             "size": size.tolist(),
@@ -188,8 +188,8 @@ class MemoryStep:
         }
 
 
-def _kind(phase: str) -> int:
-    return next((kind for pattern, kind in _KIND_OF_PHASE if pattern.fullmatch(phase)), _OTHER_KIND)
+def _group_of(phase: str) -> int:
+    return next((group for pattern, group in _GROUP_OF_PHASE if pattern.fullmatch(phase)), _OTHER_GROUP)
 
 
 def _changes(values: Integers) -> list[list[int]]:

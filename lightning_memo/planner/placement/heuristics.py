@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memo.planner.placement.placement_core import NativeCore, PythonCore, Ranks
-from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.planner.placement.sections import SectionedProblem
 from lightning_memo.utils.arrays import Integers
 
 # Sort keys by letter: Z size, W width in time (duration), A area, T largest load during the life (contention), S start.
 ORDERS: Final = ("Z", "A", "W", "S", "WAT", "TAW", "TWA", "TZ")
 
 
-def ranks(problem: Sectioned, order: str) -> Ranks:
+def ranks(problem: SectionedProblem, order: str) -> Ranks:
     """[buffers] Rank of each buffer.
 
     Args:
@@ -41,7 +41,7 @@ def rank_of(order: Integers | Ranks) -> Ranks:
     return rank
 
 
-def placements(problem: Sectioned, core: NativeCore | PythonCore) -> Iterator[tuple[str, Integers]]:
+def placements(problem: SectionedProblem, core: NativeCore | PythonCore) -> Iterator[tuple[str, Integers]]:
     """Yield the name and the offsets of one placement after another.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import highspy
 import numpy as np
 
-from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.planner.placement.sections import SectionedProblem
 from lightning_memo.utils.arrays import Integers
 
 MOST_PAIRS: Final = 4000
@@ -20,7 +20,7 @@ _TALLEST: Final = 10**6
 # bounds inexact.
 
 
-def pairs(problem: Sectioned) -> list[tuple[int, int]]:
+def pairs(problem: SectionedProblem) -> list[tuple[int, int]]:
     """Pairs of buffers that are alive together, each in ascending order."""
     return sorted({pair for s in range(problem.sections) for pair in combinations(problem.live(s).tolist(), 2)})
 
@@ -29,7 +29,7 @@ def pairs(problem: Sectioned) -> list[tuple[int, int]]:
 class _Model:
     """The program. Its columns are the offsets, the peak, and for each pair whether the second lies below the first."""
 
-    problem: Sectioned
+    problem: SectionedProblem
     best: int
     """Peak of the known placement, which serves as the big M of the program."""
 
@@ -65,7 +65,9 @@ class _Model:
         self.upper.append(upper)
 
 
-def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: float) -> tuple[Integers | None, int]:
+def improve(
+    problem: SectionedProblem, offset: Integers, lower_bound: int, seconds: float
+) -> tuple[Integers | None, int]:
     """Search for a placement with a lower peak, or for a proof that there is none.
 
     Args:

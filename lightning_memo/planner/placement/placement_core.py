@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.planner.placement.sections import SectionedProblem
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.arrays import Integers
 
@@ -49,7 +49,7 @@ class NativeCore:
         handle: The problem in the library.
     """
 
-    def __init__(self, problem: Sectioned, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+    def __init__(self, problem: SectionedProblem, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._size = problem.size
         self._library, self._handle = library, handle
 
@@ -88,7 +88,7 @@ class NativeCore:
 class PythonCore:
     """The same one-pass placements in Python, which are slow for more than some hundred buffers."""
 
-    def __init__(self, problem: Sectioned) -> None:
+    def __init__(self, problem: SectionedProblem) -> None:
         self._size: list[int] = problem.size.tolist()
         self._neighbours = _neighbours(problem)
 
@@ -130,7 +130,7 @@ def available_library() -> ctypes.CDLL | None:
 
 
 @contextmanager
-def opened(problem: Sectioned, library: ctypes.CDLL | None) -> Iterator[NativeCore | PythonCore]:
+def opened(problem: SectionedProblem, library: ctypes.CDLL | None) -> Iterator[NativeCore | PythonCore]:
     """Provide a core for a problem.
 
     Args:
@@ -174,7 +174,7 @@ def _at(array: npt.NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-def _neighbours(problem: Sectioned) -> list[list[int]]:
+def _neighbours(problem: SectionedProblem) -> list[list[int]]:
     found: list[set[int]] = [set() for _ in problem.size]
     for section in range(problem.sections):
         live = problem.live(section).tolist()

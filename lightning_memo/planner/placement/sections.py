@@ -14,7 +14,7 @@ from lightning_memo.utils.arrays import Integers
 
 
 @dataclass(frozen=True)
-class Sectioned:
+class SectionedProblem:
     """A placement problem whose time is reduced to sections, the times at which the set of live buffers is maximal.
 
     Every other set of live buffers is a subset of one of these. Sizes are in units of their greatest common divisor.
@@ -56,7 +56,7 @@ class Sectioned:
         return np.nonzero(inside)[0]
 
 
-def section(problem: Problem) -> Sectioned:
+def section(problem: Problem) -> SectionedProblem:
     """Divide the time of a problem into sections.
 
     Args:
@@ -77,7 +77,7 @@ def section(problem: Problem) -> Sectioned:
     ranges[empty] = np.roll(ranges[empty], 2, axis=1)
     period = problem.period or 0
     unit = int(np.gcd.reduce(problem.padded_size)) if len(problem) else 1
-    return Sectioned(
+    return SectionedProblem(
         size=problem.padded_size // unit,
         ranges=np.ascontiguousarray(ranges),
         sections=count,

@@ -21,7 +21,7 @@ from lightning_memo.planner.placement.placement_core import (
     opened,
 )
 from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes
-from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
+from lightning_memo.planner.placement.sections import SectionedProblem, independent_groups, section
 from lightning_memo.planner.placement.validate import validate
 from lightning_memo.utils.arrays import Integers
 
@@ -76,7 +76,7 @@ class _Group:
     """Buffers that are never alive with those of other groups, and their best placement, in units of the group."""
 
     buffers: Integers
-    problem: Sectioned
+    problem: SectionedProblem
     core: NativeCore | PythonCore
     offset: Integers = field(init=False)
     peak: int = field(init=False)
@@ -298,7 +298,7 @@ def place(
 
 def _open_groups(
     problem: Problem, library: ctypes.CDLL | None, stack: ExitStack
-) -> Iterator[tuple[Integers, Sectioned, NativeCore | PythonCore]]:
+) -> Iterator[tuple[Integers, SectionedProblem, NativeCore | PythonCore]]:
     """Yield buffers, problem and core of each group of buffers with a size above 0; the stack closes the cores."""
     solid = np.nonzero(problem.size > 0)[0]
     for buffers in independent_groups(problem.subset(solid)):
