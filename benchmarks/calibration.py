@@ -78,12 +78,8 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama_tiny", help="a file in conf/model")
-    parser.add_argument(
-        "--cluster", default="h100", help="a file in conf/cluster; efficiencies are shares of its peaks"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="ascending; the last is predicted"
-    )
+    parser.add_argument("--cluster", default="h100", help="a file in conf/cluster, whose peaks count")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="the last is predicted")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each length; the fastest counts")
     parser.add_argument("--threads", type=int, default=1, help="number of compute threads on the CPU")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")

@@ -66,21 +66,13 @@ def _options() -> argparse.Namespace:
                         help=", ".join(METHODS))  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=token_count, default=_LENGTHS, help="tokens, like 65536 or 64K "
                         "(default: 4K to 256K); with --plan longest, the shortest and the longest")  # fmt: skip
-    parser.add_argument(
-        "--multiple-of", type=token_count, default=8192, help="with --plan longest, lengths are multiples of this"
-    )
+    parser.add_argument("--multiple-of", type=token_count, default=8192, help="step of --plan longest")
     parser.add_argument("--bound", action="store_true", help="also measure plain training of 1 and 2 layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--attention", choices=("sdpa", "cudnn"), default="sdpa", help="attention kernel of all methods"
-    )
-    parser.add_argument(
-        "--loss", choices=("chunked", "whole"), default="chunked", help="loss of all methods except ALST"
-    )
+    parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="sdpa", help="attention kernel")
+    parser.add_argument("--loss", choices=("chunked", "whole"), default="chunked", help="not for ALST")
     parser.add_argument("--allocator", choices=("native", "expandable_segments"), default="native")
-    parser.add_argument(
-        "--slice-tokens", type=token_count, default=16384, help="slice length of methods with many slices"
-    )
+    parser.add_argument("--slice-tokens", type=token_count, default=16384, help="of methods with many slices")
     for name, kind, what in (
         ("warmup", int, "untimed steps"), ("repeats", int, "timed steps"),
         ("time-limit", float, "seconds of a cell"), ("settle", float, "seconds that planning may take"),

@@ -46,9 +46,7 @@ _QUICK = [
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    known = circumstances(
-        ("torch", "transformers", "lightning_memo")
-    )  # reports missing packages before an hour of work
+    known = circumstances(("torch", "transformers", "lightning_memo"))  # missing packages are reported now
     rows = []
     for schedule in options.schedules:
         for tokens in options.lengths:
@@ -74,9 +72,7 @@ def _options() -> argparse.Namespace:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kv-heads", type=int, help="key-value heads (default: as many as heads)")
-    parser.add_argument(
-        "--ffn", type=int, help="width of feed-forward layers (default: 43/16 of hidden, as in Llama 7B)"
-    )
+    parser.add_argument("--ffn", type=int, help="MLP width (default: 43/16 of hidden, as in Llama 7B)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--schedules", choices=("layer", "slice"), nargs="+", default=["layer", "slice"])
     parser.add_argument("--alpha", type=float, default=0.0, help="share of the tokens whose activations are swapped")

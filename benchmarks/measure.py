@@ -92,7 +92,7 @@ class Bench:
         """Returns the turns in order: memory and gradients of every method, then `repeats` rounds of times."""
         turns = [self._turn("memory", result, self._meter) for result in self.results]
         for number in range(repeats):
-            # The order alternates, because a machine that slows down steadily must not favour the methods that come first.
+            # The order alternates, because a machine that slows down steadily must not favour the first methods.
             order = self.results if number % 2 == 0 else self.results[::-1]
             turns += [self._turn("time", result, self._time) for result in order]
         return turns

@@ -181,7 +181,7 @@ def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.d
             **memory.of_host(),
             **memory.of_device(device),
             **steps.memory,
-        },  # of the timed steps, if there are any
+        },  # of timed steps, if any
         "swapped_host_bytes": 0 if engine is None else engine.host_bytes,
         "plan": None if swap is None else _plan(strategy, swap),
         "packages": list(module.peer.packages),
