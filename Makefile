@@ -32,7 +32,7 @@ bench-cpu: $(INSTALLED)
 
 # Downloads the parts of the CUDA builds of torch that the tests of the CUDA allocator need: about 25 MB in .cuda/.
 cuda-headers: $(INSTALLED)
-	$(RUN) tests/allocator/cuda_stub/fetch.py
+	$(RUN) tests/support/cuda_stub/fetch.py
 
 # If bitsandbytes and torchao are found, transformers and PEFT import them, which takes seconds in each process. They are
 # therefore installed into a separate folder that only their tests use. Their dependencies are installed already.

@@ -12,9 +12,9 @@ from typing import Any
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.question.question import Estimate, Method, Question
-from lightning_memo.estimate.step.device_bytes import model_state
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.request.question import Estimate, Method, Question
+from lightning_memo.estimate.step.device_bytes import model_state_bytes
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
 from lightning_memo.shapes.model_shape import ModelShape
@@ -179,7 +179,7 @@ def zero_table() -> list[Cell]:
             row["model"],
             f"{row['dp']} GPUs, stage {row['zero_stage']}",
             float(row["gb"]),
-            model_state(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
+            model_state_bytes(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
         )
         for row in rows("zero_memory")
     ]
@@ -199,7 +199,7 @@ def alphas_of_program() -> list[Cell]:
     cells = []
     for model, seq_k, parallel, alpha in appendix():
         if parallel is not None:
-            costs, room = (make(question(model, seq_k), parallel) for make in (layer_costs, budget))
+            costs, room = (make(question(model, seq_k), parallel) for make in (estimated_layer_costs, device_budget))
             limit = solve_alpha(costs, room).alpha
             cells.append(Cell(model, f"{seq_k}K", alpha, math.floor(8 * limit) / 8))
     return cells

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 from pages.markdown import source, table, tokens
 
 Report = dict[str, Any]

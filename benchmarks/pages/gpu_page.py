@@ -9,7 +9,7 @@ from cells.cell import Result
 from cells.methods import METHODS
 from cells.plans import ALPHAS, BOUND_LAYERS
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, groups_of, speedups
 from pages.markdown import number, ratio, table, tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 from pages.cpu_page import load
 from pages.markdown import number, source, table, tokens
 
