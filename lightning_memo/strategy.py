@@ -29,8 +29,7 @@ from lightning_memo.artifacts.plan import Attention, HostBacked, Plan
 from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
-from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.forward.intercept import set_layout
+from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.engine.memory.spill_file import open_unnamed
 from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -341,8 +340,7 @@ class MemoStrategy(CheckpointingStrategy):
             return batch  # each slice of it goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            batch, layout = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
-            set_layout(layout)
+            batch = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
         return batch
 
     @contextlib.contextmanager
@@ -400,22 +398,22 @@ class MemoStrategy(CheckpointingStrategy):
         if fitting and self.config.loss_chunk_tokens is not None:
             tell_fused_loss(model)
         processes = self._processes
-        self.engine = engine = Engine(
-            model,
-            list(layers),
-            self.root_device,
-            cast(Attention | Literal["auto"], self.config.attention),
-            self.config.schedule,
-            self._test_mode,
-            context=None if processes is None else processes.context_groups,
-            shards=1 if processes is None else processes.sizes.shards,
+        settings = RequestedSettings(
+            attention=cast(Attention | Literal["auto"], self.config.attention),
+            schedule=self.config.schedule,
             slice_tokens=None if self.config.slice_tokens == "auto" else int(self.config.slice_tokens),
             host_backed=cast(HostBacked, "all" if self.config.schedule == "slice" else self.config.host_backed),
             by_kind=self.config.storage == "kinds",
             spill_path=None if self.config.spill_path is None else Path(self.config.spill_path),
-            ranks=None if processes is None else processes.ranks,
+            test_mode=self._test_mode,
             check_restored=self.config.check_restored,
         )
+        sharing = None
+        if processes is not None:
+            sharing = TokenSharing(
+                processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
+            )
+        self.engine = engine = Engine(model, list(layers), self.root_device, settings, sharing)
         engine.attach()
         tell_resting(engine.resting)
         if not fitting:
@@ -485,7 +483,6 @@ class MemoStrategy(CheckpointingStrategy):
         if self.lightning_module is not None:
             callbacks = self.lightning_module.trainer.callbacks
             callbacks[:] = [callback for callback in callbacks if callback is not self._callback]
-        set_layout(None)
         self._active.close()
 
     @override

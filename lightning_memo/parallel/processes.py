@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels import RngState
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
 from lightning_memo.parallel.batches.divide_loader import seed_workers, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments
-from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
@@ -48,6 +48,7 @@ class Processes:
         ranks: What plans are agreed with.
         data_rank: Which data this process gets, of `sizes.data`.
         context_groups: Who meets in attention; `None` if nobody, or before the first model.
+        current_layout: Holds the layout of the batch that was divided last.
 
     Raises:
         ValueError: The sizes do not go with the number of processes.
@@ -67,7 +68,8 @@ class Processes:
         )
         self.context_groups: ContextGroups | None = None
         self._sharder = BatchSharder()
-        self._loss_arguments = LossArguments()
+        self.current_layout = CurrentLayout()
+        self._loss_arguments = LossArguments(self.current_layout)
         self._outside: list[FSDPModule] = []
         self._batches = 0
 
@@ -148,6 +150,7 @@ class Processes:
         for model in find_hugging_face(module):
             stack.callback(self._loss_arguments.attach(model))
         stack.callback(self._loss_arguments.use, None)
+        stack.callback(self.current_layout.clear)
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
     # ---- batches
@@ -218,8 +221,10 @@ class Processes:
                 "others: give a number of samples that the data-parallel size divides, or predict in one process"
             )
 
-    def divide_batch(self, batch: Any, predicting: bool = False) -> tuple[Any, TokenLayout | None]:
-        """This process's part of a batch, and where its tokens are; each data-parallel process predicts by itself.
+    def divide_batch(self, batch: Any, predicting: bool = False) -> Any:
+        """This process's part of a batch, whose layout becomes the current one.
+
+        Each data-parallel process predicts by itself.
 
         Raises:
             ValueError: The batch cannot be divided, or other processes of its sequences got another.
@@ -231,11 +236,11 @@ class Processes:
         sharder = self._sharder
         if predicting:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
-        batch, layout = sharder.shard(batch)
+        batch, self.current_layout.layout = sharder.shard(batch)
         self._loss_arguments.use(batch)
         for unit in self._outside:  # steps may call parts of a model, not only the whole
             unit.unshard()
-        return batch, layout
+        return batch
 
 
 def _heads(model: nn.Module) -> tuple[int, int]:

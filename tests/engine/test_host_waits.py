@@ -18,7 +18,6 @@ from test_streamed import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.attention.hugging_face import right_padded_lengths
 from lightning_memo.engine.copies.clock import Clock
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
@@ -26,6 +25,7 @@ from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory import slot_memory as memory
 from lightning_memo.engine.memory.host_arena import HostArena, host_memory
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.parallel.batches.positions import right_padded_lengths
 
 aten = torch.ops.aten
 # On a GPU each of these makes the host wait for the device: their results, or the sizes of those, are needed there.

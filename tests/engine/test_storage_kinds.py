@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -27,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.artifacts.storage_costs import PLACES, Place
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
-from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
 from lightning_memo.utils.find_layers import find_layers
@@ -88,7 +89,9 @@ class ByKind(EngineUnderTest):
     def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_layers(model)[1]
-        self.engine = Engine(model, layers, CPU, test_mode=test_mode, by_kind=True, spill_path=spill_path)
+        self.engine = Engine(
+            model, layers, CPU, RequestedSettings(by_kind=True, test_mode=test_mode, spill_path=spill_path)
+        )
 
     @property
     def products(self) -> list[str]:
@@ -151,9 +154,9 @@ def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.amp):
         loss = model(**case.batch).loss
-    runs = [run for _, run in sorted(engine._runs.items())]
-    assert [run.unit.slot.used_bytes for run in runs] == swapped
-    assert [run.kept.size_bytes for run in runs] == kept
+    runs: list[Any] = list(engine.calls)
+    assert [run.storage.group.slot.used_bytes for run in runs] == swapped
+    assert [run.storage.resident.size_bytes for run in runs] == kept
     del runs
     loss.backward()
     assert engine.memory is not None

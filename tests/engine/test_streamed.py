@@ -28,7 +28,7 @@ from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
-from lightning_memo.engine.saved.offload_group import KeysValues, Unit
+from lightning_memo.engine.saved.offload_group import KeysValues, OffloadGroups
 from lightning_memo.engine.sequence.sliced_model import _Step
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu import CpuFlash
@@ -409,7 +409,7 @@ def test_the_next_block_is_copied_while_the_present_one_is_computed_with() -> No
     reader = BlockReader(CPU, stream, buffers=2, poison=True)
     core = StreamedAttention(kernel, slices, reader, None, block_tokens=1)
     for n, part in enumerate(slices):
-        held = Unit(Mock(), n, None, swap=False)
+        held = OffloadGroups().open(None, swap=False)
         keys, values = (held.put(token_rows(t[:, :, part.start : part.stop])) for t in (k, v))
         core.hold(n, KeysValues(held, keys, values))
     last = slice((count - 1) * size, None)

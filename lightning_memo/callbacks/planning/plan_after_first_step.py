@@ -137,13 +137,16 @@ class PlanAfterFirstStep(MeteringCallback):
     ) -> None:
         device, engine, ranks, first = self._engine.device, self._engine, self._ranks, self.plan is None
         # Data-parallel processes meet longer batches at different times: later plans are of the sequence's processes.
-        findings = ranks.gather((engine.kinds.why_whole, engine.kinds.schedule), everyone=first)
+        findings = ranks.gather((engine.layer_classes.why_whole, engine.layer_classes.schedule), everyone=first)
         schedules = [schedule for _, schedule in findings]
-        engine.kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
+        engine.layer_classes.agree(
+            next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer"
+        )
         fixed = state_bytes(pl_module, trainer.optimizers)
         working_set = self._working_set(profile, trainer)
         costs = self._together(
-            lambda: layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone=first
+            lambda: layer_costs(profile, step_seconds, fixed, working_set, device, engine.settings.spill_path),
+            everyone=first,
         )
         limits = budget(self._config, device, fixed, engine.host_bytes, ranks.on_this_node)
         limits = replace(limits, device_bytes=int(min(limits.device_bytes, self._most_device_bytes)))
@@ -162,10 +165,10 @@ class PlanAfterFirstStep(MeteringCallback):
                 limits,
                 label,
                 alpha=alpha,
-                schedule=engine.kinds.schedule,
+                schedule=engine.layer_classes.schedule,
                 slice_tokens=self._slice_tokens,
                 slot_bytes=self._slot_bytes(profile),
-                allowed=(0.0, 1.0) if engine.kinds.why_whole else None,
+                allowed=(0.0, 1.0) if engine.layer_classes.why_whole else None,
                 # What a step takes whose layers are not cut was not seen.
                 may_be_plain=may_be_plain and backing == "none",
                 host_backed=backing,
@@ -223,18 +226,18 @@ class PlanAfterFirstStep(MeteringCallback):
         Raises:
             ValueError: It cuts a layer that cannot be cut.
         """
-        alpha, why = self._config.alpha, self._engine.kinds.why_whole
+        alpha, why = self._config.alpha, self._engine.layer_classes.why_whole
         if why and alpha not in ("auto", 0.0, 1.0):
             raise ValueError(f'alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or "auto"')
         return alpha
 
     def _slot_bytes(self, profile: StepProfile) -> Any:
         """Bytes of the largest slot as a function of alpha."""
-        whole = bool(self._engine.kinds.why_whole)
+        whole = bool(self._engine.layer_classes.why_whole)
 
         def of_alpha(alpha: float) -> int:
             slices = slice_tokens_by_alpha(profile.tokens, alpha, None if whole else self._slice_tokens)
-            schedule = self._engine.kinds.schedule
+            schedule = self._engine.layer_classes.schedule
             return max(slot_bytes(call.saved, profile.tokens, slices, schedule) for call in profile.in_order())
 
         return of_alpha
@@ -244,7 +247,7 @@ class PlanAfterFirstStep(MeteringCallback):
 
         def of_alpha(alpha: float) -> StreamedBytes:
             engine = self._engine
-            slices = engine.cut(profile.tokens, alpha, self._slice_tokens)
+            slices = engine.cutter.cut(profile.tokens, alpha, self._slice_tokens)
             return engine.streamed_bytes(profile.saved_by_calls, slices, backing)
 
         return of_alpha
@@ -259,8 +262,8 @@ class PlanAfterFirstStep(MeteringCallback):
                 f"MemoStrategy: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
                 "was planned for; it was profiled and planned anew."
             )
-        if self._engine.kinds.why_whole:
-            rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.kinds.why_whole}.")
+        if self._engine.layer_classes.why_whole:
+            rank_zero_warn(f"MemoStrategy: layers run as one slice, because {self._engine.layer_classes.why_whole}.")
         for trial in plan.attention_trials:
             if trial.name == self._config.attention and trial.why_not:
                 rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')

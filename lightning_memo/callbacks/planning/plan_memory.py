@@ -299,7 +299,7 @@ class PlanMemory(Callback):
         def warn(message: str) -> None:
             rank_zero_warn(f"MemoStrategy: {message}")
 
-        decisive = _described(trainer) + ", check_restored" * self._engine.check_restored
+        decisive = _described(trainer) + ", check_restored" * self._engine.settings.check_restored
         return PlanCache(cache_folder(), warn, torch.get_num_threads(), decisive)
 
     # ---- the end

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
-from lightning_memo.engine.layers.recomputation import RecomputedKeysValues
-from lightning_memo.engine.saved.offload_group import KeysValues
+from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange
 
@@ -30,7 +29,7 @@ class AttentionCore:
     def __init__(self, backend: AttentionBackend, slices: Sequence[TokenRange]) -> None:
         self._backend = backend
         self._slices = slices
-        self._keys_values: dict[int, KeysValues | RecomputedKeysValues] = {}
+        self._keys_values: dict[int, KeysValuesSource] = {}
         self._gradients = DeviceGradients()
 
     def forward(
@@ -48,15 +47,14 @@ class AttentionCore:
         """The forward of slice `index` in the backward, where its result was not stored."""
         return self._attend(index, q, k, v, spec, [self._keys_values[n].load() for n in self._seen_by(index, spec)])
 
-    def hold(self, index: int, keys_values: KeysValues | RecomputedKeysValues) -> None:
+    def hold(self, index: int, keys_values: KeysValuesSource) -> None:
         """Where later slices, and their backward, find the keys and values of a slice."""
         self._keys_values[index] = keys_values
 
     def end_forward(self) -> None:
         """No slice runs before the backward."""
         for keys_values in self._keys_values.values():
-            if isinstance(keys_values, RecomputedKeysValues):
-                keys_values.end_forward()
+            keys_values.end_forward()
 
     def backward(
         self,

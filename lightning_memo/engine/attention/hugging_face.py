@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.attention.attention_core import attend
-from lightning_memo.engine.forward.intercept import autocast_inputs, current_handler, current_layout
+from lightning_memo.engine.forward.autocast import autocast_inputs
+from lightning_memo.engine.forward.intercept import current_handler
 from lightning_memo.kernels import AttentionSpec, select_backend
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.positions import right_padded_lengths
 from lightning_memo.utils.find_layers import find_hugging_face
 
 # Keep "flash" out of the name: transformers would look for kernels on the hub.
@@ -62,21 +66,25 @@ def _used_as_mask() -> ValueError:
     )
 
 
-def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
+def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
     """Make every Hugging Face model inside `model` call the engine's attention; returns what undoes it.
 
-    transformers keeps attention functions for the whole process, so what is registered knows no engine and no model:
-    the running slice answers, and it is found through `current_handler`.
+    transformers keeps attention functions for the whole process. What is registered knows no engine and no model, only
+    where the layout of the current batch is held: the running slice answers, and `current_handler` finds it.
+
+    Args:
+        model: The module that contains the models.
+        current: Holds the layout of the batches that `model` is given.
     """
     outermost = find_hugging_face(model)  # submodels share its attention setting
     if not outermost:
         return []
-    _register()
+    name = _register(current)
     undo: list[Callable[[], None]] = []
     for host in outermost:
         before = host.config._attn_implementation
         undo.append(lambda host=host, before=before: host.set_attn_implementation(before))  # type: ignore[misc]
-        host.set_attn_implementation(ATTENTION_NAME)
+        host.set_attn_implementation(name)
     return undo
 
 
@@ -95,14 +103,17 @@ def collecting_nothing() -> Iterator[None]:
         collector.reset(token)
 
 
-def _register() -> None:
+def _register(current: CurrentLayout) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+    name = f"{ATTENTION_NAME}_{id(current):x}"  # `current` is held from now on, so its id stays its own
+    AttentionInterface.register(name, functools.partial(_attention, current))
+    AttentionMaskInterface.register(name, functools.partial(_mask, current))
+    return name
 
 
 def _attention(
+    current: CurrentLayout,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -116,7 +127,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it: `[batch, heads, tokens, head_dim]` in, heads after tokens out."""
     handler = current_handler()
-    if current_layout() is not None:
+    if current.layout is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
     if handler is None and not isinstance(attention_mask, MaskPattern):
         return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
@@ -183,6 +194,7 @@ def _sdpa_of_transformers(
 
 
 def _mask(
+    current: CurrentLayout,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -196,7 +208,7 @@ def _mask(
     """A mask function as transformers calls it: a pattern in training, its own masks otherwise."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if current_layout() is not None:
+    if current.layout is not None:
         return MaskPattern(None, kwargs.get("local_size"))
     if not torch.is_grad_enabled() or q_length != kv_length:
         known = _known_pattern(mask_function, q_length, kv_length, batch_size, attention_mask, kwargs.get("local_size"))
@@ -278,22 +290,3 @@ def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_
 def _evaluate(mask_function: Callable[..., Any], rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     result = torch.as_tensor(mask_function(rows, torch.tensor(0), queries, keys)).cpu()
     return result.expand(torch.broadcast_shapes(queries.shape, keys.shape)).bool()
-
-
-def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
-    """Valid tokens of each row of a padding mask `[batch, tokens]`; `None` if all are valid.
-
-    Raises:
-        ValueError: Padding is not on the right, or a row has no valid token.
-    """
-    valid = attention_mask.bool()
-    lengths = valid.sum(-1)
-    on_the_right = torch.arange(valid.shape[-1], device=valid.device) < lengths[:, None]
-    wrong = (valid != on_the_right).any() | (lengths == 0).any()
-    is_wrong, *counts = torch.cat([wrong[None].to(lengths.dtype), lengths]).tolist()  # the host waits once for all
-    if is_wrong:
-        raise ValueError(
-            "attention_mask has padding that is not on the right, or a row without tokens: pad on the right "
-            '(tokenizer.padding_side = "right")'
-        )
-    return None if min(counts) == valid.shape[-1] else tuple(counts)

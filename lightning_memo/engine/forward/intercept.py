@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from lightning_memo.engine.forward.activation_checkpointing import refuse_without_grad, refusing_checkpoint
+from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.memory.saved_storages import gapless_strides
 from lightning_memo.kernels import AttentionSpec
@@ -25,7 +26,6 @@ from lightning_memo.parallel.batches.token_layout import TokenLayout
 AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
-_layout: ContextVar[TokenLayout | None] = ContextVar("token_layout", default=None)
 _sdpa = F.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DROPOUTS = (F.dropout, torch.dropout)
@@ -34,16 +34,6 @@ _DROPOUTS = (F.dropout, torch.dropout)
 def current_handler() -> AttentionHandler | None:
     """Who answers attention calls right now: the running slice, or nobody outside the engine's layers."""
     return _handler.get()
-
-
-def current_layout() -> TokenLayout | None:
-    """Where the tokens of the current batch are; `None` where this process holds all of them in order."""
-    return _layout.get()
-
-
-def set_layout(layout: TokenLayout | None) -> None:
-    """Say where the tokens of the batch are that comes next."""
-    _layout.set(layout)
 
 
 def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -62,11 +52,18 @@ def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
     return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
 
 
-def _answer(handler: AttentionHandler, trained: bool, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def _answer(
+    handler: AttentionHandler,
+    layout: TokenLayout | None,
+    trained: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+) -> Tensor:
     """Ask a handler, whose own attention calls are not caught again."""
     if trained:
         refuse_without_grad("attention")
-    layout = _layout.get()
     if layout is not None:  # what the model knows of documents and padding is about its own part of the tokens
         spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
     token = _handler.set(None)
@@ -76,20 +73,16 @@ def _answer(handler: AttentionHandler, trained: bool, q: Tensor, k: Tensor, v: T
         _handler.reset(token)
 
 
-def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Autocast casts what `scaled_dot_product_attention` gets; a kernel called directly must do the same."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
 @contextmanager
-def handling(handler: AttentionHandler) -> Iterator[None]:
-    """Inside, attention calls of this thread go to `handler`, and a layer that is trained may not be checkpointed.
+def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> Iterator[None]:
+    """Inside, attention calls of this thread go to `handler`, and activation checkpointing of a trained layer raises.
+
+    Args:
+        handler: Answers the calls.
+        layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
 
     Raises:
-        ValueError: It was.
+        ValueError: A layer that is trained uses activation checkpointing.
 
     Note: [How attention is caught]
     Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
@@ -97,7 +90,7 @@ def handling(handler: AttentionHandler) -> Iterator[None]:
     which only a `TorchFunctionMode` sees; but that mode is off inside composites like `multi_head_attention_forward`.
     """
     trained = torch.is_grad_enabled()
-    token = _handler.set(functools.partial(_answer, handler, trained))
+    token = _handler.set(functools.partial(_answer, handler, layout, trained))
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.layers.layer_run import LayerCall
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.local_tensors import awaited
 
 
@@ -51,7 +52,12 @@ def needs_grad(layer: nn.Module, arguments: Any) -> bool:
 
 
 def read_call(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shards: int
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shards: int,
+    layout: TokenLayout | None,
 ) -> tuple[Tensor, LayerCall]:
     """The layer's input, and the rest of its call without key-value caches, which training does not fill.
 
@@ -61,6 +67,7 @@ def read_call(
         args: Of the call.
         kwargs: Of the call.
         shards: As of `LayerCall`.
+        layout: As of `LayerCall`.
     """
     kwargs = dict(kwargs)
     if args:
@@ -72,7 +79,8 @@ def read_call(
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     dim = _token_dim(layer)
-    return awaited(x), LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards)
+    call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards, layout)
+    return awaited(x), call
 
 
 def _is_cache(value: object) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
-from lightning_memo.engine.layers.layer_run import LayerCall
-from lightning_memo.engine.saved.changing_buffers import ForwardState
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
@@ -111,12 +111,12 @@ def probe_layer(
         ValueError: It gives another output for the same input.
     """
     recorder = _Recorder(backend_of)
-    present, state = RngState.capture(x.device), ForwardState(call.layer)
+    present, state = RngState.capture(x.device), ChangingBuffers(call.layer)
     try:
         tokens = min(call.tokens, longest or call.tokens)
         x = x.narrow(call.token_dim, 0, tokens)
         whole_range = TokenRange(0, tokens, Action.KEEP)
-        with handling(recorder.whole), call.mode(whole_range):
+        with handling(recorder.whole, call.layout), call.mode(whole_range):
             whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
         after = RngState.capture(x.device)
         changing = state.changed()
@@ -150,7 +150,11 @@ def _check_repeats(call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tenso
     everything = TokenRange(0, tokens, Action.KEEP)
     same = False
     rewind()
-    with handling(recorder.part(everything, tokens)), call.mode(everything), contextlib.suppress(StopIteration):
+    with (
+        handling(recorder.part(everything, tokens), call.layout),
+        call.mode(everything),
+        contextlib.suppress(StopIteration),
+    ):
         same = _same(_hidden(call.run(x.clone(), everything)), whole, x)
     if not same:
         raise ValueError(
@@ -177,7 +181,11 @@ def _compare_halves(
     for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, tokens, Action.KEEP)):
         rewind()
         try:
-            with handling(recorder.part(part, tokens)), call.mode(part), contextlib.suppress(StopIteration):
+            with (
+                handling(recorder.part(part, tokens), call.layout),
+                call.mode(part),
+                contextlib.suppress(StopIteration),
+            ):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}", False

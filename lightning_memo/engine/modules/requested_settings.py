@@ -1,32 +1,43 @@
-"""How layers are asked to run, before any of them was looked at."""
+"""The settings with which layers are asked to run, before any of them has been probed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.plan import Attention, HostBacked
+from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Settings of a profiled step; later ones run by a plan.
+class RequestedSettings:
+    """Settings of an engine. The profiled step runs by them; later steps run by a plan.
 
     Attributes:
-        schedule: "auto", "layer", "nest" or "slice".
-        slice_tokens: Longest slice; `None`: no limit.
-        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`; "auto" is
-            "attention" where `slice_tokens` are given and the layers can run slice after slice.
+        attention: Attention kernel; "auto" measures the kernels in the first profiled step and takes the fastest.
+        schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" to run the whole model on one slice
+            after the other.
+        slice_tokens: Longest slice; `None` if slices may have any length.
+        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`. "auto" is
+            "attention" if `slice_tokens` is given and the layers can run slice after slice.
+        by_kind: Whether plans name a place for each kind of tensor. Matrix products are then profiled, too.
         divided: Whether processes share the tokens of a sequence.
-        by_kind: Whether plans say kind by kind what is stored.
+        spill_path: Folder on a disk for the layer calls that a plan spills.
+        test_mode: Random delays and poisoned buffers, to bring out copy races.
+        check_restored: Whether tensors that return to the device are compared with what left it.
     """
 
+    attention: Attention | Literal["auto"] = "auto"
     schedule: str = "auto"
     slice_tokens: int | None = None
     host_backed: HostBacked | Literal["auto"] = "none"
-    divided: bool = False
     by_kind: bool = False
+    divided: bool = False
+    spill_path: Path | None = None
+    test_mode: TestMode | None = None
+    check_restored: bool = False
 
     def check(self, traits: LayerTraits, layer: str, tokens: int) -> None:
         """Refuse layers that cannot run as was asked for.

@@ -7,6 +7,7 @@ position of all: the module then chooses, and keeps, what it would for the whole
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_memo.engine.forward.intercept import current_layout
 from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
 
 _DEPENDING = ("dynamic", "longrope")
 
@@ -31,7 +32,7 @@ def depends_on_length(module: nn.Module) -> bool:
     return is_rotary(module) and any(k in _DEPENDING for k in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
-def attach_rotary(model: nn.Module, layers: Sequence[nn.Module]) -> list[Callable[[], None]]:
+def attach_rotary(model: nn.Module, layers: Sequence[nn.Module], current: CurrentLayout) -> list[Callable[[], None]]:
     """Make rotary tables of a part of the tokens those of the whole batch; returns what undoes it.
 
     Raises:
@@ -44,14 +45,21 @@ def attach_rotary(model: nn.Module, layers: Sequence[nn.Module]) -> list[Callabl
                     f"{type(module).__name__} makes rotary tables by the length of the sequence (dynamic or longrope) "
                     "inside a layer, which runs on some of the tokens at a time: use another rope_scaling, like yarn"
                 )
-    return [replace_forward(module, _rotate_part) for module in model.modules() if depends_on_length(module)]
+    rotate = functools.partial(_rotate_part, current)
+    return [replace_forward(module, rotate) for module in model.modules() if depends_on_length(module)]
 
 
 def _rotate_part(
-    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    current: CurrentLayout,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Stands in for a rotary forward: tables `[..., tokens, features]` of positions `[..., tokens]`."""
-    layout = current_layout()
+    layout = current.layout
     if layout is None:
         return forward(x, position_ids, *args, **kwargs)
     largest = layout.tokens - 1 if layout.largest_position is None else layout.largest_position

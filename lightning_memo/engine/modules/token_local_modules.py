@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows
 from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
@@ -97,12 +98,6 @@ def _finished(
         total = total * factor if total.dtype == dtype else total.mul_(factor)
     total = total.to(dtype)
     return total if layout is None else layout.wrap(total)
-
-
-def ambient_autocast(device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A factory of the autocast context that is active now."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
 
 
 def chunks(x: Tensor, tokens: int) -> Iterator[Tensor]:

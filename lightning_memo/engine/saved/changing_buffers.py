@@ -34,7 +34,7 @@ class _Buffer:
         self.owner._buffers[self.name] = self.tensor
 
 
-class ForwardState:
+class ChangingBuffers:
     """What buffers of a layer were.
 
     Args:
@@ -59,7 +59,7 @@ class ForwardState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, the buffers are what they were; afterwards what they are now."""
-        present = ForwardState(self._layer, self._buffers)
+        present = ChangingBuffers(self._layer, self._buffers)
         self.restore()
         try:
             yield

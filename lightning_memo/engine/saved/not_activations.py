@@ -17,7 +17,7 @@ def _storages(t: Tensor) -> set[int]:
     return {part.untyped_storage()._cdata for part in plain_parts(t)}
 
 
-class SharedTensors:
+class NonActivations:
     """Tells whether a saved tensor stays where it is: it is on the device anyway.
 
     Args:

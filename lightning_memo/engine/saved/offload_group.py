@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,20 +19,17 @@ from lightning_memo.engine.saved.weight_copies import WeightCopy
 from lightning_memo.engine.saved.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
 
-if TYPE_CHECKING:
-    from lightning_memo.engine.engine import Engine
-
 # A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share,
 # the weight that it is a copy of, those of its parts, or its number in a replay.
 Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
 
 
-class Unit:
+class OffloadGroup:
     """A slot, and what was put into it.
 
     Args:
-        engine: Brings units back in the order of the backward.
-        number: Position among the units that are alive, in the order of the forward.
+        groups: Brings groups back in the order of the backward.
+        number: Position among the groups that are alive, in the order of the forward.
         memory: Where the slot is leased; `None` when all stays on the device.
         swap: Whether the slot leaves the device.
         spill_bytes: How much of it goes to the disk; the rest goes to the host.
@@ -42,13 +39,13 @@ class Unit:
     """
 
     def __init__(
-        self, engine: Engine, number: int, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0
+        self, groups: OffloadGroups, number: int, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0
     ) -> None:
         self.number = number
         self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
         checked = memory is not None and memory.check_restored and swap
         self.checks = SlotChecks(self.slot) if checked and self.slot is not None else None
-        self._engine = engine
+        self._groups = groups
         self._memory = memory
         self._registry: Registry[Stored] = Registry()
         self._started = False
@@ -72,7 +69,8 @@ class Unit:
             return t
         stored = self.slot.put(t, spill)
         if stored is None:
-            self._engine.count_overflow(t.nbytes)
+            if self._memory is not None:
+                self._memory.stats.overflow_bytes += t.nbytes
             return t
         self._registry.add(t, stored)
         return stored
@@ -131,33 +129,72 @@ class Unit:
         """Bring the slot back, and start bringing back the one that is needed next."""
         if not self._started and self._memory is not None and self.slot is not None:
             self._started = True
-            self._engine.fetch(self, self._memory)
+            self._groups.fetch(self, self._memory)
 
     def release(self) -> None:
         """Give the slot back; later use of it raises."""
-        self._engine.close_unit(self)
+        self._groups.close(self)
         self._release()
+
+
+class OffloadGroups:
+    """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakValueDictionary[int, OffloadGroup] = weakref.WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[OffloadGroup]:
+        return iter([group for _, group in sorted(self._groups.items())])
+
+    def open(self, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0) -> OffloadGroup:
+        """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
+        group = OffloadGroup(self, max(self._groups.keys(), default=-1) + 1, memory, swap, spill_bytes)
+        self._groups[group.number] = group
+        return group
+
+    def close(self, group: OffloadGroup) -> None:
+        """Forget a group that gives its slot back."""
+        if self._groups.get(group.number) is group:
+            del self._groups[group.number]
+
+    def fetch(self, group: OffloadGroup, memory: SlotMemory) -> None:
+        """Bring a group to the device, and start bringing the one that the backward needs next."""
+        assert group.slot is not None
+        memory.fetch(group.slot, group.number)
+        group.slot.in_backward = True
+        following = self._groups.get(group.number - 1)
+        if following is not None and following.slot is not None:
+            memory.fetch(following.slot, following.number, ahead=True)
+
+    def release(self) -> None:
+        """Give back the slots of all groups, after an interrupted step."""
+        for group in self:
+            group.release()
+        self._groups.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class KeysValues:
     """Where a slice's keys and values are."""
 
-    unit: Unit
+    group: OffloadGroup
     key: Handle
     value: Handle
 
     def peek(self) -> tuple[Tensor, Tensor]:
         """On the device, while the forward still runs."""
-        return self.unit.peek(self.key), self.unit.peek(self.value)
+        return self.group.peek(self.key), self.group.peek(self.value)
+
+    def end_forward(self) -> None:
+        """The group drops what only the forward needs."""
 
     def load(self) -> tuple[Tensor, Tensor]:
         """On the device, in the backward."""
-        return self.unit.load(self.key), self.unit.load(self.value)
+        return self.group.load(self.key), self.group.load(self.value)
 
     def regions(self) -> tuple[Region, Region]:
         """On the host."""
-        return self.unit.region(self.key), self.unit.region(self.value)
+        return self.group.region(self.key), self.group.region(self.value)
 
 
 def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:

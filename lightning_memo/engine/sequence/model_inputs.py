@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.hugging_face import right_padded_lengths
 from lightning_memo.kernels.transfer import sent
+from lightning_memo.parallel.batches.positions import right_padded_lengths
 
 IGNORED = -100
 

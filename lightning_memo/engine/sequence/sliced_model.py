@@ -8,18 +8,16 @@ backward needs of it is a gradient of the last layer's output, which waits on th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
-from lightning_memo.engine.layers.layer_run import LayerCall, LayerRun
-from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved.offload_group import Handle, Unit
+from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.saved.offload_group import Handle, OffloadGroup
 from lightning_memo.engine.saved.parked_arguments import SliceArguments
+from lightning_memo.engine.sequence.layer_calls import slice_by_slice
 from lightning_memo.engine.sequence.model_inputs import (
     IGNORED,
     check_sliceable,
@@ -28,88 +26,13 @@ from lightning_memo.engine.sequence.model_inputs import (
     token_tensor,
     without_labels,
 )
-from lightning_memo.kernels import RngState
+from lightning_memo.engine.sequence.sequence_run import SequenceRun
+from lightning_memo.engine.sequence.sequence_services import SequenceServices
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.positions import largest_position, packed_documents
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.zero import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
-
-if TYPE_CHECKING:
-    from lightning_memo.engine.engine import Engine
-
-
-@dataclass(slots=True)
-class SliceOutput:
-    """What the layers left of one slice.
-
-    Attributes:
-        run: The last layer's.
-        token: Where the backward of the slice's layers begins, `[]`.
-        hidden: The last layer's output, without history.
-    """
-
-    run: LayerRun
-    token: Tensor
-    hidden: Tensor
-
-
-class SequenceRun:
-    """A forward of the model slice by slice: which slice runs, and what attention knows of those before.
-
-    Args:
-        engine: Runs the layers.
-        slices: Token ranges that cover the sequence.
-        batch: Sequences.
-    """
-
-    def __init__(self, engine: Engine, slices: Sequence[TokenRange], batch: int) -> None:
-        self.engine, self.slices, self.batch = engine, tuple(slices), batch
-        self.index = 0
-        self.output: SliceOutput | None = None
-        self.all_arguments: list[SliceArguments] = []
-        self._rng_state: RngState | None = None
-        self._called: set[nn.Module] = set()
-        self._cores: dict[nn.Module, list[StreamedAttention | UlyssesCore]] = {}
-
-    @property
-    def tokens(self) -> int:
-        return self.slices[-1].stop
-
-    @property
-    def slice(self) -> TokenRange:
-        """The slice that runs."""
-        return self.slices[self.index]
-
-    @property
-    def arguments(self) -> SliceArguments:
-        """What the layers of the slice that runs share."""
-        return self.all_arguments[self.index]
-
-    def enter(self, call: LayerCall, memory: SlotMemory) -> None:
-        """A layer is called on the slice that runs.
-
-        Raises:
-            ValueError: It was called before.
-        """
-        if len(self.all_arguments) == self.index:
-            self.all_arguments.append(SliceArguments(memory, self.slice))
-            self._called.clear()
-        if call.layer in self._called or self.output is not None:
-            raise ValueError(
-                f'{type(call.layer).__name__} runs twice in a forward, or after the last layer: use schedule="layer"'
-            )
-        self._called.add(call.layer)
-        self.arguments.add((call.args, call.kwargs))
-
-    def capture_rng(self, device: torch.device) -> RngState:
-        """The random state; one for all slices and layers where none draws."""
-        self._rng_state = RngState.capture(device, self._rng_state)
-        return self._rng_state
-
-    def cores(self, layer: nn.Module) -> list[StreamedAttention | UlyssesCore]:
-        """The cores of a layer's attention calls, which all slices share."""
-        return self._cores.setdefault(layer, [])
 
 
 class SlicedModel:
@@ -120,7 +43,7 @@ class SlicedModel:
         longest: Most tokens of a slice.
     """
 
-    def __init__(self, engine: Engine, longest: int) -> None:
+    def __init__(self, engine: SequenceServices, longest: int) -> None:
         self._engine = engine
         self._longest = longest
 
@@ -153,7 +76,7 @@ class SlicedModel:
 class _Step:
     """The forwards and backwards of one call of the model."""
 
-    def __init__(self, engine: Engine, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+    def __init__(self, engine: SequenceServices, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         tokens = token_tensor(inputs)
         self._engine, self._forward = engine, forward
         self._inputs, self._count, self._factor = without_labels(inputs)
@@ -162,7 +85,7 @@ class _Step:
         self._layout = TokenLayout(
             length, documents=packed_documents(inputs, self._batch), largest_position=largest_position(inputs, length)
         )
-        self._ends: list[tuple[LayerRun, Tensor, Unit, Handle]] = []
+        self._ends: list[tuple[LayerRun, Tensor, OffloadGroup, Handle]] = []
         self._arguments: list[SliceArguments] = []
         self.output_type: type[Any] = type(None)
 
@@ -170,7 +93,7 @@ class _Step:
         """The loss, and its gradient in what follows the layers."""
         loss: Tensor | None = None
         sums: list[Tensor | None] = [None] * len(tail)
-        with self._engine.slice_by_slice(self._layout, self._batch) as sequence:
+        with slice_by_slice(self._engine, self._layout, self._batch) as sequence:
             for number, part in enumerate(sequence.slices):
                 sequence.index = number
                 with torch.enable_grad():
@@ -190,11 +113,11 @@ class _Step:
     def backward(self, gradient: Tensor) -> None:
         """Differentiate the layers, last slice first."""
         while self._ends:
-            run, token, unit, handle = self._ends.pop()
+            run, token, group, handle = self._ends.pop()
             for arguments in self._arguments[:-3:-1]:  # of this slice, and of the next one
                 arguments.fetch()
-            dy = unit.load(handle) * gradient
-            unit.release()
+            dy = group.load(handle) * gradient
+            group.release()
             run.begin_output_gradient(dy)
             del dy
             torch.autograd.backward(token)
@@ -218,13 +141,12 @@ class _Step:
 
     def _keep(self, run: LayerRun, token: Tensor, gradient: Tensor, arguments: SliceArguments) -> None:
         """What the backward of a slice's layers needs leaves for the host."""
-        assert run.memory is not None
-        unit = self._engine.open_unit(run.memory, swap=True)
-        handle = unit.put(gradient)
-        if unit.checks is not None:
-            unit.checks.note(handle, run.what("output gradient"))
-        self._ends.append((run, token, unit, handle))
-        unit.end_forward()
+        group = self._engine.offload_groups.open(run.storage.memory, swap=True)
+        handle = group.put(gradient)
+        if group.checks is not None:
+            group.checks.note(handle, run.storage.what("output gradient"))
+        self._ends.append((run, token, group, handle))
+        group.end_forward()
         arguments.leave()
         if self._arguments:
             self._arguments[-1].settle()  # the copies of the slice before have had a slice's time

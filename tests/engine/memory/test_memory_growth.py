@@ -11,7 +11,6 @@ from support.families import VOCABULARY, make_batch
 from support.harness import CPU, Batch, EngineUnderTest
 from torch import nn
 
-from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.profiler.memory_meter import PeakMeter
 
 # Where activations outweigh all else: one layer input is 512 KiB, the logits of the small vocabulary are 384 KiB.
@@ -91,12 +90,12 @@ def test_after_the_forward_only_the_last_two_layers_are_on_the_device(alpha: flo
         under_test.profile_step(batch)
         under_test.load(alpha)
         loss = model(**batch).loss
-        runs: list[LayerRun] = [run for _, run in sorted(under_test.engine._runs.items())]
-        on_device = [run.unit.slot is not None and run.unit.slot.buffer is not None for run in runs]
-        on_host = [run.unit.slot is not None and run.unit.slot.host is not None for run in runs]
+        groups = list(under_test.engine.offload_groups)
+        on_device = [group.slot is not None and group.slot.buffer is not None for group in groups]
+        on_host = [group.slot is not None and group.slot.host is not None for group in groups]
         assert on_device == [False] * 6 + [True] * 2
         assert on_host == [True] * 6 + [False] * 2
-        del runs
+        del groups
         loss.backward()
         under_test.assert_empty()
         under_test.assert_as_planned()

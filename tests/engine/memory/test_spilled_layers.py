@@ -191,7 +191,7 @@ def test_slots_of_spilled_calls_have_no_host_memory(tmp_path: Path) -> None:
     with profiled(tmp_path) as under_test:
         under_test.load(1.0, spilled_calls=2)
         loss = under_test.model(**BATCH).loss
-        slots = [unit.slot for unit in under_test.engine._units.values()]
+        slots = [group.slot for group in under_test.engine.offload_groups]
         assert [elsewhere(slot) for slot in slots if slot is not None] == ["disk", "host", "disk", "host", "", ""]
         loss.backward()
 

@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 from lightning_memo.artifacts.plan import Schedule
 from lightning_memo.engine.attention.hugging_face import collecting_nothing
-from lightning_memo.engine.forward.intercept import current_layout
-from lightning_memo.engine.layers.layer_run import LayerCall
+from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
-from lightning_memo.engine.modules.requested_settings import Wishes
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
 
 
-class LayerKinds:
+class LayerClasses:
     """Looks at layers before they run: of one kind are layers of the same modules, with parameters of the same shapes.
 
     Args:
@@ -27,11 +26,11 @@ class LayerKinds:
         agreed: What some process found out about its layers.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, wishes: Wishes) -> None:
+    def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, settings: RequestedSettings) -> None:
         self._layers = layers
         self._why_scaled: str | None = None
         self._backend_of = backend_of
-        self._wishes = wishes
+        self._settings = settings
         self.agreed = LayerTraits("", "layer")
         self._traits: dict[object, LayerTraits] = {}
 
@@ -56,9 +55,9 @@ class LayerKinds:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the model's layers: "nest" if it is wished, or some layer needs it."""
-        if "nest" in (self._wishes.schedule, self.agreed.schedule, *(traits.schedule for traits in self)):
+        if "nest" in (self._settings.schedule, self.agreed.schedule, *(traits.schedule for traits in self)):
             return "nest"
-        return "slice" if self._wishes.schedule == "slice" else "layer"
+        return "slice" if self._settings.schedule == "slice" else "layer"
 
     def of(self, call: LayerCall, x: Tensor) -> LayerTraits:
         """What a layer allows.
@@ -74,8 +73,8 @@ class LayerKinds:
         kind = (modules, call.layer.training, call.tokens < 2, shapes)
         if kind not in self._traits:
             with collecting_nothing():
-                traits = probe_layer(call, x, self._backend_of, self._wishes.probed_tokens, self._scaled_together())
-            if traits.may_mix and current_layout() is not None and self._wishes.divided:
+                traits = probe_layer(call, x, self._backend_of, self._settings.probed_tokens, self._scaled_together())
+            if traits.may_mix and call.layout is not None and self._settings.divided:
                 raise ValueError(
                     f"{traits.why_whole}, and the tokens of a sequence are divided over processes: train this model "
                     "with context_parallel_size=1 and sequence_parallel=False"
