@@ -1,4 +1,4 @@
-"""What runs inside a layer is caught here: attention calls, and dropout that must not depend on the slices."""
+"""Intercepts what runs inside a layer: attention calls, and dropout, whose masks must not depend on the slices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DROPOUTS = (F.dropout, torch.dropout)
 
 
 def current_handler() -> AttentionHandler | None:
-    """Who answers attention calls right now: the running slice, or nobody outside the engine's layers."""
+    """Return the handler of attention calls: the running slice's, or `None` outside of the engine's layers."""
     return _handler.get()
 
 
@@ -61,10 +61,10 @@ def _answer(
     v: Tensor,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Ask a handler, whose own attention calls are not caught again."""
+    """Call a handler, whose own attention calls are not intercepted again."""
     if trained:
         refuse_without_grad("attention")
-    if layout is not None:  # what the model knows of documents and padding is about its own part of the tokens
+    if layout is not None:  # the model knows documents and padding only for its own part of the tokens
         spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
     token = _handler.set(None)
     try:
@@ -84,10 +84,11 @@ def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> It
     Raises:
         ValueError: A layer that is trained uses activation checkpointing.
 
-    Note: [How attention is caught]
-    Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
-    `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
-    which only a `TorchFunctionMode` sees; but that mode is off inside composites like `multi_head_attention_forward`.
+    Note: [How attention is intercepted]
+    Hugging Face layers call the attention function that the model names, which asks `current_handler`. Other layers
+    call `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, which is replaced here, or by a name
+    they imported, which only a `TorchFunctionMode` sees. That mode is off inside composite functions such as
+    `multi_head_attention_forward`.
     """
     trained = torch.is_grad_enabled()
     token = _handler.set(functools.partial(_answer, handler, layout, trained))
@@ -102,7 +103,7 @@ def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> It
 
 
 class OwnMode(TorchFunctionMode):
-    """Knows the calls of whoever entered it from those inside an attention call, or inside a nested slice."""
+    """A function mode that can tell its own calls from those inside an attention call or a nested slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,16 +116,25 @@ class OwnMode(TorchFunctionMode):
 
     @property
     def inside(self) -> bool:
-        """Whether what runs now belongs to another handler than at the beginning."""
+        """Whether another handler is active than when the mode was entered."""
         return _handler.get() is not self._own
 
 
 class LayerMode(OwnMode):
-    """Catches imported attention functions, and gives dropout the mask that the whole sequence would have drawn.
+    """Intercepts imported attention functions, and makes dropout use the mask that the whole sequence would have drawn.
 
     Note: [Dropout and slices]
-    A slice draws for all tokens and uses its own part, and every slice starts from the layer's random state. So masks
-    do not depend on how many slices there are, and gradients are those of plain training at every alpha.
+    A slice draws random numbers for all tokens and uses its own part, and every slice starts from the layer's random
+    state. Masks therefore do not depend on the number of slices, and gradients equal those of plain training at every
+    alpha.
+
+    Args:
+        tokens: Number of tokens in the layer's input.
+        start: First token of the slice.
+        stop: End of the slice.
+        batch: Number of sequences in the layer's input.
+        token_dim: Dimension of tokens in the layer's input.
+        shards: Number of sequence-parallel shards.
     """
 
     def __init__(self, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> None:
@@ -158,7 +168,7 @@ class LayerMode(OwnMode):
         return input.mul_(mask) if inplace else input * mask
 
     def _part_of_whole(self, input: Tensor, p: float) -> Tensor:
-        """This slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
+        """Return this slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
         count = self._stop - self._start
         shape, dim = list(input.shape), self._token_dim
         if input.dim() >= 2 and shape[dim] in (count, count * self._shards) and shape[1 - dim] == self._batch:

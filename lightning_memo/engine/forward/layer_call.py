@@ -18,10 +18,19 @@ from lightning_memo.planner.token_slices import TokenRange
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer's forward and its arguments beside the input, which is `[batch, tokens, hidden]`.
+    """A layer's forward and its arguments apart from the input, which is `[batch, tokens, hidden]`.
 
-    `token_dim` is 1, or 0 for a layer that takes `[tokens, batch, hidden]`. With sequence parallelism the input holds
-    one of `shards` parts of the tokens, and attention sees the same slice of all parts.
+    Attributes:
+        layer: The layer.
+        forward: The layer's own forward.
+        args: Positional arguments after the input.
+        kwargs: Keyword arguments.
+        tokens: Number of tokens in the input.
+        batch: Number of sequences in the input.
+        token_dim: 1, or 0 for a layer that takes `[tokens, batch, hidden]`.
+        shards: Number of sequence-parallel shards. The input holds the tokens of one of them, and attention sees the
+            same slice of all shards.
+        layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
     """
 
     layer: nn.Module
@@ -35,10 +44,10 @@ class LayerCall:
     layout: TokenLayout | None = None
 
     def run(self, x: Tensor, part: TokenRange) -> Any:
-        """The layer's own forward on some of the tokens, whose input is `x`."""
+        """Run the layer's own forward on some of the tokens, whose input is `x`."""
         arguments = (self.args, self.kwargs)
         part_of = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
-        # Of all tokens they may be lazy still, and a layer may hand them to kernels of its own.
+        # Arguments of all tokens may still be lazy, and a layer may pass them to kernels of its own.
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
         return self.forward(x, *args, **kwargs)
 
@@ -47,4 +56,5 @@ class LayerCall:
         return t if t.shape[self.token_dim] == part.tokens else t.narrow(self.token_dim, part.start, part.tokens)
 
     def mode(self, part: TokenRange) -> LayerMode:
+        """Return the mode in which the layer runs on some of the tokens."""
         return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)

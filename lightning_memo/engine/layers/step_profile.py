@@ -123,7 +123,7 @@ class StepProfile:
         return self._clock.now()
 
     def product(self, index: int, name: str, measured: MeasuredProduct) -> None:
-        """Add a matrix product that was computed again; a plan can only use one whose output has a row for each token."""
+        """Add a matrix product that was computed again, if a plan can use it: its output has a row for each token."""
         out = measured.out
         if out is not None and out.shape[0] == self.batch * self.slice_tokens:
             product = ProductProfile(name, out.nbytes, measured.started, measured.stopped)

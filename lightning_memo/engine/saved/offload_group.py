@@ -1,4 +1,4 @@
-"""What leaves for the host and comes back as one piece: what the slices of a layer call save, or one of them."""
+"""Offload groups: saved tensors of a layer call, or of one of its slices, that move to the host and back together."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from lightning_memo.engine.saved.weight_copies import WeightCopy
 from lightning_memo.engine.saved.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
 
-# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share,
-# the weight that it is a copy of, those of its parts, or its number in a replay.
+# The handle of a saved tensor: the tensor itself (if it stays on the device), its place in the slot, its place in an
+# argument that layers share, the weight of which it is a copy, the handles of its parts, or its number in a
+# recomputation.
 Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
 
 
 class OffloadGroup:
-    """A slot, and what was put into it.
+    """A slot, and the tensors that were put into it.
 
     Args:
         groups: Brings groups back in the order of the backward.
         number: Position among the groups that are alive, in the order of the forward.
-        memory: Where the slot is leased; `None` when all stays on the device.
+        memory: The memory in which the slot is leased; `None` if all tensors stay on the device.
         swap: Whether the slot leaves the device.
-        spill_bytes: How much of it goes to the disk; the rest goes to the host.
+        spill_bytes: Bytes of the slot that go to the disk; the rest goes to the host.
 
     Attributes:
-        checks: What tensors were that were put, where that is compared later.
+        slot: The slot; `None` if all tensors stay on the device.
+        checks: Compares tensors that come back with what was put; `None` if they are not compared.
     """
 
     def __init__(
@@ -55,15 +57,15 @@ class OffloadGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether the unit holds what was put into it."""
+        """Whether the group holds its tensors."""
         return self._release.alive
 
     def put(self, t: Tensor, spill: bool = False) -> Handle:
-        """Copy a tensor into the slot; it stays on the device where there is no slot, or no room in it.
+        """Copy a tensor into the slot, and return its handle. It stays on the device if there is no slot or no space in it.
 
         Args:
             t: The tensor.
-            spill: Whether it is to leave for the disk, rather than for the host.
+            spill: Whether the tensor goes to the disk instead of the host.
         """
         if self.slot is None or t.numel() == 0:
             return t
@@ -76,12 +78,12 @@ class OffloadGroup:
         return stored
 
     def find(self, t: Tensor) -> Handle | None:
-        """The handle of a tensor whose bytes are in the slot already."""
+        """Return the handle of a tensor whose bytes are in the slot already; `None` if they are not."""
         known = self._registry.find(t)
         return None if known is None else known[0].view_like(t, known[1])
 
     def load(self, handle: Handle) -> Tensor:
-        """A tensor that was put, on the device; in the backward the whole unit comes back."""
+        """Return a tensor on the device, in the backward. The whole group comes back at once."""
         if isinstance(handle, Tensor):
             return handle
         if isinstance(handle, ShardedHandle):
@@ -96,14 +98,14 @@ class OffloadGroup:
         return t
 
     def peek(self, handle: Handle) -> Tensor:
-        """A tensor that was put, while the forward still runs."""
+        """Return a tensor while the forward still runs."""
         if isinstance(handle, Tensor):
             return handle
         assert isinstance(handle, Stored) and self.slot is not None
         return self.slot.load(handle)
 
     def region(self, handle: Handle) -> Region:
-        """Where the bytes of a tensor that was put are, once it has left the device."""
+        """Return where the bytes of a tensor are after it has left the device."""
         if isinstance(handle, Tensor):
             return Region(handle.nbytes, flat(handle).view(torch.uint8))
         assert isinstance(handle, Stored) and self.slot is not None
@@ -116,23 +118,27 @@ class OffloadGroup:
         return region
 
     def offload(self, last: bool = False) -> None:
-        """Start moving what was put so far off the device; `last`: nothing more is put."""
+        """Start moving the tensors that were put so far off the device.
+
+        Args:
+            last: Whether no more tensors are going to be put.
+        """
         if self._memory is not None and self.slot is not None:
             self._memory.offload(self.slot, last)
 
     def end_forward(self) -> None:
-        """Nothing more is put, and nothing is needed on the device until the backward."""
+        """Move all tensors off the device; no more are put, and none is needed there until the backward."""
         self.offload(last=True)
         self._registry.clear()
 
     def begin_backward(self) -> None:
-        """Bring the slot back, and start bringing back the one that is needed next."""
+        """Bring the slot back, and start bringing back the group that is needed next."""
         if not self._started and self._memory is not None and self.slot is not None:
             self._started = True
             self._groups.fetch(self, self._memory)
 
     def release(self) -> None:
-        """Give the slot back; later use of it raises."""
+        """Give the slot back; later use of the group raises."""
         self._groups.close(self)
         self._release()
 
@@ -175,25 +181,25 @@ class OffloadGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeysValues:
-    """Where a slice's keys and values are."""
+    """Keys and values of a slice, stored in an offload group."""
 
     group: OffloadGroup
     key: Handle
     value: Handle
 
     def peek(self) -> tuple[Tensor, Tensor]:
-        """On the device, while the forward still runs."""
+        """Return them while the forward still runs."""
         return self.group.peek(self.key), self.group.peek(self.value)
 
     def end_forward(self) -> None:
         """The group drops what only the forward needs."""
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """On the device, in the backward."""
+        """Return them on the device, in the backward."""
         return self.group.load(self.key), self.group.load(self.value)
 
     def regions(self) -> tuple[Region, Region]:
-        """On the host."""
+        """Return where they are on the host."""
         return self.group.region(self.key), self.group.region(self.value)
 
 
