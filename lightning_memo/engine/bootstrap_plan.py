@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_memo.artifacts.plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.artifacts.plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.engine.attention.attention_core import attend
 from lightning_memo.engine.attention.choose_core import AttentionKernels
 from lightning_memo.engine.attention.hugging_face import attach_attention

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.copies.step_recorder import StepRecorder
 from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.layers.storage_slices import why_not_stored
@@ -13,6 +12,7 @@ from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.utils.units import format_bytes
 
 
 def allocate_slots(
@@ -36,7 +36,7 @@ def allocate_slots(
     """
     spill = None
     if settings.spill_path is not None and swap.spill_bytes:
-        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_sizes, device, test_mode, recorder)
+        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, test_mode, recorder)
     return SlotMemory(
         swap.slot_bytes, swap.host_bytes, device, test_mode,
         whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention_reference import Attended, Inputs, assert_close, attend, make_inputs, reference, visible
-from test_kernels import CpuBanded
+from support.kernels.attention_reference import Attended, Inputs, assert_close, attend, make_inputs, reference, visible
+from support.kernels.banded import CpuBanded
 from torch import Tensor
 
 from lightning_memo.kernels import AttentionResult, AttentionSpec, cpu, select_backend

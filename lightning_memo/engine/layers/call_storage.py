@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_memo.artifacts.storage_costs import Place
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_meter import CallMeter
 from lightning_memo.engine.memory.resident_tensors import KeptTensors

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_memo.artifacts.plan import Attention, HostBacked
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 
@@ -20,7 +20,7 @@ class RequestedSettings:
         schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" to run the whole model on one slice
             after the other.
         slice_tokens: Longest slice; `None` if slices may have any length.
-        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`. "auto" is
+        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`. "auto" is
             "attention" if `slice_tokens` is given and the layers can run slice after slice.
         by_kind: Whether plans name a place for each kind of tensor. Matrix products are then profiled, too.
         divided: Whether processes share the tokens of a sequence.

@@ -61,7 +61,7 @@ class OffloadGroup:
         return self._release.alive
 
     def put(self, t: Tensor, spill: bool = False) -> Handle:
-        """Copy a tensor into the slot, and return its handle. It stays on the device if there is no slot or no space in it.
+        """Copy a tensor into the slot, and return its handle. Without space in a slot, it stays on the device.
 
         Args:
             t: The tensor.

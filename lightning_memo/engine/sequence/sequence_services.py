@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.plan_limits import PlanLimits
 from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing

@@ -1,4 +1,4 @@
-"""What position ids and padding masks describe: packed documents, the largest position, and lengths of rows."""
+"""Reads the position ids and the padding mask of a batch: packed documents, the largest position, row lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import Tensor
 
 
 def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
-    """Where packed documents start in each row; as in transformers, where positions jump and there is no mask."""
+    """Returns the positions at which packed documents start in each row; `None` if rows are not packed.
+
+    As in transformers, a document starts where position ids do not increase by one and the batch has no attention mask.
+
+    Args:
+        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any.
+        rows: Number of rows of the batch.
+    """
     positions = batch.get("position_ids")
     if positions is None or batch.get("attention_mask") is not None:
         return None
@@ -22,13 +29,13 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ..
 
 
 def largest_position(batch: Mapping[str, Any], tokens: int) -> int:
-    """The largest position of a batch; without `position_ids`, tokens are counted from 0."""
+    """Returns the largest position of a batch. Without `position_ids`, positions count from 0."""
     positions = batch.get("position_ids")
     return tokens - 1 if positions is None else int(positions.max())
 
 
 def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
-    """Valid tokens of each row of a padding mask `[batch, tokens]`; `None` if all are valid.
+    """Returns the number of valid tokens in each row of a padding mask `[batch, tokens]`; `None` if all are valid.
 
     Raises:
         ValueError: Padding is not on the right, or a row has no valid token.
