@@ -657,8 +657,8 @@ def _layers(block: Callable[[], nn.Module]) -> list[nn.Module]:
 WHOLE_LAYERS = {
     ConvBlock: "ConvBlock mixes tokens outside attention",
     MeanBlock: "MeanBlock mixes tokens outside attention",
-    MlpBlock: "MlpBlock calls no attention that is known here",
-    HandwrittenAttentionBlock: "HandwrittenAttentionBlock calls no attention that is known here",
+    MlpBlock: "MlpBlock calls no attention function that is known here",
+    HandwrittenAttentionBlock: "HandwrittenAttentionBlock calls no attention function that is known here",
     NoisyBlock: "NoisyBlock draws random numbers other than dropout",
     NoisyInputBlock: "NoisyInputBlock draws random numbers other than dropout",
 }

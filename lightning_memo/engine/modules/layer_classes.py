@@ -1,4 +1,4 @@
-"""Which kinds of layers a model has, and what each allows."""
+"""The classes of layers in a model, and the traits of each class."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_memo.engine.modules.requested_settings import RequestedSettings
 
 
 class LayerClasses:
-    """Looks at layers before they run: of one kind are layers of the same modules, with parameters of the same shapes.
+    """Probes one layer of each class before it runs. Layers of one class have the same modules and parameter shapes.
 
     Args:
         layers: The layers. If one of them cannot be cut because of its scales, all run as one slice.
-        backend_of: Gives the attention kernel.
-        wishes: Which schedule was asked for, and how many tokens may be on the device.
+        backend_of: Returns the attention kernel.
+        settings: The settings that were requested.
 
     Attributes:
-        agreed: What some process found out about its layers.
+        agreed: Traits on which all processes have agreed.
     """
 
     def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, settings: RequestedSettings) -> None:
@@ -35,43 +35,52 @@ class LayerClasses:
         self._traits: dict[object, LayerTraits] = {}
 
     def __iter__(self) -> Iterator[LayerTraits]:
-        """Traits of the kinds met so far."""
+        """Iterate over the traits of the classes that were probed."""
         return iter(self._traits.values())
 
     def forget(self) -> None:
-        """Sizes of attention, and whether there are tokens to cut, differ in another batch."""
+        """Forget all traits, which may be others for the next batch: sizes, and whether there are tokens to cut."""
         self._traits.clear()
         self._why_scaled = None
 
     def agree(self, why_whole: str, schedule: str) -> None:
-        """Take over what some process found out about its layers, so that all run alike."""
+        """Set the traits on which processes have agreed, so that all run layers alike.
+
+        Args:
+            why_whole: Why layers have to run as one slice; empty if they can be cut.
+            schedule: "layer" or "nest".
+        """
         self.agreed = LayerTraits(why_whole, schedule)
 
     @property
     def why_whole(self) -> str:
-        """Why some layer cannot be cut into slices; empty if all can."""
+        """Why some layer cannot be cut into slices; empty if all layers can."""
         return next((traits.why_whole for traits in (*self, self.agreed) if traits.why_whole), "")
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the model's layers: "nest" if it is wished, or some layer needs it."""
+        """The schedule of the model's layers: "nest" if it was requested or some layer needs it."""
         if "nest" in (self._settings.schedule, self.agreed.schedule, *(traits.schedule for traits in self)):
             return "nest"
         return "slice" if self._settings.schedule == "slice" else "layer"
 
     def of(self, call: LayerCall, x: Tensor) -> LayerTraits:
-        """What a layer allows.
+        """Return the traits of a layer, which is probed if it is the first of its class.
+
+        Args:
+            call: The layer and its arguments.
+            x: The layer's input.
 
         Raises:
-            ValueError: Its tokens may meet outside of attention, and are divided over processes; or it cannot run more
-                than once.
+            ValueError: The layer may mix tokens outside of attention, and tokens are divided over processes; or the
+                layer cannot run more than once.
         """
         refuse_changing_scales(call.layer)
         shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
         # A single token says nothing about longer sequences.
         modules = tuple((name, type(m), *m._buffers) for name, m in call.layer.named_modules())
-        kind = (modules, call.layer.training, call.tokens < 2, shapes)
-        if kind not in self._traits:
+        layer_class = (modules, call.layer.training, call.tokens < 2, shapes)
+        if layer_class not in self._traits:
             with collecting_nothing():
                 traits = probe_layer(call, x, self._backend_of, self._settings.probed_tokens, self._scaled_together())
             if traits.may_mix and call.layout is not None and self._settings.divided:
@@ -79,8 +88,8 @@ class LayerClasses:
                     f"{traits.why_whole}, and the tokens of a sequence are divided over processes: train this model "
                     "with context_parallel_size=1 and sequence_parallel=False"
                 )
-            self._traits[kind] = traits
-        return self._traits[kind]
+            self._traits[layer_class] = traits
+        return self._traits[layer_class]
 
     def _scaled_together(self) -> str:
         if self._why_scaled is None:

@@ -37,12 +37,12 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
     found = next(iter(find_hugging_face(model)), None)
     if found is None:
         raise ValueError(
-            'schedule="slice" runs a causal language model of transformers slice by slice, and '
+            'schedule="slice" runs a causal language model of transformers slice by slice, but '
             f'{type(model).__name__} has none: use schedule="layer"'
         )
     if not takes_loss_arguments(found):
         raise ValueError(
-            f'schedule="slice" shifts labels and counts tokens once for all slices, and the forward of '
+            f'schedule="slice" shifts labels and counts tokens once for all slices, but the forward of '
             f'{type(found).__name__} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
         )
     if why := why_scaled_together(found):

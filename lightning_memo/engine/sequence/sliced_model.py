@@ -1,8 +1,8 @@
-"""The schedule "slice": the whole model runs on slice 1, then on slice 2, ..., and backward in reverse.
+"""The schedule "slice": the whole model runs on slice 1, then on slice 2, and so on; the backward runs in reverse.
 
-Nothing of the sequence's size but its tokens stays on the device. What follows the layers (norm, head, loss) is
-differentiated at once, slice by slice: the loss is a sum over tokens, so its gradient needs no other slice. What the
-backward needs of it is a gradient of the last layer's output, which waits on the host.
+Apart from token ids, nothing on the device has the size of the sequence. The modules after the layers (norm, head,
+loss) are differentiated in the forward, slice by slice: the loss is a sum over tokens, so that its gradient
+needs no other slice. The backward needs only the gradient of the last layer's output, which waits on the host.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from lightning_memo.planner.token_slices import TokenRange
 
 
 class SlicedModel:
-    """Stands in for the forward of a causal language model of transformers that gets its labels.
+    """Replaces the forward of a causal language model of transformers that gets its labels.
 
     Args:
         engine: Runs the model's layers.
-        longest: Most tokens of a slice.
+        longest: Largest number of tokens in a slice.
     """
 
     def __init__(self, engine: SequenceServices, longest: int) -> None:
@@ -48,14 +48,14 @@ class SlicedModel:
         self._longest = longest
 
     def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's output with the loss of all tokens, and nothing else.
+        """Return the model's output with only the loss of all tokens in it.
 
         Raises:
-            ValueError: The call has no labels, or asks for what needs all tokens at once.
+            ValueError: The call has no labels, or asks for something that needs all tokens at once.
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Also a batch of a single slice: processes may have others, and reduce gradients in the same order.
+        # Also for a batch of a single slice: other processes may have more, and all reduce gradients in the same order.
         with as_one_forward(self._engine.layers):
             return self._run(model, forward, args, kwargs)
 
@@ -74,7 +74,7 @@ class SlicedModel:
 
 
 class _Step:
-    """The forwards and backwards of one call of the model."""
+    """The forwards and backwards of all slices in one call of the model."""
 
     def __init__(self, engine: SequenceServices, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         tokens = token_tensor(inputs)
@@ -90,7 +90,7 @@ class _Step:
         self.output_type: type[Any] = type(None)
 
     def forward(self, tail: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss, and its gradient in what follows the layers."""
+        """Return the loss, and the gradients of the parameters after the layers."""
         loss: Tensor | None = None
         sums: list[Tensor | None] = [None] * len(tail)
         with slice_by_slice(self._engine, self._layout, self._batch) as sequence:
@@ -111,7 +111,7 @@ class _Step:
         return loss.mul_(self._factor), sums
 
     def backward(self, gradient: Tensor) -> None:
-        """Differentiate the layers, last slice first."""
+        """Run the backward of the layers, last slice first."""
         while self._ends:
             run, token, group, handle = self._ends.pop()
             for arguments in self._arguments[:-3:-1]:  # of this slice, and of the next one
@@ -124,7 +124,7 @@ class _Step:
             self._arguments.pop().release()
 
     def _targets(self, part: TokenRange) -> Tensor:
-        """The label of each of the slice's tokens' successors, `[batch, tokens]`; never built for all tokens."""
+        """Return the labels of the slice, shifted, `[batch, tokens]`. They are never built for all tokens."""
         if self._shifted is not None:
             return self._shifted[:, part.start : part.stop]
         assert self._labels is not None
@@ -140,7 +140,7 @@ class _Step:
         return output.hidden, output.token, output.run
 
     def _keep(self, run: LayerRun, token: Tensor, gradient: Tensor, arguments: SliceArguments) -> None:
-        """What the backward of a slice's layers needs leaves for the host."""
+        """Start moving what the backward of a slice's layers needs to the host."""
         group = self._engine.offload_groups.open(run.storage.memory, swap=True)
         handle = group.put(gradient)
         if group.checks is not None:
@@ -149,7 +149,7 @@ class _Step:
         group.end_forward()
         arguments.leave()
         if self._arguments:
-            self._arguments[-1].settle()  # the copies of the slice before have had a slice's time
+            self._arguments[-1].settle()  # the copies of the earlier slice had the time of a slice
         self._arguments.append(arguments)
 
     def _cut(self, part: TokenRange) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class _Step:
         labels = self._targets(part).contiguous()  # losses of transformers view them
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(part.start, part.stop, device=self._engine.device)[None]
-        # Without a mask, transformers looks for packed documents, which the layout knows, and the host waits for that.
+        # Without a mask, transformers looks for packed documents, for which the host would wait; the layout knows them.
         inputs["attention_mask"] = torch.ones((self._batch, part.tokens), dtype=torch.bool, device=self._engine.device)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
         return on_device(self._engine.device, inputs)
@@ -198,10 +198,10 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def _refuse_other_losses(loss: Tensor) -> None:
-    """Make sure that a slice's loss depends on its layers by the last one's output alone.
+    """Check that a slice's loss depends on its layers only through the output of the last one.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The loss depends on another output.
     """
     waiting, seen = [loss.grad_fn], set()
     while waiting:
@@ -211,7 +211,7 @@ def _refuse_other_losses(loss: Tensor) -> None:
         seen.add(node)
         if node.name() in ("_GatherBackward", "_StoreBackward"):
             raise ValueError(
-                "the model's loss takes more from its layers than the output of the last one, which no slice can "
+                "the model's loss depends on other outputs of its layers than the last one, which no slice can "
                 'compute by itself: use schedule="layer"'
             )
         waiting.extend(following for following, _ in node.next_functions)
