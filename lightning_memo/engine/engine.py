@@ -318,7 +318,7 @@ class Engine:
         self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.by_kind)
         self.profile.setup_seconds = time.perf_counter() - started
 
-    # ---- what layer calls ask for
+    # ---- services for layer calls
 
     def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | UlyssesCore:
         """Return the attention core of a layer whose earlier keys and values come from the host.

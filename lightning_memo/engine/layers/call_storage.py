@@ -90,7 +90,7 @@ class CallStorage:
             return self.resident.put(t)
         handle = group.put(t, self._spills_all or place == "spill")
         if group.checks is not None:
-            group.checks.note(handle, self.what(kind, part))
+            group.checks.note(handle, self.label(kind, part))
         return handle
 
     def store_copy(
@@ -100,7 +100,7 @@ class CallStorage:
         handle = self.store(group, kind, t, place, part)
         return t.clone() if handle is t else handle
 
-    def what(self, kind: str, part: TokenRange | None = None) -> What:
+    def label(self, kind: str, part: TokenRange | None = None) -> What:
         """Name a tensor of the call, or of one of its slices, for messages."""
         start, stop = (0, self._tokens) if part is None else (part.start, part.stop)
         position = self._meter.position

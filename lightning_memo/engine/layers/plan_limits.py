@@ -49,6 +49,6 @@ class PlanLimits:
 
     def covers(self, batch: int, tokens: int) -> bool:
         """Return whether the plan covers `batch` sequences of `tokens` tokens."""
-        # A batch that needed no slices tells nothing of batches that do.
+        # What a batch without slices saves does not show what batches with slices save.
         sliced_now = self._profiled_short and tokens > (self._settings.slice_tokens or tokens)
         return not self._exceeded and not sliced_now and batch * tokens <= self._tokens

@@ -77,7 +77,7 @@ class LayerClasses:
         """
         refuse_changing_scales(call.layer)
         shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
-        # A single token says nothing about longer sequences.
+        # Traits of a single token do not hold for longer sequences.
         modules = tuple((name, type(m), *m._buffers) for name, m in call.layer.named_modules())
         layer_class = (modules, call.layer.training, call.tokens < 2, shapes)
         if layer_class not in self._traits:

@@ -113,9 +113,9 @@ def chunks(x: Tensor, tokens: int) -> Iterator[Tensor]:
     return iter(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1))
 
 
-def chunk_tokens_of(x: Tensor, wished: int) -> int:
-    """Return how many tokens of `x` are computed at once, at most `wished`."""
-    return min(wished, x.at_once) if isinstance(x, LazyTensor) else wished
+def chunk_tokens_of(x: Tensor, requested: int) -> int:
+    """Return how many tokens of `x` are computed at once, at most `requested`."""
+    return min(requested, x.at_once) if isinstance(x, LazyTensor) else requested
 
 
 @contextlib.contextmanager

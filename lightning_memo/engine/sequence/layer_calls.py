@@ -97,7 +97,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     layer = key % len(engine.layers)
     position = CallPosition(layer, key, sequence.index, sequence.slice.start)
     engine.mark(key, "forward_begin", position.subject)
-    if sequence.index == 0:  # the last slice may have a single token, which says nothing
+    if sequence.index == 0:  # the last slice may have a single token, too few for a probe
         traits = engine.layer_classes.of(call, x)
         if traits.why_whole and call.tokens > 1:
             raise ValueError(

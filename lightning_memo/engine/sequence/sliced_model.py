@@ -68,13 +68,22 @@ class SlicedModel:
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]
-        step = _Step(self._engine, forward, inputs)
+        step = SlicedStep(self._engine, forward, inputs)
         loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
         return step.output_type(loss=loss)
 
 
-class _Step:
-    """The forwards and backwards of all slices in one call of the model."""
+class SlicedStep:
+    """The forwards and backwards of all slices in one call of the model.
+
+    Args:
+        engine: Runs the model's layers.
+        forward: The model's own forward.
+        inputs: The arguments of the call by name.
+
+    Attributes:
+        output_type: The type of the model's output.
+    """
 
     def __init__(self, engine: SequenceServices, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         tokens = token_tensor(inputs)
@@ -97,7 +106,7 @@ class _Step:
             for number, part in enumerate(sequence.slices):
                 sequence.index = number
                 with torch.enable_grad():
-                    output = self._forward(**self._cut(part))
+                    output = self._forward(**self.inputs_of(part))
                     hidden, token, run = self._end_of_layers(sequence)
                     _refuse_other_losses(output.loss)
                     own, *gradients = torch.autograd.grad(output.loss, [hidden, *tail], allow_unused=True)
@@ -144,7 +153,7 @@ class _Step:
         group = self._engine.offload_groups.open(run.storage.memory, swap=True)
         handle = group.put(gradient)
         if group.checks is not None:
-            group.checks.note(handle, run.storage.what("output gradient"))
+            group.checks.note(handle, run.storage.label("output gradient"))
         self._ends.append((run, token, group, handle))
         group.end_forward()
         arguments.leave()
@@ -152,7 +161,8 @@ class _Step:
             self._arguments[-1].settle()  # the copies of the earlier slice had the time of a slice
         self._arguments.append(arguments)
 
-    def _cut(self, part: TokenRange) -> dict[str, Any]:
+    def inputs_of(self, part: TokenRange) -> dict[str, Any]:
+        """Return the model's inputs for a slice, on the device."""
         whole = self._layout.tokens
 
         def narrow(value: Any) -> Any:
@@ -171,7 +181,7 @@ class _Step:
 
 class _SliceBySlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: _Step, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, step: SlicedStep, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
         loss, ctx.sums = step.forward(tail)
         ctx.step, ctx.dtypes = step, [p.dtype for p in tail]
         return loss
