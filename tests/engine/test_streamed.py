@@ -29,7 +29,7 @@ from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.engine.saved.offload_group import KeysValues, OffloadGroups
-from lightning_memo.engine.sequence.sliced_model import SlicedStep
+from lightning_memo.engine.sequence.sliced_model import SlicedForward
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu import CpuFlash
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -181,7 +181,7 @@ def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, 
 
 def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     batch = make_batch(2, 61)
-    step = SlicedStep(Mock(device=torch.device("meta")), Mock(), batch)
+    step = SlicedForward(Mock(device=torch.device("meta")), Mock(), batch)
     moved = step.inputs_of(TokenRange(8, 16, Action.RECOMPUTE))
     tensors = {name: (t.device.type, tuple(t.shape)) for name, t in moved.items() if isinstance(t, Tensor)}
     assert {name: of for name, of in tensors.items() if name != "num_items_in_batch"} == dict.fromkeys(

@@ -68,12 +68,12 @@ class SlicedModel:
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]
-        step = SlicedStep(self._engine, forward, inputs)
+        step = SlicedForward(self._engine, forward, inputs)
         loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
         return step.output_type(loss=loss)
 
 
-class SlicedStep:
+class SlicedForward:
     """The forwards and backwards of all slices in one call of the model.
 
     Args:
@@ -181,7 +181,7 @@ class SlicedStep:
 
 class _SliceBySlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: SlicedStep, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, step: SlicedForward, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
         loss, ctx.sums = step.forward(tail)
         ctx.step, ctx.dtypes = step, [p.dtype for p in tail]
         return loss
