@@ -1,4 +1,4 @@
-"""Constants are fitted to what was measured, and their files are used by the estimate."""
+"""Constants are fitted to measurements, and the estimate reads their files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMAND = ["python", "-m", "lightning_memo.estimate"]
 
 
 def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
-    """What a machine of these constants would measure."""
+    """The costs that a machine with these constants would measure."""
     question = Question(
         shape=SHAPE, cluster=CLUSTER, constants=constants, method="memo", gpus=1, seq_len=tokens, batch_size=1
     )
@@ -42,7 +42,7 @@ def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
 
 
 def measurement(tokens: int, factor: float = 1.0) -> LayerMeasurement:
-    """A run whose forwards took `factor` times as long as they should."""
+    """A run whose forwards took `factor` times the predicted time."""
     exact = costs(tokens)
     slow = replace(exact, forward_seconds=tuple(factor * seconds for seconds in exact.forward_seconds))
     return LayerMeasurement(origin=f"{tokens}", shape=SHAPE, costs=slow)
