@@ -12,7 +12,7 @@ from support.commands import errors, run
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.cli.runs import calibration_runs as own_machine
+from lightning_memo.cli.runs import calibration_runs
 from lightning_memo.estimate.calibration.calibrate import calibrate
 from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasurement, StepMeasurement, fit
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
@@ -203,7 +203,7 @@ def test_constants_say_how_they_were_made(
         seconds = tuple(slower[tokens].pop() * each for each in plan.costs.forward_seconds[:1]) * plan.costs.calls
         return replace(plan, costs=replace(plan.costs, forward_seconds=seconds))
 
-    monkeypatch.setattr(own_machine, "run", run_here)
+    monkeypatch.setattr(calibration_runs, "profile_run", run_here)
     model, cluster = load_preset("model", "llama_tiny"), load_preset("cluster", "h100")
     path = tmp_path / "made" / "constants.json"
     given = {"model": model, "cluster": cluster, "files": [], "seq_lens": [512, "2K"], "repeats": 3}
