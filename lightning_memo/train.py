@@ -225,9 +225,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # What launchers like submitit's send to other processes has to be found there by the module's own name.
     # Launchers such as submitit pickle the task, so that its functions must be importable by the module's real name.
-    from lightning_memo.cli.interrupts import exit_on_interrupt
     from lightning_memo.train import main as _main
 
-    exit_on_interrupt()
     _main()

@@ -132,7 +132,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
     """Runs small versions in a process of their own, because ZeRO creates a process group."""
     small = {
         "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
-        "data.path": ROOT / "lightning_memo",
+        "data.path": commands.TEXT_FOLDER,
         "data.max_bytes": 40000,
         "model.config.hidden_size": 32,
         "model.config.intermediate_size": 64,

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.loss.attach_loss import attach_chunked_loss, find_last_norm
 from lightning_memo.loss.chunked_module import attach_chunks
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.profiler.memory_meter import PeakMeter
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 CHUNK = 7
 LLAMA = {

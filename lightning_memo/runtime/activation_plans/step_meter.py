@@ -1,12 +1,8 @@
-"""The working set of a profiled step, measured while the engine runs it."""
+"""Measures the working set of a step while the engine runs it."""
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from typing_extensions import override
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.memory_meter import WorkingSet, WorkingSetMeter
@@ -15,11 +11,11 @@ _ONLY_ESTIMATED = "MemoStrategy: another profiler runs, so the memory of the fir
 
 
 class StepMeter:
-    """Measures a step from construction to `stop`, and listens to the engine for when the backward of layers begins.
+    """Measures a step from construction to `stop`; the engine reports when the backward of the layers begins.
 
     Args:
-        engine: Runs the step.
-        gives_way: On a CPU, end without an answer, and without a word, where something else is measured meanwhile.
+        engine: The engine that runs the step.
+        gives_way: On a CPU, end silently and without a result if another measurement starts in the meantime.
 
     Raises:
         RuntimeError: On a CPU, another profiler is running.
@@ -40,7 +36,14 @@ class StepMeter:
         self._meter.end_backward()
 
     def stop(self, accumulating: bool) -> WorkingSet | None:
-        """What the step took (`accumulating`: later ones begin with gradients); `None` if another profiler began."""
+        """End the measurement.
+
+        Args:
+            accumulating: Whether later batches begin with gradients of earlier ones.
+
+        Returns:
+            The working set of the step; `None` if another profiler was started in the meantime.
+        """
         self._engine.on_mark = self._listener
         try:
             return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
@@ -56,27 +59,31 @@ class StepMeter:
             self._listener(key, name)
 
 
-def meter_step(engine: Engine, gives_way: bool = False) -> StepMeter | None:
-    """Starts measuring; `None` where another profiler is running already."""
-    try:
-        return StepMeter(engine, gives_way)
-    except RuntimeError:
-        if not gives_way:
-            rank_zero_info(_ONLY_ESTIMATED)
-        return None
-
-
-class MeteringCallback(Callback):
-    """Tells a meter, where one measures the batch, when the backward begins and ends."""
+class MetersSteps:
+    """Base of the classes that measure some steps: holds the meter of the current step, if there is one."""
 
     _meter: StepMeter | None = None
 
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def start_meter(self, engine: Engine, gives_way: bool = False) -> None:
+        """Start to measure the current step, unless another profiler is running; see :class:`StepMeter`."""
+        try:
+            self._meter = StepMeter(engine, gives_way)
+        except RuntimeError:
+            if not gives_way:
+                rank_zero_info(_ONLY_ESTIMATED)
+            self._meter = None
+
+    def before_backward(self) -> None:
+        """The backward of a batch is about to begin."""
         if self._meter is not None:
             self._meter.begin_backward()
 
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def after_backward(self) -> None:
+        """The backward of a batch is over."""
         if self._meter is not None:
             self._meter.end_backward()
+
+    def stop_meter(self, accumulating: bool) -> WorkingSet | None:
+        """The measurement of the current step, which ends here; `None` if there is none."""
+        meter, self._meter = self._meter, None
+        return None if meter is None else meter.stop(accumulating)

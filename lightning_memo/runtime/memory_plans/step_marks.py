@@ -1,4 +1,4 @@
-"""Tells the allocator which phase of a training step begins, from the hooks that the step passes."""
+"""Reports to the allocator which phase of a training step begins."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LAYER_PHASES: Final = {
 
 
 class StepMarks:
-    """Marks the phases of steps, once it is started; one step may have several batches.
+    """Marks the phases of steps after `start`. A step may have several batches.
 
-    What lies between batches, like data loading and validation, belongs to no phase.
+    What happens between batches, for example loading data and validation, belongs to no phase.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,20 @@ class StepMarks:
         self._started = self._in_step = self._in_batch = False
 
     def start(self, begin_phase: Callable[[int], None], names: Sequence[str] = ()) -> None:
-        """The next batch begins a step; `begin_phase` is told the number of each phase, those of `names` in order."""
+        """Mark the phases from the next batch on, which begins a step.
+
+        Args:
+            begin_phase: Called with the number of each phase when the phase begins.
+            names: Names of known phases, which are numbered in this order.
+        """
         self._phases, self._started = StepPhases(begin_phase, names), True
 
     def stop(self) -> None:
-        """Later batches are not marked."""
+        """Do not mark later batches."""
         self._started = False
 
     def begin_batch(self) -> None:
+        """A batch begins."""
         if not self._started:
             return
         if not self._in_step:
@@ -45,19 +51,21 @@ class StepMarks:
         self._phases.mark("input")
 
     def layer(self, index: int, name: str) -> None:
-        """A layer call begins or ends something; see `Engine.mark`."""
+        """A layer call begins or ends its forward or backward; see `Engine.mark`."""
         if name in _LAYER_PHASES:
             self._mark(_LAYER_PHASES[name].format(index))
 
     def before_backward(self, loss: torch.Tensor) -> None:
+        """The backward of a loss is about to begin."""
         if not (self._in_batch and loss.requires_grad):
             return
         if loss.is_cpu:
             self._mark("backward")
-        else:  # by a hook: the backward runs in a thread of its own, which has to say that it takes part
-            loss.register_hook(lambda gradient: self._mark("backward"))
+        else:  # in a hook, because the backward runs in a thread of its own, and the allocator has to know that thread
+            loss.register_hook(lambda gradient: self._mark("backward"))  # type: ignore[no-untyped-call]
 
     def after_backward(self) -> None:
+        """The backward is over."""
         self._mark("optimizer")
 
     def _mark(self, phase: str) -> None:
@@ -65,18 +73,23 @@ class StepMarks:
             self._phases.mark(phase)
 
     def end_batch(self) -> bool:
-        """Whether the batch that ends was marked."""
+        """A batch ends.
+
+        Returns:
+            Whether its phases were marked.
+        """
         marked, self._in_batch = self._in_batch, False
         return marked
 
     def end_step(self) -> None:
+        """An optimizer step ends; the next batch begins another one."""
         self._in_step = False
 
     def recorded(self, events: Events) -> RecordedStep:
-        """The step so far with its events."""
+        """The phases of the current step together with its events."""
         return self._phases.recorded(events)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All phases met so far, by number."""
+        """Names of all phases so far, by number."""
         return self._phases.names

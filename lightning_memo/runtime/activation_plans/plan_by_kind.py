@@ -1,9 +1,8 @@
-"""From a profiled step to a plan that says kind by kind what is stored, the same for all processes."""
+"""From a profiled step to a plan of `storage="kinds"`, which all processes agree on."""
 
 from __future__ import annotations
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import StoragePlan
 from lightning_memo.artifacts.swap_plan import StoredBytes
@@ -14,44 +13,37 @@ from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.token_slices import TILE_TOKENS, TILED_FROM_TOKENS
 from lightning_memo.profiler.measured_costs import measured_storage_costs
+from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
 
-def plan_by_kind(
-    profile: StepProfile,
-    costs: LayerCosts,
-    budget: Budget,
-    label: Fingerprint,
-    ranks: Ranks,
-    everyone: bool,
-    device_measured: bool,
-) -> Plan:
-    """Plain training if every process has room for it, else what the stronger linear program finds.
+def plan_by_kind(step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool) -> Plan:
+    """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
-    Processes whose layers save the same bytes solve the same problem, that of the slowest with the least room, and so
-    have the same plan; others have plans of their own.
+    Processes whose layers save the same bytes solve the same program, with the costs of the slowest process and the
+    smallest budget, and therefore get the same plan. Other processes get plans of their own.
 
     Args:
-        profile: The step.
-        costs: Of its layers.
-        budget: What this process may use.
-        label: What the plan is valid for.
-        ranks: Who has to agree.
-        everyone: All processes, or those that work on the same sequences.
-        device_measured: Whether the budget's device memory is what was free, rather than what the user gave.
+        step: The measured step.
+        ranks: The processes that have to agree.
+        everyone: Whether all processes agree, or only those that work on the same sequences.
+        device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
 
     Raises:
         ValueError: Some process finds no plan.
     """
+    profile, costs, budget, label = step.profile, step.costs, step.budget, step.label
     plain = plain_plan(costs, budget, label, "layer")
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
-    room = with_spare_device(budget, costs) if device_measured else budget
-    own = measured_storage_costs(profile, costs), StorageBudget.of(room, costs)
-    problem, limits = common_problem(ranks.gather(own, everyone)) or own
+    limits = with_spare_device(budget, costs) if device_measured else budget
+    own = measured_storage_costs(profile, costs), StorageBudget.of(limits, costs)
+    problem, storage_budget = common_problem(ranks.gather(own, everyone)) or own
     tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
     plan, error = None, None
     try:
-        plan = plan_kinds(costs, problem, limits, label, tile_tokens=tile, stored_bytes=lambda p: _bytes_of(p, profile))
+        plan = plan_kinds(
+            costs, problem, storage_budget, label, tile_tokens=tile, stored_bytes=lambda p: _bytes_of(p, profile)
+        )
     except ValueError as refused:
         error = refused
     ranks.raise_together(error, everyone)

@@ -1,4 +1,4 @@
-"""What the planned allocator did, in words, for tables and for loggers."""
+"""The counters of the planned allocator, for messages, tables and loggers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.utils.units import format_bytes
 
 
-def summary(placement: StepPlacement) -> str:
-    """One line: how much is placed where, and how near to the best."""
+def placement_summary(placement: StepPlacement) -> str:
+    """One line: the number of placed buffers, the size of the arena, and its distance from the lower bound."""
     over = placement.peak_bytes / placement.lower_bound_bytes if placement.lower_bound_bytes else 1.0
-    bound = "the lower bound" if over == 1.0 else f"{over:.4f} x the lower bound"
-    return (
-        f"memory is planned: {placement.requests:,} buffers of a step in {format_bytes(placement.peak_bytes)}, {bound}"
-    )
+    bound = "the minimum possible" if over == 1.0 else f"{over:.4f} x the lower bound"
+    return f"memory plan ready: {placement.requests:,} buffers fit in {format_bytes(placement.peak_bytes)}, {bound}"
 
 
 def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.device) -> MemoryUse:
-    """The allocator's counters for the closing table."""
+    """The allocator's counters for the table at the end of training."""
     return MemoryUse(
         hits=stats.hits,
         misses={
@@ -45,5 +43,5 @@ def memory_metrics(stats: AllocatorStats, device: torch.device) -> dict[str, flo
 
 
 def _reorganisations(device: torch.device) -> int | None:
-    """How often PyTorch's allocator freed its cache to try again (MEMO, section 3.2)."""
+    """How often PyTorch's allocator freed its cache to try again (MEMO, section 3.2); `None` on a CPU."""
     return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else None

@@ -1,11 +1,10 @@
-"""What cannot go together with the strategy, or not as the user meant it."""
+"""Checks that the model can run by the engine, before it does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
@@ -13,27 +12,14 @@ from lightning_memo.engine.forward.activation_checkpointing import TURN_IT_OFF
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
-def refuse_averaging(callbacks: Iterable[Callback]) -> None:
-    """Several processes can't average weights.
-
-    Raises:
-        ValueError: A callback would.
-    """
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} averages whole weights, and several processes have parts of them: leave "
-                "the callback out, or train in one process"
-            )
-
-
 def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Layers are recomputed by the engine; what lies beside them may be checkpointed.
+    """Refuse activation checkpointing in or around the layers, which the engine recomputes itself.
 
-    What only shows when a layer runs is refused there: see `engine/checkpointed.py`.
+    Modules outside of the layers may be checkpointed. What shows only when a layer runs is refused there: see
+    `engine/forward/activation_checkpointing.py`.
 
     Raises:
-        ValueError: A layer, something in it, or something around it would be recomputed as well.
+        ValueError: A layer, a module in it, or a module around it would be recomputed as well.
     """
     for module in _in_and_around(model, layers):
         if getattr(module, "gradient_checkpointing", False) is True:
@@ -46,33 +32,37 @@ def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module])
 
 
 def _in_and_around(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """All modules but those beside the layers."""
+    """The modules of the layers, and the modules that contain a layer."""
     inside = {module for layer in layers for module in layer.modules()}
     yield from inside
     yield from (m for m in model.modules() if m not in inside and not inside.isdisjoint(m.modules()))
 
 
-def tell_resting(compiled: Sequence[str]) -> None:
-    """Say that compiled code is not used, if there is any."""
+def warn_of_uncompiled(compiled: Sequence[str]) -> None:
+    """Warn that compiled modules run uncompiled.
+
+    Args:
+        compiled: Their names.
+    """
     if compiled:
         others = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
         rank_zero_warn(
-            f"MemoStrategy: {compiled[0]}{others} run uncompiled, as layers run slice by slice: torch.compile is of "
-            "use only for what lies beside the layers, like the head."
+            f"MemoStrategy: {compiled[0]}{others} run uncompiled, because layers run slice by slice. torch.compile "
+            "helps only for modules outside of the layers, like the head."
         )
 
 
 def refuse_liger_shards(model: nn.Module) -> None:
-    """Kernels of liger-kernel take whole weights.
+    """Refuse liger-kernel's kernels in a model whose weights are going to be sharded.
 
     Raises:
-        ValueError: Some module of a model whose weights are going to be shared runs by them.
+        ValueError: A module runs by a kernel of liger-kernel, which takes whole weights.
     """
     found = next((type(m).__name__ for m in model.modules() if _runs_by_liger(m)), None)
     if found is not None:
         raise ValueError(
-            f"{found} runs by a kernel of liger-kernel, which takes no part of a weight: set tensor_parallel_size=1, "
-            "or train without liger-kernel"
+            f"{found} runs by a kernel of liger-kernel, which takes whole weights, not shards: set "
+            "tensor_parallel_size=1, or train without liger-kernel"
         )
 
 
@@ -80,8 +70,8 @@ def _runs_by_liger(module: nn.Module) -> bool:
     return (getattr(module.forward, "__module__", None) or "").startswith("liger_kernel.")
 
 
-def tell_fused_loss(model: nn.Module) -> None:
-    """Say whose loss is in force where a model was changed by liger-kernel, which computes it without the head."""
+def announce_fused_loss(model: nn.Module) -> None:
+    """Say so if liger-kernel computes the loss of the model, without the head's logits."""
     if any(_runs_by_liger(host) for host in find_hugging_face(model)):
         rank_zero_info(
             "MemoStrategy: the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; apply "
