@@ -1,4 +1,4 @@
-"""The command that places the buffers of a CSV file: what it writes, prints and refuses."""
+"""The command that places the buffers of a CSV file: its file, its output and the input that it refuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows_of(path):
 
 
 def peak_of(rows):
-    """Where the highest buffer ends; no two that live at once share bytes."""
+    """Returns the end of the highest buffer, after checking that live buffers do not overlap."""
     boxes = [tuple(int(row[name]) for name in ("lower", "upper", "offset", "size")) for row in rows]
     for (lower, upper, offset, size), (other_lower, other_upper, other_offset, other_size) in combinations(boxes, 2):
         apart = upper <= other_lower or other_upper <= lower
@@ -62,12 +62,12 @@ def peak_of(rows):
 
 
 def printed(text):
-    """The lines of a result: what stands behind each name."""
+    """Returns the printed result as values by name."""
     return {line[:11].strip(): line[12:].strip() for line in text.splitlines()}
 
 
 def assert_refused(result, *words):
-    """One line on stderr, status 2, and no file but the one that was read."""
+    """Expects one line on stderr, exit status 2, and no file except the input."""
     status, out, err = result
     assert status == 2
     assert out == ""
@@ -387,7 +387,7 @@ def test_an_interrupt_leaves_an_older_output_alone(run, monkeypatch):
 
 
 def cut_rectangle(seed, buffers, capacity=1000, times=60):
-    """Rows of a problem whose optimum is `capacity`: it cuts capacity x time, edge to edge, until it has enough."""
+    """Rows of a problem with the optimum `capacity`, made by cutting the rectangle capacity x time into buffers."""
     draw = random.Random(seed)
     pieces = [(0, times, 0, capacity)]
     while len(pieces) < buffers:

@@ -1,4 +1,4 @@
-"""The command that estimates: what it prints, writes and refuses, and the configurations that it reads."""
+"""The estimate command: its output, its files, the settings that it refuses and the configurations that it reads."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def swept(method, tokens, cluster="h100", gpus=8):
 
 
 def colors(figure, kind):
-    """Of what is drawn, by label."""
+    """Colors of the drawn bars or lines, by label."""
     return {
         label: to_hex(handle.patches[0].get_facecolor() if kind == "bars" else handle.get_color())
         for axes in figure.axes
@@ -384,7 +384,7 @@ def test_a_configuration_that_tells_no_shape_is_refused(run, text, words):
 
 @pytest.mark.parametrize("model_type", sorted(_FAMILIES))
 def test_shapes_are_those_of_hugging_face(model_type):
-    """Of each family's defaults: weights to a hundredth (no biases, no learnt positions), and tied heads."""
+    """The number of weights of each family's defaults agrees to 1.5 %, without biases and learned positions."""
     given = {"num_key_value_heads": 8} if model_type == "nemotron" else {}
     config = AutoConfig.for_model(model_type, **given)
     with torch.device("meta"):
