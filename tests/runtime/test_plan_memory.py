@@ -386,7 +386,7 @@ def solve():
     highs.maximize(sum(w * x for w, x in zip(rng.integers(1, 1000, 100).tolist(), chosen)))
 
 solving = []
-future = in_background(solve, "plan memory", to_its_end=True)
+future = in_background(solve, "plan memory", finish_at_exit=True)
 while not solving:
     time.sleep(0.01)
 time.sleep(0.1)
