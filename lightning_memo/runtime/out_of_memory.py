@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.engine import Engine
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.training_run import TrainingRun

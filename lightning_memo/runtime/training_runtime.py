@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_memo.artifacts.plan import Plan
@@ -68,6 +69,7 @@ class TrainingRuntime:
             config.loss_chunk_tokens,
             shards=1 if sizes is None else sizes.shards,
             vocabulary_parts=sizes.tensor if sizes is not None and config.loss_parallel else 1,
+            warn=rank_zero_warn,
         ):
             self._attached.callback(undo)
 

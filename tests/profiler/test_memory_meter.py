@@ -66,7 +66,7 @@ def test_blocks_of_an_earlier_meter_are_older_blocks_too():
     ],
 )
 def test_the_ledger(requests, peak_bytes):
-    assert meter._peak_bytes(requests) == peak_bytes
+    assert meter.peak_of(requests) == peak_bytes
 
 
 def test_forward_and_backward_of_an_mlp_to_the_byte():

@@ -59,3 +59,8 @@ def test_the_names_of_the_package_are_there(monkeypatch):
     assert package.__getattr__("Plan") is package.Plan
     with pytest.raises(AttributeError, match="no attribute 'Missing'"):
         _ = package.Missing
+
+
+def test_the_runtime_imports_no_lightning(tmp_path):
+    script = "import lightning_memo.runtime.training_runtime, sys; print(*sys.modules)"
+    assert not {"lightning", "pytorch_lightning"} & set(python("-c", script, folder=tmp_path).split())

@@ -107,7 +107,10 @@ def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"spill_path": "missing"}, r'spill_path="missing": no file can be made there \(No such file or directory\)'),
+        (
+            {"spill_path": "missing"},
+            r'spill_path="missing": no file can be created there \(No such file or directory\)',
+        ),
         ({"spill_path": ""}, "spill_path='' is not usable: give a folder on a local disk"),
         ({"spill_memory": "1GiB"}, "spill_memory='1GiB' is for a disk: give spill_path"),
         ({"spill_path": ".", "spill_memory": "much"}, "spill_memory='much' is not a size"),

@@ -20,10 +20,10 @@ from lightning_memo.engine.memory.spill_file import SpillError
 from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.parallel.run_on_ranks import on_first_rank
 from lightning_memo.profiler.measured_costs import (
-    budget,
+    available_budget,
     estimated_working_set,
     fingerprint,
-    layer_costs,
+    measured_layer_costs,
     state_bytes,
 )
 from lightning_memo.profiler.memory_meter import WorkingSet
@@ -151,9 +151,9 @@ class ActivationPlanner(MetersSteps):
         metered = self._stop_meter()
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
         costs = self._raising_together(
-            lambda: layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone
+            lambda: measured_layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone
         )
-        limits = budget(self._config, device, fixed, engine.host_bytes, self._ranks.on_this_node)
+        limits = available_budget(self._config, device, fixed, engine.host_bytes, self._ranks.on_this_node)
         return MeasuredStep(
             profile=profile,
             costs=costs,

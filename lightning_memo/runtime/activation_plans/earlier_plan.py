@@ -12,7 +12,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.rank_groups import Ranks
-from lightning_memo.profiler.measured_costs import budget, run_fingerprint, state_bytes
+from lightning_memo.profiler.measured_costs import available_budget, run_fingerprint, state_bytes
 from lightning_memo.runtime.training_run import TrainingRun
 from lightning_memo.utils.units import format_bytes
 
@@ -77,7 +77,7 @@ class EarlierPlan:
 
     def _budget(self) -> Budget:
         device, fixed = self._engine.device, state_bytes(self._run.model, self._run.optimizers)
-        return budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
+        return available_budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
 
     def _read(self) -> Plan | None:
         """The plan; `None` if the checkpoint's plan cannot be read.

@@ -12,7 +12,7 @@ from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.token_slices import TILE_TOKENS, TILED_FROM_TOKENS
-from lightning_memo.profiler.measured_costs import storage_costs
+from lightning_memo.profiler.measured_costs import measured_storage_costs
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
 
@@ -36,7 +36,7 @@ def plan_by_kind(step: MeasuredStep, ranks: Ranks, everyone: bool, device_measur
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
     limits = with_spare_device(budget, costs) if device_measured else budget
-    own = storage_costs(profile, costs), StorageBudget.of(limits, costs)
+    own = measured_storage_costs(profile, costs), StorageBudget.of(limits, costs)
     problem, storage_budget = common_problem(ranks.gather(own, everyone)) or own
     tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
     plan, error = None, None

@@ -1,62 +1,82 @@
-"""Attention over the slices of one layer call: keys and values of all slices, and the gradients that meet there."""
+"""Attention of a layer call that runs slice by slice, with the keys and values of all slices on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
-from lightning_memo.engine.layers.recomputation import RecomputedKeysValues
-from lightning_memo.engine.saved.offload_group import KeysValues
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange
 
 
-class AttentionCore:
-    """Causal attention of slice after slice, without autograd.
+class SliceKeysValues(Protocol):
+    """Provides the keys and values of a slice, each `[batch, heads, tokens, head_dim]`."""
 
-    The forward of slice `i` meets the keys of slices `0 .. i` in one kernel call, so that its output is rounded once,
-    as in plain training. Its backward, last slice first, adds to the key and value gradients of every slice it met, in
-    fp32 for half-precision tensors.
+    def peek(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values while the forward is running."""
+        ...
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values in the backward."""
+        ...
+
+    def end_forward(self) -> None:
+        """End the layer's forward: `peek` will not be called again."""
+        ...
+
+
+class SlicedAttention:
+    """Causal attention slice by slice, without autograd.
+
+    The forward of slice `i` attends to the keys of slices `0 .. i` in one kernel call, so that its output is rounded
+    once, as in plain training. The backward runs from the last slice to the first. It adds to the key and value
+    gradients of every slice that the forward attended to, in fp32 for half-precision tensors.
 
     Args:
-        backend: The kernel; several slices need one that computes blocks.
-        slices: The token ranges, in order.
+        backend: The kernel. For more than one slice it must compute blocks.
+        slices: The token ranges of the slices, in order.
     """
 
     def __init__(self, backend: AttentionBackend, slices: Sequence[TokenRange]) -> None:
         self._backend = backend
         self._slices = slices
-        self._keys_values: dict[int, KeysValues | RecomputedKeysValues] = {}
+        self._keys_values: dict[int, SliceKeysValues] = {}
         self._gradients = DeviceGradients()
 
     def forward(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[AttentionResult, Tensor, Tensor]:
-        """Attention of slice `index`, whose q, k, v `[batch, heads, tokens, head_dim]` are given.
+        """Compute the attention of slice `index`.
+
+        Args:
+            index: Number of the slice.
+            q: Queries of the slice, `[batch, heads, tokens, head_dim]`.
+            k: Keys of the slice.
+            v: Values of the slice.
+            spec: The keys that each query sees.
 
         Returns:
-            The result, and the keys and values that `hold` is to find.
+            The result, and the keys and values to pass to `hold` once they are stored.
         """
         earlier = [self._keys_values[n].peek() for n in self._seen_by(index, spec)]
         return self._attend(index, q, k, v, spec, earlier), k, v
 
     def forward_again(self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionResult:
-        """The forward of slice `index` in the backward, where its result was not stored."""
+        """Compute the attention of slice `index` again in the backward, if its result was not stored."""
         return self._attend(index, q, k, v, spec, [self._keys_values[n].load() for n in self._seen_by(index, spec)])
 
-    def hold(self, index: int, keys_values: KeysValues | RecomputedKeysValues) -> None:
-        """Where later slices, and their backward, find the keys and values of a slice."""
+    def hold(self, index: int, keys_values: SliceKeysValues) -> None:
+        """Register the keys and values of a slice for later slices and for the backward."""
         self._keys_values[index] = keys_values
 
     def end_forward(self) -> None:
-        """No slice runs before the backward."""
+        """End the layer's forward: no slice runs before the backward."""
         for keys_values in self._keys_values.values():
-            if isinstance(keys_values, RecomputedKeysValues):
-                keys_values.end_forward()
+            keys_values.end_forward()
 
     def backward(
         self,
@@ -68,7 +88,10 @@ class AttentionCore:
         result: AttentionResult,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the slice's q, k, v, later slices' share included: those must have run before."""
+        """Return the gradients of the slice's q, k and v, including the contributions of later slices.
+
+        The backward of all later slices must have run before.
+        """
         seen = self._seen_by(index, spec)
         keys, values = _join([self._keys_values[n].load() for n in seen], k, v)
         start = self._start(seen, index)
@@ -87,7 +110,7 @@ class AttentionCore:
         return self._backend.forward(q, keys, values, spec, self._slices[index].start, start)
 
     def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
-        """Earlier slices of which the slice sees any key: those right before it."""
+        """Return the earlier slices of which the slice sees any key. They directly precede it."""
         start = self._slices[index].start
         return [n for n in range(index) if not spec.sees_nothing(start, self._slices[n].stop)]
 
@@ -95,11 +118,11 @@ class AttentionCore:
         return self._slices[seen[0] if seen else index].start
 
     def release(self) -> None:
-        """The layer's backward is over."""
+        """End the layer's backward."""
 
 
 def _join(earlier: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of earlier slices and of the slice itself, `[batch, heads, keys, head_dim]`."""
+    """Concatenate the keys and values of earlier slices and of the slice itself, `[batch, heads, keys, head_dim]`."""
     if not earlier:
         return k, v
     keys, values = zip(*earlier, (k, v), strict=True)
@@ -107,7 +130,7 @@ def _join(earlier: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> tuple[T
 
 
 class _WholeAttention(torch.autograd.Function):
-    """Attention outside of slices, differentiable."""
+    """Attention of a complete sequence, differentiable."""
 
     @staticmethod
     def forward(ctx: Any, backend: AttentionBackend, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,6 +147,17 @@ class _WholeAttention(torch.autograd.Function):
 
 
 def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention of a module that is not among the engine's layers, or of a layer that runs plainly."""
+    """Compute the attention of a module outside the engine's layers, or of a layer that runs as in plain training.
+
+    Args:
+        backend: The kernel.
+        q: Queries, `[batch, heads, tokens, head_dim]`.
+        k: Keys.
+        v: Values.
+        spec: The keys that each query sees.
+
+    Returns:
+        The output, `[batch, heads, tokens, head_dim]`, with autograd history.
+    """
     out: Tensor = _WholeAttention.apply(backend, spec, q, k, v)
     return out

@@ -1,7 +1,8 @@
-"""Flash attention on CUDA: PyTorch's own kernel and the flash-attn package, behind one banded call.
+"""Flash attention on CUDA: PyTorch's own kernel and the flash-attn package.
 
-Both kernels know a causal flag and a window, aligned at the last query and the last key, and grouped-query heads, but
-no mask. Padding and windows of a block are therefore expressed by the rows and keys that are passed at all.
+Both kernels support a causal flag, a window that is aligned at the last query and the last key, and grouped-query
+heads, but no mask. Padding and windows of a block are therefore expressed by *bands*: calls with some of its batch
+rows, queries and keys.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSp
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """One kernel call: a part of the batch, a range of the block's queries, the block's first `keys` keys, a window.
+    """One kernel call for a part of a block.
 
-    With the last query and the last key at the same position, a query at `i` sees keys from `i - left` to `i + right`;
-    -1 is unbounded.
+    Attributes:
+        batch: Batch rows.
+        rows: Range of the block's queries.
+        keys: Number of keys, from the block's first one on.
+        left: With the last query and the last key at the same position, a query at `i` sees keys from `i - left` on;
+            -1 is unbounded.
+        right: Likewise, a query at `i` sees keys up to `i + right`.
     """
 
     batch: slice
@@ -32,7 +38,7 @@ class Band:
 
     @property
     def causal(self) -> bool:
-        """Whether the window is the one that kernels know as their causal flag."""
+        """Whether the window is that of the kernels' causal flag."""
         return self.left == -1 and self.right == 0
 
     @property
@@ -41,13 +47,13 @@ class Band:
 
 
 def bands(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Iterator[Band]:
-    """The kernel calls that make up one block; queries in none of them see nothing.
+    """Return the kernel calls that make up a block. Queries in none of them see no key.
 
     Args:
-        spec: The mask, by its rules.
-        batch: Rows of the batch.
+        spec: The keys that each query sees.
+        batch: Number of batch rows.
         queries: Absolute positions of the block's queries.
-        keys: Absolute positions of its keys.
+        keys: Absolute positions of the block's keys.
     """
     stops = [keys.stop] * batch if spec.lengths is None else [min(length, keys.stop) for length in spec.lengths]
     alike = len(set(stops)) == 1
@@ -58,13 +64,13 @@ def bands(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Itera
 
 
 def _row_bands(spec: AttentionSpec, of_batch: slice, queries: range, start: int, stop: int) -> Iterator[Band]:
-    """Bands of batch rows whose keys are those from `start` to `stop`, at least one.
+    """Return the bands of batch rows whose keys are those from `start` to `stop`; there is at least one key.
 
     Note: [Queries behind the last key]
-    Kernels turn a window that is as long as the keys into an unbounded one, and an unbounded side into one as long as
-    the keys, whatever the number of queries. So a window is passed only where neither changes what is seen: for queries
-    that end at the last key (`right` 0), and for later ones (padding, or a block of earlier keys) in calls of at most
-    one query more than keys.
+    Kernels turn a window that is as long as the keys into an unbounded one, and an unbounded side into a window as long
+    as the keys, whatever the number of queries. A window is therefore passed only where neither changes the result: for
+    queries that end at the last key (`right` is 0), and for later queries (padding, or a block of earlier keys) in
+    calls of at most one query more than keys.
     """
     first = queries.start
     if not spec.causal:
@@ -88,7 +94,7 @@ def _row_bands(spec: AttentionSpec, of_batch: slice, queries: range, start: int,
 
 
 class BandedFlash:
-    """Shared by the flash kernels of CUDA; subclasses make one call on `[batch, tokens, heads, head_dim]`."""
+    """Base class of flash kernels on CUDA. Subclasses implement one call on `[batch, tokens, heads, head_dim]`."""
 
     name = "flash"
     blocks = True
@@ -145,7 +151,7 @@ class BandedFlash:
         spec: AttentionSpec,
         state: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One call's gradients, `[batch, heads, tokens, head_dim]`."""
+        """Return the gradients of one call, `[batch, heads, tokens, head_dim]`."""
         rows = (band.batch, slice(None), band.rows)
         out, dout = result.out[rows].transpose(1, 2).contiguous(), dout[rows].transpose(1, 2).contiguous()
         q, k, v = self._inputs(band, q, k, v)
@@ -160,14 +166,14 @@ class BandedFlash:
 
     @staticmethod
     def _inputs(band: Band, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The call's q, k, v, `[batch, tokens, heads, head_dim]`."""
+        """Return the q, k and v of a call, `[batch, tokens, heads, head_dim]`."""
         tokens = slice(0, band.keys)
         parts = (q[band.batch, :, band.rows], k[band.batch, :, tokens], v[band.batch, :, tokens])
         q, k, v = (side_by_side(t).transpose(1, 2) for t in parts)
         return q, k, v
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, band: Band) -> tuple[Tensor, Tensor, Any]:
-        """Output, log-sum-exp `[batch, heads, tokens]`, and what dropout needs in the backward."""
+        """Return output, log-sum-exp `[batch, heads, tokens]`, and the random state of dropout for the backward."""
         raise NotImplementedError
 
     def _call_backward(
@@ -182,7 +188,7 @@ class BandedFlash:
         band: Band,
         state: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v."""
+        """Return the gradients of q, k and v."""
         raise NotImplementedError
 
 
@@ -191,7 +197,7 @@ def _covers(band: Band, q: Tensor) -> bool:
 
 
 class AtenFlash(BandedFlash):
-    """`aten::_flash_attention_forward`: the flash kernel that PyTorch ships; half precision, head_dim to 256."""
+    """PyTorch's own flash kernel (`aten::_flash_attention_forward`), for half precision and `head_dim` up to 256."""
 
     name = "sdpa"
 
@@ -224,12 +230,12 @@ class AtenFlash(BandedFlash):
 
 
 def _window(band: Band) -> dict[str, int]:
-    """The window's arguments, left out where plain attention leaves them out too: kernels are the same ones then."""
+    """Return the window's arguments. A causal call has none, like plain attention, so that the same kernel is run."""
     return {} if band.causal else {"window_size_left": band.left, "window_size_right": band.right}
 
 
 class FlashAttn(BandedFlash):
-    """The flash-attn package (2.7 or later), half precision on CUDA.
+    """The flash-attn package (2.7 or later), for half precision.
 
     Raises:
         ModuleNotFoundError: The package is not installed.

@@ -1,4 +1,4 @@
-"""Attention on the CPU: PyTorch's flash kernel, with explicit output and log-sum-exp."""
+"""Flash attention on a CPU: PyTorch's own kernel, with explicit output and log-sum-exp."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuFlash:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`: what plain training runs on a CPU without dropout.
+    """PyTorch's flash kernel for the CPU, which plain training runs without dropout.
 
-    Its causal flag aligns the first query with the first key; other blocks get masks, built for some rows at a time, so
-    that they never cost the square of the sequence's length.
+    It is `aten::_scaled_dot_product_flash_attention_for_cpu`. Its causal flag aligns the first query with the first
+    key. Other blocks need masks, which are built for some queries at a time, so that their size does not grow with the
+    square of the sequence length.
     """
 
     name = "sdpa"
     blocks = True
-    # Rows that share one mask. One call below it keeps the arithmetic of plain training with a window.
+    # Number of queries that share one mask. Up to this number, one call has the arithmetic of plain training with a
+    # window.
     query_rows = 1024
 
     @staticmethod
@@ -83,7 +85,7 @@ class CpuFlash:
     def _chunks(
         self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int
     ) -> list[tuple[slice, slice]]:
-        """Ranges of rows and the keys they can see: one, unless a mask makes blocks of rows worthwhile."""
+        """Return ranges of queries with the keys that they can see: one range, unless a large mask must be divided."""
         queries, keys = q.shape[2], k.shape[2]
         needs_mask = spec.window is not None or (spec.causal and query_start != key_start)
         if not needs_mask or queries <= self.query_rows:
@@ -115,7 +117,7 @@ class CpuFlash:
         k, v, _, mask, causal = self._arguments(q, k, v, spec, query_start, key_start)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
         if mask is not None:
-            # The kernel gives 0 for rows that are masked from end to end.
+            # The kernel returns 0 for queries that see no key.
             lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)
         return AttentionResult(token_major(out), lse)
 

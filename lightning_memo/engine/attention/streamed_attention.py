@@ -1,36 +1,44 @@
-"""Attention over slices whose keys and values are on the host (FPDT, section 4.2): they pass the device in blocks."""
+"""Attention slice by slice, with the keys and values on the host; they are read in blocks (FPDT, section 4.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from lightning_memo.engine.attention.key_value_gradients import DeviceGradients, HostGradients
-from lightning_memo.engine.memory.block_reader import BlockParts, BlockReader, DeviceBlock, heads_first
+from lightning_memo.engine.memory.block_reader import BlockParts, BlockReader, DeviceBlock, HostRange, heads_first
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved.offload_group import KeysValues
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention_kernel import merge, repeat_heads, sum_head_groups, sums_dtype
 from lightning_memo.parallel.context.ulysses_attention import HeadExchange
 from lightning_memo.planner.alpha.streamed_sizes import blocks_of
 from lightning_memo.planner.token_slices import TokenRange
 
-# Blocks of the past that were read, with what the queries see of them.
+# Blocks of earlier slices, with the keys that the queries see in them.
 Blocks = Iterator[tuple["Past", DeviceBlock]]
-# Adds the share of later slices to the gradients of a slice's own keys and values.
+# Adds the contributions of later slices to the gradients of a slice's own keys and values.
 AddLater = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class HostKeysValues(Protocol):
+    """The keys and values of a slice on the host."""
+
+    def host_ranges(self) -> tuple[HostRange, HostRange]:
+        """Return the host ranges of the keys and of the values."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Slices `first .. last` that precede a query slice: what one kernel call meets.
+    """Consecutive slices in front of the query slice, to which one kernel call attends.
 
     Attributes:
-        slices: Their numbers, one after the other.
+        slices: Numbers of the slices.
         start: Position of their first key.
-        spec: What the queries see of them.
+        spec: The keys that each query sees in them.
     """
 
     slices: range
@@ -39,20 +47,24 @@ class Past:
 
 
 class StreamedAttention:
-    """Causal attention of slice after slice, without autograd; only two blocks of keys and values are on the device.
+    """Causal attention slice by slice, without autograd; only two blocks of keys and values are on the device.
 
-    The forward of a slice merges the results of its own keys and of each block of earlier ones by online softmax. Its
-    backward, last slice first, has queries outside and keys inside: the gradient of the queries stays on the device,
-    those of keys and values are added up per slice. Blocks that a slice sees nothing of are not fetched.
+    The forward of a slice merges the results for its own keys and for each block of earlier keys by online softmax. The
+    backward runs from the last slice to the first; for each slice it iterates over the blocks of earlier keys. The
+    gradient of the queries stays on the device, and the gradients of keys and values are summed per slice. Blocks of
+    which a slice sees no key are not fetched.
 
     Args:
         backend: A kernel that computes blocks.
-        slices: The token ranges, in order.
-        reader: Brings blocks of keys and values.
-        host: Where the gradients of keys and values meet; `None`: on the device.
-        block_tokens: Tokens of a block; at least one slice goes into each.
-        ring: Processes over which each slice is divided: positions are so many times those of `slices`.
+        slices: The token ranges of the slices, in order.
+        reader: Reads blocks of keys and values.
+        host: Memory for the gradients of keys and values; `None` keeps them on the device.
+        block_tokens: Number of tokens of a block; each block has at least one slice.
+        ring: Number of processes that share each slice. Positions are the bounds of `slices` times this number.
         layer: Position of the layer.
+
+    Attributes:
+        slices_fetched: Number of slices whose keys and values were fetched so far.
     """
 
     def __init__(
@@ -72,20 +84,27 @@ class StreamedAttention:
         self._gradients: DeviceGradients | HostGradients = DeviceGradients()
         self._ring, self._layer = ring, layer
         self._blocks = blocks_of(slices, block_tokens)
-        self._keys_values: dict[int, KeysValues] = {}
+        self._keys_values: dict[int, HostKeysValues] = {}
         self.slices_fetched = 0
 
-    def hold(self, index: int, keys_values: KeysValues) -> None:
-        """Where later slices find the keys and values of a slice."""
+    def hold(self, index: int, keys_values: HostKeysValues) -> None:
+        """Register the keys and values of a slice for later slices."""
         self._keys_values[index] = keys_values
 
     def forward(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[AttentionResult, Tensor, Tensor]:
-        """Attention of slice `index`, whose q, k, v `[batch, heads, tokens, head_dim]` are given.
+        """Compute the attention of slice `index`.
+
+        Args:
+            index: Number of the slice.
+            q: Queries of the slice, `[batch, heads, tokens, head_dim]`.
+            k: Keys of the slice.
+            v: Values of the slice.
+            spec: The keys that each query sees.
 
         Returns:
-            The result, and the keys and values that `hold` is to find.
+            The result, and the keys and values to pass to `hold` once they are stored.
         """
         start = self._slices[index].start
         past = self._past(index, spec)
@@ -111,9 +130,9 @@ class StreamedAttention:
         result: AttentionResult,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the slice's q, k, v, later slices' share included: those must have run before.
+        """Return the gradients of the slice's q, k and v, including the contributions of later slices.
 
-        Keys and values are as `forward` gave them back.
+        The backward of all later slices must have run before. `k` and `v` are those that `forward` returned.
         """
         if self._host is not None and not isinstance(self._gradients, HostGradients):
             self._gradients = HostGradients(self._host, [part.tokens for part in self._slices], k, v, self._layer)
@@ -131,7 +150,7 @@ class StreamedAttention:
         return dq.to(q.dtype), dk, dv
 
     def _past(self, index: int, spec: AttentionSpec) -> list[Past]:
-        """The blocks of earlier slices of which slice `index` sees any key."""
+        """Return the blocks of earlier slices of which slice `index` sees any key."""
         start, past = self._slices[index].start, []
 
         def is_seen(n: int) -> bool:
@@ -141,7 +160,7 @@ class StreamedAttention:
             seen = [n for n in block if is_seen(n)]
             if seen:
                 numbers = range(seen[0], seen[-1] + 1)
-                # Keys before all queries need no causal mask; without it kernels are at their fastest.
+                # Keys in front of all queries need no causal mask, and kernels are fastest without it.
                 visible = spec if spec.window is not None else replace(spec, causal=False)
                 past.append(Past(numbers, self._slices[seen[0]].start, visible))
         return past
@@ -151,8 +170,8 @@ class StreamedAttention:
 
     def _parts(self, seen: Past) -> BlockParts:
         self.slices_fetched += len(seen.slices)
-        regions = [self._keys_values[n].regions() for n in seen.slices]
-        return list(zip(*regions, strict=True))
+        ranges = [self._keys_values[n].host_ranges() for n in seen.slices]
+        return list(zip(*ranges, strict=True))
 
     def _read_with_gradients(self, index: int, past: Sequence[Past]) -> tuple[AddLater, Blocks]:
         sums = self._gradients
@@ -174,20 +193,20 @@ class StreamedAttention:
             self._gradients.add(n, dk_part, dv_part)
 
     def release(self) -> None:
-        """The layer's backward is over."""
+        """End the layer's backward."""
         if isinstance(self._gradients, HostGradients):
             self._gradients.release()
 
 
-class UlyssesCore:
-    """Streamed attention of some heads over the tokens of a group, slice by slice (FPDT, figure 6).
+class StreamedUlysses:
+    """Streamed attention with Ulysses context parallelism (FPDT, figure 6).
 
-    Each process holds a contiguous part of every slice. What is stored of keys and values is what it computes with:
-    some heads of all processes' tokens.
+    Each process holds a contiguous part of every slice, and computes some of the heads for the tokens of all processes.
+    The keys and values that it stores are those it computes with.
 
     Args:
-        exchange: Exchanges heads for tokens.
-        inner: Attention over the slices of the whole group.
+        exchange: All-to-all exchange between tokens and heads.
+        inner: Streamed attention over the slices of all processes of the group.
     """
 
     def __init__(self, exchange: HeadExchange, inner: StreamedAttention) -> None:
@@ -199,10 +218,13 @@ class UlyssesCore:
     def forward(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> tuple[AttentionResult, Tensor, Tensor]:
-        """As of the inner attention; q, k, v are of the own tokens, what is to be held is of some heads.
+        """Compute the attention of this process's tokens of slice `index`; see :meth:`StreamedAttention.forward`.
+
+        Returns:
+            The result for this process's tokens, and the keys and values of some heads for all tokens, for `hold`.
 
         Raises:
-            ValueError: Heads that do not divide by the number of processes.
+            ValueError: The number of heads is not divisible by the number of processes.
         """
         self._copies = self._exchange.copies(q, k)
         k, v = repeat_heads(k, self._copies), repeat_heads(v, self._copies)
@@ -220,7 +242,7 @@ class UlyssesCore:
         result: AttentionResult,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the own q, k, v; `k` and `v` are what was held."""
+        """Return the gradients of this process's q, k and v; `k` and `v` are those that `forward` returned."""
         dout, q, out = self._exchange.to_heads(dout, q, result.out)
         gradients = self._inner.backward(index, dout, q, k, v, replace(result, out=out), spec)
         dq, dk, dv = self._exchange.to_tokens(*gradients)

@@ -1,4 +1,4 @@
-"""Attention that no flash kernel of the device computes: run as it is, and run again in the backward."""
+"""Attention for calls that no flash kernel computes: PyTorch's attention, run again in the backward."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, block_mask, token_major
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.rng_state import RngState
 
-# The engine replaces `F.scaled_dot_product_attention` while layers run; this is PyTorch's own.
+# The engine replaces `F.scaled_dot_product_attention` while layers run; this is PyTorch's own function.
 _sdpa = F.scaled_dot_product_attention
 
 
 class Replay:
-    """Whatever `scaled_dot_product_attention` picks, replayed with the saved random state in the backward.
+    """Calls `scaled_dot_product_attention`, and replays it with the saved random state in the backward.
 
-    It is bit-exact with plain training, dropout included, and keeps neither scores nor probabilities, but it computes
-    attention twice. It serves attention dropout on the CPU, fp32 on CUDA and head sizes that flash kernels refuse.
+    Results are bit-identical to plain training, including dropout. Neither scores nor probabilities are stored, but
+    attention is computed twice. It is used for attention dropout on a CPU, for fp32 on CUDA, and for head sizes that
+    flash kernels do not support.
     """
 
     name = "replay"
