@@ -1,4 +1,4 @@
-"""The same model and batch without and with full recomputation, measured beside a run."""
+"""Measures plain training and full recomputation of the same model and batch, to compare them with a run."""
 
 import logging
 import warnings
@@ -20,20 +20,20 @@ from lightning_memo.reports.comparison_table import Measurement
 def measure_baselines(
     module: Mapping[str, Any], batch: dict[str, Tensor], trainer: Mapping[str, Any], steps: int, seed: int
 ) -> list[Measurement]:
-    """Trains fresh models on one batch, plainly and with Hugging Face's gradient checkpointing.
+    """Trains new models on one batch, with plain training and with Hugging Face's gradient checkpointing.
 
-    The trainer, the optimizer and the callback that measures are those of the run, so that nothing differs but what is
-    done with the activations.
+    The settings of the trainer and the optimizer and the measuring callback are those of the run, so that the only
+    difference is the handling of activations.
 
     Args:
         module: Arguments of :class:`~lightning_memo.models.causal_lm.CausalLM`.
         batch: ``{"input_ids": [batch, seq_len], "labels": [batch, seq_len]}``.
-        trainer: Arguments of :class:`~lightning.pytorch.Trainer` that the run had: hardware, precision, accumulation.
-        steps: Optimizer steps that are timed.
-        seed: For the weights.
+        trainer: Arguments of :class:`~lightning.pytorch.Trainer` in the run, for example precision and accumulation.
+        steps: Number of timed optimizer steps.
+        seed: Random seed of the weights.
 
     Returns:
-        One row each; one that does not fit the device's memory is left out, with a warning.
+        One row for each. A model that does not fit in device memory is left out, with a warning.
     """
     rows = []
     for name, checkpointing in (("plain", False), ("full recomputation", True)):
@@ -67,14 +67,14 @@ def _measure(
             batches = DataLoader([batch] * (max_steps * accumulate), batch_size=None)
             Trainer(**{**trainer, **own}).fit(model, train_dataloaders=batches)
     except torch.OutOfMemoryError:
-        rank_zero_warn(f"The comparison lacks {name!r}: it does not fit the device's memory.")
+        rank_zero_warn(f"The comparison leaves out {name!r}, which does not fit in device memory.")
         return None
     return stats.measurement(name, stats.peak_device_bytes, host_bytes=0)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what Lightning says of each new trainer: the run's own has said it."""
+    """Silences the messages of Lightning about a new trainer, which the trainer of the run has already printed."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = logger.level
     logger.setLevel(logging.WARNING)
