@@ -24,7 +24,7 @@ def python(*arguments: str, folder: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=120, check=True,
+        text=True, timeout=600, check=True,
     )  # fmt: skip
     return done.stdout
 
