@@ -1,4 +1,4 @@
-"""What the tests of the strategy train: a small module, its data, and a fit that reports the losses."""
+"""A small module, its data, and a fit that returns the losses, for tests of the strategy."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def batches(ready: Iterable[dict[str, Tensor]]) -> DataLoader[dict[str, Tensor]]
 
 
 class SlotWatch(Callback):
-    """Notes what the engine still holds when a batch is over."""
+    """Collects the number of slots that the engine still holds after each batch."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -254,7 +254,7 @@ def forwards(model: nn.Module) -> list[str]:
 
 
 def shorten_measurements(monkeypatch: Any) -> None:
-    """Copy bandwidth, which every profiled step measures, is of no interest to tests of what is computed."""
+    """Shorten the measurement of the copy bandwidth in profiled steps, which takes time and affects no result."""
     monkeypatch.setattr("lightning_memo.profiler.measured_costs._BANDWIDTH_SECONDS", 0.005)
 
 
