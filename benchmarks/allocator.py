@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.allocator import PlannedAllocator
-from lightning_memo.allocator.allocator_library import Library
+from lightning_memo.allocator.allocator_library import AllocatorLibrary
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import replacing
 
@@ -81,7 +81,7 @@ class _Timer:
         self._time = library.time_requests
         self._time.restype = ctypes.c_double
         self._time.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_void_p]
-        self._mark = ctypes.cast(Library("cpu").phase, ctypes.c_void_p)
+        self._mark = ctypes.cast(AllocatorLibrary("cpu").phase, ctypes.c_void_p)
 
     def measure(self, size_bytes: int, live: int, repeats: int) -> dict[str, Any]:
         """Returns nanoseconds of one allocation and one free, with one sample per round for each variant."""

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memo.estimate.inputs.presets import load_model, load_preset
 from lightning_memo.kernels import AttentionBackend, AttentionSpec
-from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.select_kernel import candidates
+from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.select_kernel import candidate_kernels
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.utils.find_layers import find_hugging_face, find_layers
 
@@ -42,7 +42,7 @@ def attention_works(model: str, tokens: int, dtype: torch.dtype, device: torch.d
         torch.randn(1, tokens, n, shape.head_dim, generator=generator, dtype=dtype, device=device).transpose(1, 2)
         for n in heads
     )
-    makers = {**candidates(q, k, v, AttentionSpec()), "replay": Replay}
+    makers = {**candidate_kernels(q, k, v, AttentionSpec()), "replay": Replay}
     for name, make in makers.items():
         yield "attention", name, functools.partial(_Attention.of, make, q, k, v, dout)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.engine.attention.attention_core import attend
-from lightning_memo.engine.attention.choose_core import AttentionKernels
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.engine.attention.sliced_attention import attend
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import first_plan
 from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.copies.test_mode import TestMode
@@ -112,7 +112,7 @@ class Engine:
         self._context, self._shards, self.spill_path = context, shards, spill_path
         self._divided = context is not None or shards > 1
         self.wishes = Wishes(schedule, slice_tokens, host_backed, self._divided, by_kind)
-        self.attention = AttentionKernels(attention, context, self.slices_outside, ranks)
+        self.attention = AttentionSelector(attention, context, self.slices_outside, ranks)
         self.kinds = LayerKinds(self.layers, self.attention.backend, self.wishes)
         self._runs: weakref.WeakValueDictionary[int, LayerRun] = weakref.WeakValueDictionary()
         self._reader: BlockReader | None = None
@@ -411,7 +411,7 @@ class Engine:
         """Inside, layers get one slice of the sequence after the other: see `sequence_layers.py`."""
         return slice_by_slice(self, layout, batch)
 
-    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | UlyssesCore:
+    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
         """A layer's attention, for slices of this process's tokens: earlier keys and values come from the host."""
         assert self._reader is not None and self.swap is not None
         host = self.memory if self.swap.host_backed == "all" else None
