@@ -46,11 +46,17 @@ def seed():
     seed_everything(0, verbose=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements():
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_measurements(patch)
+        yield
+
+
 @pytest.fixture
 def own_folder(monkeypatch, tmp_path):
-    """Runs leave their files in a fresh folder, and measure this machine for a moment only."""
+    """Runs leave their files in a fresh folder."""
     monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
 
 
 @pytest.fixture
@@ -59,7 +65,6 @@ def in_process(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
-    shorten_measurements(monkeypatch)
 
     def run(main, *arguments):
         GlobalHydra.instance().clear()

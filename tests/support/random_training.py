@@ -356,12 +356,13 @@ def exact_gradient(configuration: Configuration, run: Trained, number: int) -> S
 def is_exact(configuration: Configuration, run: Trained) -> bool:
     """Whether training is plain training bit by bit: one slice, and the same attention kernel over the same keys."""
     family, plan = FAMILIES[configuration.family], run.trainer.strategy.plan
+    one_slice = configuration.strategy.get("slice_tokens", "auto") == "auto"
     if plan is None:  # no layer was trained
-        return not isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
+        return one_slice and not isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
     swap = plan.swap
     same_attention = not family.grouped and configuration.kind == "full" and "window" not in configuration.family
     heads = configuration.shape["num_attention_heads"]
-    whole = configuration.strategy.get("slice_tokens", "auto") == "auto" and swap.alpha in (0.0, 1.0)
+    whole = one_slice and swap.alpha in (0.0, 1.0)
     chunked = isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
     ungrouped = configuration.shape.get("num_key_value_heads", heads) == heads
     return same_attention and ungrouped and whole and not chunked and swap.storage is None
