@@ -1,11 +1,11 @@
-"""How well constants that are fitted to short sequences tell the time of a longer one.
+"""Measures how well constants that are fitted to short sequences predict the time of a longer one.
 
     python benchmarks/calibration.py
     python benchmarks/calibration.py --model llama3_2_1b --cluster h200 --lengths 8192 16384 65536
 
-Layers are measured at each length, as `python -m lightning_memo.estimate calibrate` does it. Constants are fitted to
-all lengths but the last one, which is then predicted: a layer's forward, backward and recomputation, and all layers of
-a step in which everything is recomputed. The results are printed, and written to a JSON file.
+Layers are measured at each length, as in `python -m lightning_memo.estimate calibrate`. Constants are fitted to all
+lengths but the last, which is then predicted: the forward, backward and recomputation time of a layer, and the time of
+all layers in a step in which everything is recomputed. The results are printed and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.cli.runs.calibration_runs import fastest
+from lightning_memo.cli.runs.calibration_runs import fastest_run
 from lightning_memo.estimate.calibration.fitting import LayerMeasurement, fit
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.planner.alpha.step_time import steady
 from lightning_memo.utils.files import replacing
 
@@ -41,7 +41,9 @@ def main() -> None:
     settings = load_preset("model", options.model)
     shape, cluster = load_model(options.model), load_cluster(options.cluster)
     runs = [
-        LayerMeasurement(origin=f"{tokens} tokens", shape=shape, costs=fastest(settings, tokens, options.repeats).costs)
+        LayerMeasurement(
+            origin=f"{tokens} tokens", shape=shape, costs=fastest_run(settings, tokens, options.repeats).costs
+        )
         for tokens in options.lengths
     ]
     base = replace(constants_of(cluster.name), program="lightning_memo")
@@ -50,7 +52,7 @@ def main() -> None:
         shape=shape, cluster=cluster, constants=constants, method="memo", gpus=1, seq_len=options.lengths[-1],
         batch_size=1,
     )  # fmt: skip
-    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(layer_costs(question, Parallelism()))
+    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(estimated_layer_costs(question, Parallelism()))
     report: dict[str, Any] = {
         **circumstances(("torch", "transformers")),
         "settings": {name: getattr(options, name) for name in ("model", "cluster", "lengths", "repeats", "threads")},
@@ -77,11 +79,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama_tiny", help="of conf/model")
-    parser.add_argument("--cluster", default="h100", help="of conf/cluster; efficiencies are shares of its peaks")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="ascending; the last is told")
+    parser.add_argument("--model", default="llama_tiny", help="a file in conf/model")
+    parser.add_argument("--cluster", default="h100", help="a file in conf/cluster, whose peaks count")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="the last is predicted")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each length; the fastest counts")
-    parser.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="number of compute threads on the CPU")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
     options = parser.parse_args()
     if options.repeats < 1:

@@ -1,4 +1,4 @@
-"""Cells of the papers' tables, as questions to the cost model. Which of them are errors of the papers is said here."""
+"""Cells of the papers' tables as questions to the cost model, and the known errors of the papers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.question.question import Estimate, Method, Question
-from lightning_memo.estimate.step.device_bytes import model_state
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.request.question import Estimate, Method, Question
+from lightning_memo.estimate.step.device_bytes import model_state_bytes
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
 from lightning_memo.shapes.model_shape import ModelShape
@@ -23,7 +23,7 @@ TABLES = Path(__file__).parent.parent / "tests" / "reference" / "papers"
 BATCH_SIZE = 16
 GPUS = {"7B": 8, "13B": 16, "30B": 32, "65B": 64}
 MODELS = ("7B", "13B")
-"""Those whose cells are known here."""
+"""Models whose cells are known here."""
 
 ABLATION = Parallelism(tp=4, cp=2, zero_stage=1)
 """Tables 4 and 5 of MEMO: 7B on 8 GPUs."""
@@ -33,11 +33,14 @@ ERRORS = {
     ("table 3, Megatron", "13B", 640): "an MFU of 19.41 % contradicts 83.94 tokens/GPU/s, which are 23.74 %",
     ("SIGMOD table 3, Megatron", "13B", 640): "2h10s should be 2h10m",
     ("table 3, DeepSpeed", "7B", 64): "935.76 tokens/GPU/s are 27.42 %, not 27.95 %",
-    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is taken",
-    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is taken",
-    ("section 1", "7B", 1024): "input tensors of 128 GB, 16 GB for each GPU, should be 256 and 32 GiB",
+    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is used",
+    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is used",
+    ("section 1", "7B", 1024): "input tensors of 128 GB, and 16 GB per GPU, should be 256 and 32 GiB",
 }
-"""By table, model and thousands of tokens. None of them is fitted; none is an MFU of MEMO's own rows."""
+"""Errors of the papers by table, model and thousands of tokens.
+
+None of these cells is fitted, and none is an MFU of MEMO's own rows.
+"""
 
 CORRECTED = {
     ("7B", 896, "Memo", "tgs"): 215.98,
@@ -45,7 +48,7 @@ CORRECTED = {
     ("13B", 640, "Mega", "wall_s"): 7800.0,
     ("7B", 64, "DS", "tgs"): 953.8,
 }
-"""What table 3 should have, where two of a cell's three numbers contradict the third."""
+"""Corrected values of table 3, for cells in which two of the three numbers contradict the third."""
 
 ABLATIONS: dict[str, Method] = {
     "Full Recomputation": "megatron",
@@ -54,12 +57,12 @@ ABLATIONS: dict[str, Method] = {
     "Memo (Fine-grained Management + Memory Plan)": "memo",
 }
 FPDT_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 8192)
-"""Thousands of tokens that FPDT's table 1 names."""
+"""Lengths in FPDT's table 1, in thousands of tokens."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: what the paper has, and what is expected."""
+    """One cell: the paper's value and ours."""
 
     table: str
     row: str
@@ -74,7 +77,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def shape_of(model: str) -> ModelShape:
-    """MEMO's models, and those of FPDT: 2.7B is GPT-3's, 8B is Llama 3's, 13B is MEMO's 13B."""
+    """Returns a model of MEMO or FPDT: 2.7B is GPT-3's, 8B is Llama 3's, 13B is MEMO's 13B."""
     if model == "2.7B":
         gpt = load_model("gpt_7b")
         return replace(gpt, name="gpt_2_7b", layers=32, hidden=2560, ffn=10240, heads=32, kv_heads=32, head_dim=80)
@@ -82,7 +85,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def question(model: str, seq_k: int, method: Method = "memo", alpha: float | None = None) -> Question:
-    """One of MEMO's cells."""
+    """Returns the question for one of MEMO's cells."""
     return Question(
         shape=shape_of(model),
         cluster=load_cluster("a800"),
@@ -96,7 +99,7 @@ def question(model: str, seq_k: int, method: Method = "memo", alpha: float | Non
 
 
 def appendix() -> list[tuple[str, int, Parallelism | None, float | None]]:
-    """Table 7 of MEMO: model, thousands of tokens, parallelism and alpha, both None where it was out of memory."""
+    """Reads table 7 of MEMO: model, thousands of tokens, parallelism and alpha (both None if out of memory)."""
     cells: list[tuple[str, int, Parallelism | None, float | None]] = []
     for row in rows("memo_app_table7_memo"):
         parallel, alpha = None, None
@@ -109,7 +112,7 @@ def appendix() -> list[tuple[str, int, Parallelism | None, float | None]]:
 
 @dataclass(frozen=True)
 class MfuCell:
-    """A cell with an MFU, or a status where there is none, and what it asks."""
+    """A cell with an MFU, or with a status if there is none, and its question."""
 
     table: str
     row: str
@@ -124,7 +127,7 @@ class MfuCell:
 
 
 def table3() -> list[MfuCell]:
-    """MFU of Memo with the parallelism and alpha of the appendix."""
+    """Returns the MFU of Memo with the parallelism and alpha of the appendix."""
     mfu = {(r["model"], int(r["seq_k"])): r["mfu_pct"] for r in rows("memo_table3_sigmod") if r["method"] == "Memo"}
     return [
         MfuCell(model, f"{seq_k}K", float(mfu[model, seq_k]), question(model, seq_k, alpha=alpha), parallel)
@@ -134,7 +137,7 @@ def table3() -> list[MfuCell]:
 
 
 def table4() -> list[MfuCell]:
-    """The ablation."""
+    """Returns the cells of the ablation."""
     alphas = {seq_k: alpha for model, seq_k, _, alpha in appendix() if model == "7B"}
     cells = []
     for row in rows("memo_table4_ablation"):
@@ -146,7 +149,7 @@ def table4() -> list[MfuCell]:
 
 
 def table5() -> list[MfuCell]:
-    """The sweep of alpha."""
+    """Returns the cells of the sweep over alpha."""
     return [
         MfuCell(
             f"{row['seq_k']}K",
@@ -164,26 +167,26 @@ def _mfu_or_status(row: dict[str, str]) -> float | str:
 
 
 def mfu_cells() -> list[MfuCell]:
-    """All that have an MFU."""
+    """Returns all cells that have an MFU."""
     return [cell for cell in (*table3(), *table4(), *table5()) if isinstance(cell.paper, float)]
 
 
 def zero_table() -> list[Cell]:
-    """ZeRO's table 1: decimal GB of the model's state on a device."""
+    """Returns ZeRO's table 1: decimal GB of the model state on a device."""
     sizes = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
     return [
         Cell(
             row["model"],
             f"{row['dp']} GPUs, stage {row['zero_stage']}",
             float(row["gb"]),
-            model_state(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
+            model_state_bytes(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
         )
         for row in rows("zero_memory")
     ]
 
 
 def alphas() -> list[Cell]:
-    """Alphas of the appendix against those chosen with the parallelism given."""
+    """Compares the appendix's alphas with those chosen for its parallelism."""
     return [
         Cell(model, f"{seq_k}K", alpha, estimate(question(model, seq_k), parallel).alpha)
         for model, seq_k, parallel, alpha in appendix()
@@ -192,18 +195,18 @@ def alphas() -> list[Cell]:
 
 
 def alphas_of_program() -> list[Cell]:
-    """The same with the linear program's alpha, rounded down to eighths, as all of the paper's are."""
+    """Does the same with the linear program's alpha, rounded down to eighths, as all of the paper's alphas are."""
     cells = []
     for model, seq_k, parallel, alpha in appendix():
         if parallel is not None:
-            costs, room = (make(question(model, seq_k), parallel) for make in (layer_costs, budget))
+            costs, room = (make(question(model, seq_k), parallel) for make in (estimated_layer_costs, device_budget))
             limit = solve_alpha(costs, room).alpha
             cells.append(Cell(model, f"{seq_k}K", alpha, math.floor(8 * limit) / 8))
     return cells
 
 
 def fpdt_lengths() -> list[Cell]:
-    """The longest of FPDT's lengths, in thousands of tokens, that fits; 0: none. One sequence over all GPUs, ZeRO 3."""
+    """Returns the longest of FPDT's lengths that fits, in thousands of tokens (0: none), with one sequence, ZeRO 3."""
     cells = []
     for row in rows("fpdt_table1_maxlen"):
         gpus = int(row["n_gpus"])
@@ -217,7 +220,7 @@ def fpdt_lengths() -> list[Cell]:
 
 
 def fpdt_table3() -> tuple[dict[str, str], Estimate]:
-    """FPDT's own row of its table 3, the only one whose length table 1 has, and its estimate: Llama 8B, 8 A100-80G."""
+    """Returns FPDT's own row of its table 3 and its estimate (Llama 8B, 8 A100-80G). Only its length is in table 1."""
     row = max(rows("fpdt_table3_llama8b_8gpu"), key=lambda row: int(row["max_seq_k"]))
     return row, _fpdt({"model": "8B", "gpu": "A100-80G", "n_gpus": "8"}, int(row["max_seq_k"]))
 

@@ -2,6 +2,6 @@
 
 from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.engine import Engine
-from lightning_memo.engine.memory.restored_checks import RestoredError
+from lightning_memo.engine.memory.checksums import RestoredError
 
 __all__ = ["Engine", "RestoredError", "TestMode"]

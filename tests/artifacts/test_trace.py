@@ -7,6 +7,7 @@ from support.samples.plans import make, traces
 
 from lightning_memo.allocator import EVENT, FREE, MALLOC
 from lightning_memo.artifacts.trace import NEVER, Trace
+from lightning_memo.planner.placement.step_placement import problem_of
 from lightning_memo.profiler.phases import StepPhases
 from lightning_memo.profiler.step_trace import RecordedStep, trace_of
 
@@ -22,7 +23,7 @@ def test_columns_that_follow_from_the_others():
 
 
 def test_a_buffer_that_dies_in_the_next_step_wraps():
-    problem = STEP.problem(64)
+    problem = problem_of(STEP, 64)
     assert problem.lower.tolist() == [0, 1, 3]
     assert problem.upper.tolist() == [2, 4, 1]
     assert problem.wraps.tolist() == [False, False, True]
@@ -31,7 +32,7 @@ def test_a_buffer_that_dies_in_the_next_step_wraps():
 
 
 def test_what_dies_before_the_next_step_does_not_wrap():
-    assert make([0, 1], [8, 8], [1, 0]).problem(1).upper.tolist() == [1, 2]
+    assert problem_of(make([0, 1], [8, 8], [1, 0]), 1).upper.tolist() == [1, 2]
 
 
 def test_other_streams_have_no_place():

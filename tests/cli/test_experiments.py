@@ -18,11 +18,11 @@ from support.samples.documents import TEXTS
 from support.samples.models import SAVED
 
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.runs.assemble import build_strategy
+from lightning_memo.cli.runs.build_run import build_strategy
 from lightning_memo.estimate.command import answer
-from lightning_memo.estimate.question.request import read_request
+from lightning_memo.estimate.request.command_settings import read_settings
 from lightning_memo.models import ModelConfig, build_model, load_hf_config
-from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.train import main
 
 PAPER = REFERENCE / "papers" / "memo_app_table7_memo.csv"
@@ -57,7 +57,7 @@ def test_experiments_are_the_papers_settings_and_fit_its_machine(cell: dict[str,
     forced = [f"parallel.{name}={size}" for name, size in parallel.items()]
     asked = composed("estimate", "model=gpt_7b", "cluster=a800", f"seq_len={cfg.data.seq_len}", *forced)
     settings: dict[str, Any] = OmegaConf.to_container(asked)
-    _, ranking = answer(read_request(settings, "gpt_7b"), progress=False)
+    _, ranking = answer(read_settings(settings, "gpt_7b"), progress=False)
     assert ranking.best.status == "ok"
 
 

@@ -61,7 +61,7 @@ def test_an_interrupt_in_a_step(train: Any, tmp_path: Path, ignored: str) -> Non
     assert "Traceback" not in err and "ignored" not in err
     assert err.endswith("interrupted\n")
     checkpoint = next((tmp_path / "outputs").rglob("step-2.ckpt"))
-    assert f"interrupted; the same command with ckpt_path=last goes on from {checkpoint}" in out
+    assert f"interrupted; to resume from {checkpoint}, run the same command with ckpt_path=last" in out
     assert train(*SAVING, "ckpt_path=last")[0] == 0
     assert train(*SAVING, "name=whole")[0] == 0
     # The third step had been logged when the fourth was interrupted, and comes again after the checkpoint.

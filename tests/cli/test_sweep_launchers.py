@@ -7,7 +7,7 @@ from pathlib import Path
 from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, free_port, run
 from support.extras import extra
 
-from lightning_memo.cli.hydra_command import user_message
+from lightning_memo.cli.hydra_command import command_error_message
 from lightning_memo.cli.sweeps.sweep_report import load_runs
 
 submitit = extra("submitit", "slurm")
@@ -80,6 +80,7 @@ def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
 
 def test_a_job_that_was_killed_is_told_in_a_line() -> None:
     lost = submitit.core.utils.UncompletedJobError("Job 4711 (task: 0) with path x\nhas not produced any output")
-    assert user_message(lost) == (
-        "Job 4711 (task: 0) with path x: it died; when all others are over, the same command with sweep=last goes on"
+    assert command_error_message(lost) == (
+        "Job 4711 (task: 0) with path x: SLURM ended the job; when all other jobs have ended, continue with the same "
+        "command and sweep=last"
     )

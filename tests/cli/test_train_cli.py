@@ -11,8 +11,8 @@ import pytest
 from support.paths import ROOT
 
 from lightning_memo import train as command
-from lightning_memo.cli.hydra_command import config_dir, user_message
-from lightning_memo.cli.runs import compare
+from lightning_memo.cli.hydra_command import command_error_message, config_dir
+from lightning_memo.cli.runs import baselines
 from lightning_memo.utils.files import replacing
 
 EXPERIMENTS = sorted(path.stem for path in Path(config_dir(), "experiment").glob("demo*.yaml"))  # on a CPU
@@ -94,7 +94,7 @@ def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(compare, "CausalLM", Terminated)
+    monkeypatch.setattr(baselines, "CausalLM", Terminated)
     # Lightning's own exception has no status, which Python takes for 0.
     assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 
@@ -132,7 +132,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["model=nothing"], "Could not find 'model/nothing' Available options"),
         (["nothing=1"], "nothing: no such setting; --help lists all"),
         (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
-        (["data=documents"], "data.max_bytes: no such setting of the data that is chosen; data=text has it"),
+        (["data=documents"], "data.max_bytes: the chosen data has no such setting; data=text has it"),
         (["+datum=1"], "datum: no such setting; did you mean data"),
         (["demo"], "demo: give SETTING=VALUE"),
         (["data.seq_len=["], "See https://hydra.cc"),
@@ -151,7 +151,10 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
         (["strategy.plan=/nowhere.json"], "/nowhere.json"),
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
-        (["paths.root=/dev/null/runs"], "a run's folder is made there; give paths.root=FOLDER"),
+        (
+            ["paths.root=/dev/null/runs"],
+            "cannot create the folder of the run; give a writable folder as paths",
+        ),
         (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
     ],
 )
@@ -197,7 +200,7 @@ def test_bugs_keep_their_tracebacks(train, monkeypatch, error):
     monkeypatch.setattr(command, "CausalLM", Broken)
     with pytest.raises(type(error), match="a bug") as caught:
         train("strategy=plain")
-    assert user_message(caught.value) is None
+    assert command_error_message(caught.value) is None
 
 
 def test_settings_that_plain_training_ignores_warn(train):

@@ -12,7 +12,8 @@ from support.commands import ROOT, TINY_RUN, WITHOUT_REPORT, errors, lightning, 
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.launch import SweepRefused, arguments_of_process, is_first_process
+from lightning_memo.cli.launch import SweepRefused, arguments_of_process
+from lightning_memo.utils.process_rank import is_rank_zero
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
@@ -151,7 +152,7 @@ def test_mistakes_are_found_before_other_processes_start(train, overrides, messa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.devices=1"], "that is 1 processes, and 2 were started; make trainer.devices"),
+        (["trainer.devices=1"], "= 1 processes, but 2 were started; set trainer.devices"),
         (["-m", "trainer.devices=2", "data.seq_len=16,32"], "-m: start a sweep as one process, without torchrun"),
     ],
 )
@@ -168,10 +169,10 @@ def test_mistakes_under_torchrun(train, monkeypatch, tmp_path, overrides, messag
 def test_only_the_first_process_has_a_folder(monkeypatch, name):
     given = ["data.seq_len=16", "hydra.run.dir=mine"]
     monkeypatch.setenv(name, "0")
-    assert is_first_process()
+    assert is_rank_zero()
     assert arguments_of_process(given) == given
     monkeypatch.setenv(name, "1")
-    assert not is_first_process()
+    assert not is_rank_zero()
     assert arguments_of_process(given) == [*given, "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     assert "hydra.run.dir=." in arguments_of_process([])
 

@@ -21,8 +21,8 @@ from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows, everything
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.artifacts.storage_costs import Place
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import TestMode
 
 # As in the tests of every family: distance to fp64, in units of plain training's own.

@@ -1,4 +1,4 @@
-"""What is stored kind by kind on a GPU: gradients, bytes, and products that are not computed again."""
+"""storage="kinds" on a GPU: gradients, bytes, and matrix products that are not recomputed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.artifacts.storage_costs import Place
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices

@@ -80,7 +80,7 @@ def test_unknown_lora_settings_are_refused_with_those_that_there_are():
 
 
 def test_lora_without_peft_is_explained(monkeypatch):
-    monkeypatch.setattr("lightning_memo.models.build_model._PEFT", False)
+    monkeypatch.setattr("lightning_memo.models.model_builder._PEFT", False)
     with pytest.raises(ValueError, match=r"model.lora.r=2: LoRA needs peft; pip install"):
         build_model(ModelConfig(config=TINY, lora={"r": 2}))
 

@@ -25,15 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_memo.parallel.agree import on_every_rank, on_first_rank
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
-    find_checkpoint,
+    existing_checkpoint,
     load_sharded,
-    model_state,
     optimizer_state,
     remove_checkpoint,
     save_sharded,
+    sharded_model_state,
 )
+from lightning_memo.parallel.run_on_ranks import on_every_rank, on_first_rank
 
 VOCABULARY = 33  # cut unevenly, as are the 11 rows of each half of the MLP's 22
 TOPOLOGIES = {
@@ -289,7 +289,7 @@ def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):
         path = folder / "last.ckpt"
         if kind == "none" and not path.exists():
             with pytest.raises(ValueError, match="no such checkpoint"):
-                find_checkpoint(path)
+                existing_checkpoint(path)
             ends.append("none")
         else:
             ends.append(epoch_in(path))
@@ -477,7 +477,7 @@ def test_missing_and_unexpected_names(tmp_path):
 
 def test_weights_alone(tmp_path):
     module, optimizer = build()
-    save_sharded({"state_dict": model_state(module), "epoch": 1}, tmp_path / "c.ckpt")
+    save_sharded({"state_dict": sharded_model_state(module), "epoch": 1}, tmp_path / "c.ckpt")
     other, optimizer = build(seed=1)
     assert load_sharded(tmp_path / "c.ckpt", other) == {"epoch": 1}
     assert torch.equal(other.model.lm_head.weight, module.model.lm_head.weight)

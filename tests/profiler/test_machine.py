@@ -93,7 +93,7 @@ def test_v2_beside_v1_is_found_in_its_own_folder(tmp_path):
 
 @pytest.mark.parametrize("files", [{}, {"proc/meminfo": "MemTotal: 5 kB"}])
 def test_a_system_that_says_nothing_asks_for_a_setting(tmp_path, files):
-    with pytest.raises(ValueError, match='set host_memory, like "32GiB"'):
+    with pytest.raises(ValueError, match='set host_memory, for example "32GiB"'):
         available_host_bytes(tree(tmp_path, files))
 
 

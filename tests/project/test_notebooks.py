@@ -112,7 +112,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.data import TextDataModule
 from lightning_memo.models import CausalLM
-from lightning_memo.planner.placement.one_pass import load_library
+from lightning_memo.planner.placement.placement_core import load_library
 
 CONFIG = {"model_type": "llama", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None}
@@ -155,6 +155,6 @@ def test_interrupted_training_leaves_a_usable_kernel(kernel: Kernel) -> None:
         assert "\nSystemExit: 1" in printed, printed  # Lightning's
         assert kernel.run(LEFT) == left, step
         after = kernel.run(FIT.format(pause=None))
-        assert "memory is planned" in after
+        assert "memory plan ready" in after
         assert after.splitlines()[-1] == first, step
         assert kernel.run(LEFT) == left

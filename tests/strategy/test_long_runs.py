@@ -64,7 +64,7 @@ def held(trainer: Trainer) -> Held:
     return Held(
         rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         tensor_bytes=sum(storages.values()),
-        arena_bytes=trainer.strategy.memory._allocator.stats().arena_bytes,
+        arena_bytes=trainer.strategy.memory.stats.arena_bytes,
         host_bytes=trainer.strategy.engine.host_bytes,
         threads=len(list(Path("/proc/self/task").iterdir())),
         files=len(list(Path("/proc/self/fd").iterdir())),

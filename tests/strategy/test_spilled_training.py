@@ -17,9 +17,9 @@ from support.trainer_harness import LanguageModel, Result, fit, listening, short
 from torch import nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.spill_sizes import SpillSizes
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.spill_layout import SpillLayout
 from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.utils.units import format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def train(max_steps: int = 3, callbacks: tuple[Callback, ...] = (), **settings: 
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     expected = train()
     slot_bytes = expected.plan.swap.slot_bytes
-    host_memory = 2 * slot_bytes + SpillSizes(slot_bytes).bounce_bytes
+    host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
     spilled = train(host_memory=host_memory, spill_path=disk)
     assert spilled.losses == expected.losses
     assert spilled.plan.swap.spilled_calls == 4
@@ -87,7 +87,7 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
     slot_bytes = train(max_steps=1).plan.swap.slot_bytes
 
     def refuse(_: int, __: int, size_bytes: int) -> None:
-        if size_bytes > 2 * SpillSizes(slot_bytes).region_bytes:
+        if size_bytes > 2 * SpillLayout(slot_bytes).region_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
@@ -101,13 +101,16 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
 def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
     with listening() as heard:
         assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == 0
-    assert any("spill_path is not needed, as the host has room for all" in line for line in heard)
+    assert any("spill_path is not needed, because the host has room for all" in line for line in heard)
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"spill_path": "missing"}, r'spill_path="missing": no file can be made there \(No such file or directory\)'),
+        (
+            {"spill_path": "missing"},
+            r'spill_path="missing": no file can be created there \(No such file or directory\)',
+        ),
         ({"spill_path": ""}, "spill_path='' is not usable: give a folder on a local disk"),
         ({"spill_memory": "1GiB"}, "spill_memory='1GiB' is for a disk: give spill_path"),
         ({"spill_path": ".", "spill_memory": "much"}, "spill_memory='much' is not a size"),

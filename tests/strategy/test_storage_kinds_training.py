@@ -16,10 +16,10 @@ from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, f
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_costs import NvmeTier, StorageBudget
+from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.config import MemoConfig
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
-from lightning_memo.planner.storage.storage_search import StorageError
+from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
 
 KIB = 1024

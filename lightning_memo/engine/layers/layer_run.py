@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_memo.artifacts.storage_costs import Place
-from lightning_memo.engine.attention.attention_core import AttentionCore
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.engine.attention.sliced_attention import SlicedAttention
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.copies.step_recorder import Subject
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode
 from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.memory.checksums import TensorLabel
 from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor, read_parts
-from lightning_memo.engine.memory.resident_tensors import KeptTensors
-from lightning_memo.engine.memory.restored_checks import What
+from lightning_memo.engine.memory.resident_tensors import ResidentTensors
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.changing_buffers import ForwardState
 from lightning_memo.engine.saved.not_activations import SharedTensors
@@ -65,7 +65,7 @@ class LayerCall:
         return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
 
 
-Core = AttentionCore | StreamedAttention | UlyssesCore
+Core = SlicedAttention | StreamedAttention | StreamedUlysses
 
 
 class LayerRun:
@@ -121,7 +121,7 @@ class LayerRun:
         self.autocast = _autocast_of(x.device)
         self.device = x.device
         self.unit = None if streamed else engine.open_unit(memory, swap, spill_bytes)
-        self.kept = KeptTensors()
+        self.kept = ResidentTensors()
         self._weight_copies = WeightCopies()
         by_kind = slices[0].places is not None
         self._spills_all = spill_bytes > 0 and not by_kind
@@ -252,10 +252,10 @@ class LayerRun:
             unit.checks.note(handle, self.what(kind, part))
         return handle
 
-    def what(self, kind: str, part: TokenRange | None = None) -> What:
+    def what(self, kind: str, part: TokenRange | None = None) -> TensorLabel:
         """A tensor of the call, or of one of its slices."""
         start, stop = (0, self.call.tokens) if part is None else (part.start, part.stop)
-        return What(kind, self.index, self._first_token + start, self._first_token + stop)
+        return TensorLabel(kind, self.index, self._first_token + start, self._first_token + stop)
 
     def store_copy(
         self, unit: Unit, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
@@ -284,7 +284,7 @@ class LayerRun:
             if self.streamed:
                 self.cores.append(self.engine.streamed_attention(self.attention_slices, self.index))
             else:
-                self.cores.append(AttentionCore(self.engine.attention.backend(q, k, v, spec), self.attention_slices))
+                self.cores.append(SlicedAttention(self.engine.attention.backend(q, k, v, spec), self.attention_slices))
         return self.cores[number]
 
     @contextlib.contextmanager

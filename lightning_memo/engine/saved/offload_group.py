@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.memory.block_reader import Region
-from lightning_memo.engine.memory.restored_checks import SlotChecks
+from lightning_memo.engine.memory.block_reader import HostRange
+from lightning_memo.engine.memory.checksums import SlotChecksums
 from lightning_memo.engine.memory.saved_storages import Registry, flat
-from lightning_memo.engine.memory.slot import Slot, Stored
+from lightning_memo.engine.memory.slot import Slot, SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.parked_arguments import ParkedView
 from lightning_memo.engine.saved.weight_copies import WeightCopy
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share,
 # the weight that it is a copy of, those of its parts, or its number in a replay.
-Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
+Handle = Tensor | SlotView | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
 
 
 class Unit:
@@ -47,10 +47,10 @@ class Unit:
         self.number = number
         self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
         checked = memory is not None and memory.check_restored and swap
-        self.checks = SlotChecks(self.slot) if checked and self.slot is not None else None
+        self.checks = SlotChecksums(self.slot) if checked and self.slot is not None else None
         self._engine = engine
         self._memory = memory
-        self._registry: Registry[Stored] = Registry()
+        self._registry: Registry[SlotView] = Registry()
         self._started = False
         # A graph that is dropped without a backward gives its slot back too.
         self._release = weakref.finalize(self, _release_slot, memory, self.slot)
@@ -93,7 +93,7 @@ class Unit:
         self.begin_backward()
         t = self.peek(handle)
         if self.checks is not None:
-            assert isinstance(handle, Stored)
+            assert isinstance(handle, SlotView)
             self.checks.compare(handle)
         return t
 
@@ -101,20 +101,20 @@ class Unit:
         """A tensor that was put, while the forward still runs."""
         if isinstance(handle, Tensor):
             return handle
-        assert isinstance(handle, Stored) and self.slot is not None
+        assert isinstance(handle, SlotView) and self.slot is not None
         return self.slot.load(handle)
 
-    def region(self, handle: Handle) -> Region:
+    def host_range(self, handle: Handle) -> HostRange:
         """Where the bytes of a tensor that was put are, once it has left the device."""
         if isinstance(handle, Tensor):
-            return Region(handle.nbytes, flat(handle).view(torch.uint8))
-        assert isinstance(handle, Stored) and self.slot is not None
+            return HostRange(handle.nbytes, flat(handle).view(torch.uint8))
+        assert isinstance(handle, SlotView) and self.slot is not None
         memory = self.slot.buffer if self.slot.host is None else self.slot.host
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
-        region = Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
+        region = HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
         if self.checks is not None:
-            region.check = self.checks.of(handle)
+            region.checksum = self.checks.of(handle)
         return region
 
     def offload(self, last: bool = False) -> None:
@@ -155,9 +155,12 @@ class KeysValues:
         """On the device, in the backward."""
         return self.unit.load(self.key), self.unit.load(self.value)
 
-    def regions(self) -> tuple[Region, Region]:
+    def end_forward(self) -> None:
+        """The unit is still needed in the backward."""
+
+    def host_ranges(self) -> tuple[HostRange, HostRange]:
         """On the host."""
-        return self.unit.region(self.key), self.unit.region(self.value)
+        return self.unit.host_range(self.key), self.unit.host_range(self.value)
 
 
 def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.attention.hugging_face import right_padded_lengths
-from lightning_memo.kernels.transfer import sent
+from lightning_memo.kernels.async_transfer import to_device_async
 
 IGNORED = -100
 
@@ -36,7 +36,7 @@ def token_tensor(inputs: dict[str, Any]) -> Tensor:
 
 def on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs on the device: a batch may wait on the host, of which a slice is needed at a time."""
-    return {name: sent(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    return {name: to_device_async(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
 
 
 def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.layers.layer_run import LayerCall, LayerRun
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.offload_group import Handle, Unit
@@ -32,7 +32,7 @@ from lightning_memo.kernels import RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.positions import largest_position, packed_documents
 from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.parallel.zero import as_one_forward
+from lightning_memo.parallel.zero_sharding import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SequenceRun:
         self.all_arguments: list[SliceArguments] = []
         self._rng_state: RngState | None = None
         self._called: set[nn.Module] = set()
-        self._cores: dict[nn.Module, list[StreamedAttention | UlyssesCore]] = {}
+        self._cores: dict[nn.Module, list[StreamedAttention | StreamedUlysses]] = {}
 
     @property
     def tokens(self) -> int:
@@ -107,7 +107,7 @@ class SequenceRun:
         self._rng_state = RngState.capture(device, self._rng_state)
         return self._rng_state
 
-    def cores(self, layer: nn.Module) -> list[StreamedAttention | UlyssesCore]:
+    def cores(self, layer: nn.Module) -> list[StreamedAttention | StreamedUlysses]:
         """The cores of a layer's attention calls, which all slices share."""
         return self._cores.setdefault(layer, [])
 

@@ -7,8 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
-    model_state,
     optimizer_state,
+    sharded_model_state,
 )
 
 STEPS = 3
@@ -30,5 +30,5 @@ def shard(model, mesh, how):
 
 
 def checkpoint_of(module, optimizer, **rest):
-    states = {"state_dict": model_state(module), "optimizer_states": [optimizer_state(module, optimizer)]}
+    states = {"state_dict": sharded_model_state(module), "optimizer_states": [optimizer_state(module, optimizer)]}
     return {**states, "global_step": STEPS, "hyper_parameters": {"a": [1, 2]}, **rest}

@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts, PhasePlacement, Plan, StepPlacement, SwapPlan
+from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.trace import NEVER, Trace
 
 GIB = 2**30

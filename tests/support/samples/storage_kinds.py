@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.artifacts.storage_costs import PLACES, Place
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
