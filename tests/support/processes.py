@@ -1,6 +1,6 @@
 """Run a function in several processes that communicate through gloo, and return its results.
 
-Starting a process takes seconds. A group of processes therefore stays alive for all tests and only ends after a failure.
+Starting a process takes seconds. A group of processes therefore stays alive for all tests, and ends after a failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_CALLS = 150
 _FAMILIES = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen3")
 # Each process imports what the fork server has not imported: peft and one model family take 2 CPU seconds.
 _PRELOADED = [
-    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo", "pytest", "hypothesis", "peft",
+    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo.strategy", "pytest", "hypothesis", "peft",
     "safetensors.torch", "rich._emoji_codes",
     *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
 ]  # fmt: skip
