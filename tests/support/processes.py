@@ -30,8 +30,8 @@ _MOST_CALLS = 150
 _FAMILIES = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen3")
 # Each process imports what the fork server has not imported: peft and one model family take 2 CPU seconds.
 _PRELOADED = [
-    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo.strategy", "pytest", "hypothesis", "peft",
-    "safetensors.torch", "rich._emoji_codes",
+    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo.strategy", "pytest", "hypothesis",
+    "peft", "safetensors.torch", "rich._emoji_codes",
     *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
 ]  # fmt: skip
 
