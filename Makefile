@@ -32,7 +32,7 @@ bench-cpu: $(INSTALLED)
 
 # What the tests of the CUDA allocator need of the CUDA builds of torch, without the gigabytes: about 25 MB in .cuda/.
 cuda-headers: $(INSTALLED)
-	$(RUN) tests/allocator/cuda_stub/fetch.py
+	$(RUN) tests/support/cuda_stub/fetch.py
 
 # Whoever finds bitsandbytes or torchao imports them, which takes seconds in each process: they lie in a folder of their
 # own, which only their tests look into. What they need is installed already.

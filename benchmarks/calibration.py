@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.cli.runs.calibration_runs import fastest
+from lightning_memo.cli.runs.calibration_runs import fastest_run
 from lightning_memo.estimate.calibration.fitting import LayerMeasurement, fit
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.planner.alpha.step_time import steady
 from lightning_memo.utils.files import replacing
 
@@ -41,7 +41,9 @@ def main() -> None:
     settings = load_preset("model", options.model)
     shape, cluster = load_model(options.model), load_cluster(options.cluster)
     runs = [
-        LayerMeasurement(origin=f"{tokens} tokens", shape=shape, costs=fastest(settings, tokens, options.repeats).costs)
+        LayerMeasurement(
+            origin=f"{tokens} tokens", shape=shape, costs=fastest_run(settings, tokens, options.repeats).costs
+        )
         for tokens in options.lengths
     ]
     base = replace(constants_of(cluster.name), program="lightning_memo")
@@ -50,7 +52,7 @@ def main() -> None:
         shape=shape, cluster=cluster, constants=constants, method="memo", gpus=1, seq_len=options.lengths[-1],
         batch_size=1,
     )  # fmt: skip
-    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(layer_costs(question, Parallelism()))
+    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(estimated_layer_costs(question, Parallelism()))
     report: dict[str, Any] = {
         **circumstances(("torch", "transformers")),
         "settings": {name: getattr(options, name) for name in ("model", "cluster", "lengths", "repeats", "threads")},

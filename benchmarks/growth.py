@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.profiler.memory_meter import PeakMeter
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.units import format_bytes
 
 CPU = torch.device("cpu")
 _RESULTS = Path(__file__).parent / "results"

@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.config import format_bytes
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 Row = dict[str, Any]  # a result as it is in the JSON file
 

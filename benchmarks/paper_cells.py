@@ -12,9 +12,9 @@ from typing import Any
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.question.question import Estimate, Method, Question
-from lightning_memo.estimate.step.device_bytes import model_state
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.request.question import Estimate, Method, Question
+from lightning_memo.estimate.step.device_bytes import model_state_bytes
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
 from lightning_memo.shapes.model_shape import ModelShape
@@ -33,11 +33,14 @@ ERRORS = {
     ("table 3, Megatron", "13B", 640): "an MFU of 19.41 % contradicts 83.94 tokens/GPU/s, which are 23.74 %",
     ("SIGMOD table 3, Megatron", "13B", 640): "2h10s should be 2h10m",
     ("table 3, DeepSpeed", "7B", 64): "935.76 tokens/GPU/s are 27.42 %, not 27.95 %",
-    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is taken",
-    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is taken",
-    ("section 1", "7B", 1024): "input tensors of 128 GB, 16 GB for each GPU, should be 256 and 32 GiB",
+    ("appendix, table 6", "7B", 512): "out of memory there, but table 3 has an MFU, which is used",
+    ("appendix, table 6", "7B", 640): "out of memory there, but table 3 has an MFU, which is used",
+    ("section 1", "7B", 1024): "input tensors of 128 GB, and 16 GB per GPU, should be 256 and 32 GiB",
 }
-"""By table, model and thousands of tokens. None of them is fitted; none is an MFU of MEMO's own rows."""
+"""Errors of the papers by table, model and thousands of tokens.
+
+None of these cells is fitted, and none is an MFU of MEMO's own rows.
+"""
 
 CORRECTED = {
     ("7B", 896, "Memo", "tgs"): 215.98,
@@ -45,7 +48,7 @@ CORRECTED = {
     ("13B", 640, "Mega", "wall_s"): 7800.0,
     ("7B", 64, "DS", "tgs"): 953.8,
 }
-"""What table 3 should have, where two of a cell's three numbers contradict the third."""
+"""Corrected values of table 3, for cells in which two of the three numbers contradict the third."""
 
 ABLATIONS: dict[str, Method] = {
     "Full Recomputation": "megatron",
@@ -176,7 +179,7 @@ def zero_table() -> list[Cell]:
             row["model"],
             f"{row['dp']} GPUs, stage {row['zero_stage']}",
             float(row["gb"]),
-            model_state(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
+            model_state_bytes(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
         )
         for row in rows("zero_memory")
     ]
@@ -196,7 +199,7 @@ def alphas_of_program() -> list[Cell]:
     cells = []
     for model, seq_k, parallel, alpha in appendix():
         if parallel is not None:
-            costs, room = (make(question(model, seq_k), parallel) for make in (layer_costs, budget))
+            costs, room = (make(question(model, seq_k), parallel) for make in (estimated_layer_costs, device_budget))
             limit = solve_alpha(costs, room).alpha
             cells.append(Cell(model, f"{seq_k}K", alpha, math.floor(8 * limit) / 8))
     return cells

@@ -1,4 +1,4 @@
-"""The papers' tables, each with its cells, and how their errors are summed up."""
+"""The papers' tables, each with its cells and a summary of its errors."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ from paper_cells import Cell
 
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS
 
-_RULE: Final = """The linear program of training has one alpha for a cell. The runs of MEMO's paper had others, for
-which no physical rule was found. What describes them: alpha is 1, 1/2 or 1/8 where the linear program's is at least
-{limits}, else 0; and 0 unless the copies of all tokens would hide under the forward. Only `cluster=a800`, whose
-constants are those of the paper's program, follows that, and says so in `limits`."""
+_RULE: Final = """In training, the linear program gives one alpha for a cell. The runs of MEMO's paper used other
+values, for which no physical rule was found. This rule describes them: alpha is 1, 1/2 or 1/8 if the linear program's
+alpha is at least {limits}, and otherwise 0. It is also 0 if the copies of all tokens would take longer than the
+forward pass. Only `cluster=a800`, whose constants are those of the paper's program, uses the rule, and says so in
+`limits`."""
 
 _MEASURES: Final = {"mfu_pct": "MFU", "tgs": "tokens per GPU and second", "wall_s": "seconds of a step"}
 
 _FOUND: Final = (
-    """"found": the appendix lists no parallelism for that length, and the fastest that is found is taken."""
+    '"found": the appendix lists no parallelism for this length, so the fastest that the search finds is used.'
 )
-_AS_MEGATRON: Final = " Below 64K the paper's numbers of Memo are those of Megatron-LM: nothing was swapped."
-_KEPT: Final = """All lengths of the appendix are recomputed. At 32K the paper's MFU is above what that allows, so that
-it was not, there at least."""
-_FPDT: Final = """FPDT does not tell whether its MFU counts what is recomputed, so that both are given. The other nine
-rows are steps towards it (tensor parallelism, checkpoints on the host, stages of ZeRO), which the table as given does
-not tell apart: they are not asked, and count for the mean."""
+_AS_MEGATRON: Final = " Below 64K the paper's numbers for Memo equal those of Megatron-LM, because nothing was swapped."
+_KEPT: Final = """According to the appendix, all lengths are recomputed. At 32K the paper's MFU is higher than
+recomputation allows, so at least that run did not recompute."""
+_FPDT: Final = """FPDT does not say whether its MFU counts recomputed operations, so both variants are given. The
+other nine rows are intermediate steps (tensor parallelism, checkpoints on the host, stages of ZeRO), which the table
+as given does not tell apart. They are not estimated, but count for the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table."""
+    """One table of a paper, with its cells."""
 
     title: str
     cells: Sequence[Cell]
     unit: str = ""
-    """Of its errors; "%": they are shares of the paper's numbers."""
+    """Unit of the errors; "%" means a percentage of the paper's numbers."""
 
     note: str = ""
     others: Sequence[float] = ()
-    """Numbers of the paper's column that are not asked; they count for its mean."""
+    """Numbers of the paper's column that are not estimated; they count for its mean."""
 
     part: bool = False
-    """Whether another section has the same cells: only the sums are told."""
+    """Whether another section has the same cells; only the summary is then printed."""
 
     @property
     def numbers(self) -> list[Cell]:
-        """Cells with a number of the paper's and of ours."""
+        """Cells in which both the paper and the estimate have a number."""
         return [cell for cell in self.cells if isinstance(cell.paper, float) and isinstance(cell.ours, float)]
 
     @property
     def words(self) -> list[Cell]:
-        """The others, which are the same or not."""
+        """All other cells, whose answers are equal or not."""
         return [cell for cell in self.cells if not (isinstance(cell.paper, float) and isinstance(cell.ours, float))]
 
     def error(self, cell: Cell) -> float:
-        """What ours has above the paper's number."""
+        """Returns our number minus the paper's, in the unit of the section."""
         return self._above(cell, cell.ours)
 
     def trivial_error(self, cell: Cell) -> float:
-        """The same of the trivial guess: the mean of the paper's column."""
+        """Returns the error of the trivial guess, the mean of the paper's column."""
         column = [c.paper for c in self.cells if isinstance(c.paper, float)]
         return self._above(cell, fmean([*column, *self.others]))
 
@@ -83,7 +84,7 @@ class Section:
 
 
 def sections() -> Iterator[Section]:
-    """All tables."""
+    """Yields all tables."""
     yield Section(title="ZeRO, table 1: the model's state on a GPU", cells=paper_cells.zero_table(), unit="GB")
     yield from _table3()
     yield from _table4()
@@ -116,10 +117,10 @@ def _table3() -> Iterator[Section]:
                 yield Section(title=f"MEMO, table 3, {name}, {model}: {what}", cells=cells, unit=unit, note=note)
                 if column == "mfu_pct":
                     yield _listed(f"MEMO, table 3, {name}, {model}: MFU with the appendix's parallelism", runs)
-    title = "MEMO, table 3, Megatron-LM below 64K: MFU, nothing recomputed"
+    title = "MEMO, table 3, Megatron-LM below 64K: MFU without recomputation"
     yield Section(title=title, cells=paper_runs.without_recomputation(), unit="points", note=_KEPT)
     for peer, name in paper_runs.NAMES.items():
-        title = f"MEMO, table 3, {name}: MFU with the parallelism that is found"
+        title = f"MEMO, table 3, {name}: MFU with the parallelism that the search finds"
         yield Section(title=title, cells=paper_runs.found_cells(peer), unit="points")
 
 
@@ -131,8 +132,8 @@ def _listed(title: str, runs: Sequence[paper_runs.Run]) -> Section:
 def _table4() -> Iterator[Section]:
     cells = [c.cell for c in paper_cells.table4()]
     note = (
-        "Full Recomputation without a plan is Megatron-LM. What its allocator's reorganisations take has one "
-        "rate: skeletal activations over it, and over the share of memory that is free."
+        "Full Recomputation without a plan is Megatron-LM. The time of its allocator's reorganisations is the size of "
+        "the skeletal activations, divided by one fitted rate and by the share of memory that is free."
     )
     yield Section(title="MEMO, table 4: MFU", cells=cells, unit="points", note=note)
     for method in paper_cells.ABLATIONS:
@@ -143,8 +144,8 @@ def _table4() -> Iterator[Section]:
 def _ranks() -> Iterator[Section]:
     places = paper_runs.ranks()
     first = sum(1 <= cell.ours <= 3 for cell in places)
-    note = f"Among the first three: {first} of {len(places)}. Pipelines are not searched, and so not found."
-    title = "MEMO, appendix, table 7: place by time of the paper's parallelism (0: not found)"
+    note = f"{first} of {len(places)} are among the first three. The search does not cover pipelines."
+    title = "MEMO, appendix, table 7: rank by time of the paper's parallelism (0: not found)"
     yield Section(title=title, cells=places, note=note)
     near = [
         replace(cell, paper="first three", ours="first three" if 1 <= cell.ours <= 3 else "later") for cell in places
@@ -158,8 +159,8 @@ def _fpdt() -> Iterator[Section]:
     row, answer = paper_cells.fpdt_table3()
     others = [r for r in paper_cells.rows("fpdt_table3_llama8b_8gpu") if r["row"] != row["row"]]
     asked = {
-        "MFU, nothing recomputed counted": ("mfu_pct", answer.mfu, "points"),
-        "MFU, what is recomputed counted": ("mfu_pct", answer.hfu, "points"),
+        "MFU without recomputed operations": ("mfu_pct", answer.mfu, "points"),
+        "MFU with recomputed operations": ("mfu_pct", answer.hfu, "points"),
         "device memory": ("hbm_gb", answer.device_bytes["total"] / 1e9, "GB"),
     }
     for what, (column, ours, unit) in asked.items():
@@ -169,7 +170,7 @@ def _fpdt() -> Iterator[Section]:
 
 
 def best_alphas(sweep: Sequence[Cell]) -> list[Cell]:
-    """The row with the highest MFU of each length."""
+    """Returns, for each length, the row with the highest MFU."""
     best = []
     for length in dict.fromkeys(cell.table for cell in sweep):
         found = [cell for cell in sweep if cell.table == length]

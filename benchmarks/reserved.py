@@ -1,6 +1,6 @@
 """What PyTorch's own CUDA allocator reserves for recorded training steps, beside the planned arena. Needs no GPU.
 
-    python tests/allocator/cuda_stub/fetch.py 2.13.0
+    python tests/support/cuda_stub/fetch.py 2.13.0
     python benchmarks/reserved.py step.csv another.csv
     python benchmarks/reserved.py --quick step.csv
 
@@ -29,16 +29,16 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement import Placement
 from lightning_memo.planner.placement import caching_allocator as caching
 from lightning_memo.planner.placement.step_placement import plan_memory
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "allocator"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from cuda_stub.real_allocator import Curves, Replay, replay  # noqa: E402  lies beside the tests, which use it too
+from support.cuda_stub.real_allocator import Curves, Replay, replay  # noqa: E402  lies beside the tests, which use it too
 
 _ALIGNMENT = 512
 _MOST_STEPS = 12
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="CSV files of Trace.save")
     parser.add_argument(
-        "--cuda", type=Path, default=ROOT / ".cuda", help="where tests/allocator/cuda_stub/fetch.py put its parts"
+        "--cuda", type=Path, default=ROOT / ".cuda", help="where tests/support/cuda_stub/fetch.py put its parts"
     )
     parser.add_argument("--torch", default="2.13.0", help="version of torch, one of those that were fetched")
     parser.add_argument("--seconds", type=float, default=60.0, help="for planning each trace")
@@ -75,8 +75,7 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if not (options.cuda / options.torch / "complete").exists():
         parser.error(
-            f"--torch={options.torch} is not in {options.cuda}: "
-            f"python tests/allocator/cuda_stub/fetch.py {options.torch}"
+            f"--torch={options.torch} is not in {options.cuda}: python tests/support/cuda_stub/fetch.py {options.torch}"
         )
     try:
         options.traces = [(path, Trace.load(path)) for path in options.traces]

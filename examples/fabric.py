@@ -1,8 +1,8 @@
-"""A training loop of Lightning Fabric, moved to where MemoStrategy works.
+"""A Lightning Fabric training loop, rewritten as a module for MemoStrategy.
 
-Fabric does not take MemoStrategy: a plan is made between the steps of a trainer, and Fabric does not know where a step
-begins. What one writes a Fabric loop for, one's own forward, backward, clipping and stepping, goes into `training_step`
-with `automatic_optimization = False`, line by line.
+Fabric does not support MemoStrategy: plans are made between the steps of a trainer, and Fabric does not know where a
+step begins. The custom forward, backward, clipping and stepping of a Fabric loop move into `training_step`,
+with `automatic_optimization = False`.
 
     python examples/fabric.py
 """
@@ -22,7 +22,7 @@ from lightning_memo.data import DocumentsDataModule
 
 
 class OwnLoop(LightningModule):
-    """The body of the loop; what Fabric calls it is said behind each line."""
+    """The body of the loop; the comment after each line shows the corresponding Fabric call."""
 
     automatic_optimization = False
 

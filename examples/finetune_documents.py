@@ -1,9 +1,10 @@
-"""Fine-tunes a saved Hugging Face model on your own documents, all weights or LoRA, on longer rows than it knows.
+"""Fine-tunes a saved Hugging Face model on your own documents, with longer rows than it was trained on.
 
     python examples/finetune_documents.py --model FOLDER --documents FILE_OR_FOLDER --seq-len 131072 --lora 16
 
-Documents are JSON lines or Parquet with a field "text", or text files. Without --model and --documents it makes tiny
-ones and takes seconds on a CPU. Several GPUs: start it by torchrun, and give MemoStrategy its sizes.
+All weights are trained, or LoRA adapters with --lora. Documents are JSON lines or Parquet files with a field "text", or
+text files. Without --model and --documents, the script creates tiny ones and takes seconds on a CPU. For several GPUs,
+start it with torchrun and set the parallel sizes of MemoStrategy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_memo.models import ModelConfig, build_model, load_hf_config
 
 
 class FineTuning(LightningModule):
-    """Any Lightning module does; this one builds its model where the trainer wants it."""
+    """Any Lightning module works; this one builds its model in `configure_model`, on the trainer's device."""
 
     def __init__(self, model: ModelConfig, lr: float) -> None:
         super().__init__()
@@ -49,17 +50,17 @@ class FineTuning(LightningModule):
 def main(folder: Path) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a saved model and its tokenizer")
-    parser.add_argument("--documents", help="file or folder")
+    parser.add_argument("--documents", help="file or folder of documents")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0 trains all weights")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", default="32-true", help="bf16-mixed or bf16-true on a GPU")
-    parser.add_argument("--output", default="finetuned", help="folder for the model that comes out")
+    parser.add_argument("--output", default="finetuned", help="folder for the trained model")
     args = parser.parse_args()
     path = args.model or tiny.save_model(folder)
 
-    # Beyond the positions that the model knows, the loss would start far too high.
+    # Beyond the positions that the model supports, the loss would start far too high.
     known = load_hf_config(ModelConfig(path=path)).max_position_embeddings
     longer = {"rope_scaling": "yarn", "max_position_embeddings": args.seq_len} if args.seq_len > known else {}
     adapters = {"r": args.lora, "target_modules": "all-linear"} if args.lora else {}

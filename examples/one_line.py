@@ -1,9 +1,9 @@
 """A plain Lightning script, and the one line that changes.
 
     python examples/one_line.py           with MemoStrategy
-    python examples/one_line.py --plain   as it was
+    python examples/one_line.py --plain   without
 
-Both print the same losses, to rounding.
+Both print the same losses, up to rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     torch.manual_seed(0)
     text = DataLoader(torch.randint(0, 256, (8, TOKENS // 8)).repeat(1, 8), batch_size=2)
     trainer = Trainer(
-        # The line. (MemoStrategy() would find out that so small a model needs no swapping, and do none.)
+        # This line changes. Without alpha, MemoStrategy() would find that a model this small needs no swapping.
         strategy="auto" if "--plain" in sys.argv else MemoStrategy(alpha=0.5),
         max_epochs=1,
         logger=False,

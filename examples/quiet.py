@@ -1,4 +1,4 @@
-"""`%run quiet.py` in a notebook: no progress bars, and no lines of libraries about what is well."""
+"""Turns off progress bars and informational messages of libraries in a notebook, with `%run quiet.py`."""
 
 import logging
 import os

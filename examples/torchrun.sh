@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One node: torchrun starts the processes, and the settings say how they share the work.
+# One node: torchrun starts the processes, and the settings define how they divide the work.
 #
-#   examples/torchrun.sh                                           two processes that share the tokens of each sequence
+#   examples/torchrun.sh                                           two processes divide the tokens of each sequence
 #   PROCESSES=8 examples/torchrun.sh strategy.context_parallel_size=4 strategy.zero_stage=3
 #
-# Arguments are settings of python -m lightning_memo.train; the last one of a name counts.
+# Arguments are settings of python -m lightning_memo.train; if a name occurs twice, the last value counts.
 set -euo pipefail
 
 PROCESSES=${PROCESSES:-2}

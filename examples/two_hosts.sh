@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Two hosts, played on this machine: two torchrun agents with an address each train together on CPUs. One process then
-# trains on the same batches, and the losses are compared: they are the same up to rounding.
+# Simulates two hosts on this machine: two torchrun agents with different addresses train together on CPUs. One process
+# then trains on the same batches, and the losses are compared. They are equal up to rounding.
 #
 #   examples/two_hosts.sh
 #
-# On real hosts, run the command in agent() once on each: --node_rank 0 on the one whose address is --master_addr, 1 on
-# the other. Arguments are settings of python -m lightning_memo.train.
+# On real hosts, run the command in agent() once on each host: with --node_rank 0 on the host whose address is
+# --master_addr, and with --node_rank 1 on the other. Arguments are settings of python -m lightning_memo.train.
 set -euo pipefail
 
 PORT=${PORT:-29411}
@@ -14,7 +14,7 @@ SETTINGS=(
     data.seq_len=128 data.max_bytes=200000 data.val_fraction=0.2 "$@"
 )
 
-agent() { # number of the host, its address
+agent() { # arguments: number and address of the host
     torchrun --nnodes 2 --node_rank "$1" --nproc_per_node 1 --local_addr "$2" \
         --master_addr 127.0.0.1 --master_port "$PORT" -m lightning_memo.train "${SETTINGS[@]}" \
         trainer.num_nodes=2 trainer.devices=1 name=two_hosts strategy.context_parallel_size=1 data.batch_size=1
@@ -27,7 +27,7 @@ trap 'kill "$other" 2>/dev/null || true' EXIT
 agent 0 127.0.0.1
 wait "$other"
 
-# Two data-parallel processes with one sequence each see what one process with two sequences sees.
+# Two data-parallel processes with one sequence each train on the same batches as one process with two sequences.
 python -m lightning_memo.train "${SETTINGS[@]}" \
     trainer.num_nodes=1 trainer.devices=1 name=one_process strategy.context_parallel_size=1 data.batch_size=2
 

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memo.models.export_hugging_face import export_huggingface, gather_state
-from lightning_memo.parallel.agree import on_first_rank
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     load_sharded,
-    model_state,
     optimizer_state,
     refuse_other_model,
     remove_checkpoint,
     save_sharded,
-    sizes_of,
+    sharded_model_state,
+    tensor_sizes,
 )
+from lightning_memo.parallel.run_on_ranks import on_first_rank
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -50,7 +50,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        return model_state(self.model) if self.distributed else Strategy.lightning_module_state_dict(self)
+        return sharded_model_state(self.model) if self.distributed else Strategy.lightning_module_state_dict(self)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -61,7 +61,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
         except RuntimeError:  # torch lists all that differs
             assert self.lightning_module is not None
             own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
-            refuse_other_model(self._checkpoint_path, sizes_of(saved), sizes_of(own), strict)
+            refuse_other_model(self._checkpoint_path, tensor_sizes(saved), tensor_sizes(own), strict)
             raise
 
     @override

@@ -6,17 +6,11 @@ Pure: imports neither torch nor Lightning.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Final
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_MULTIPLIERS: Final = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)} | {
-    unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))
-}
-_SIZE: Final = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
+from lightning_memo.utils.units import parse_bytes
 
 METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
@@ -24,54 +18,6 @@ SCHEDULES: Final = ("auto", "layer", "nest", "slice")
 STORAGES: Final = ("alpha", "kinds")
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
-
-
-def parse_bytes(size: str | int) -> int:
-    """Read a size in bytes.
-
-    Args:
-        size: bytes as an integer, or a number with a unit: "120GiB" (powers of 1024), "1.5GB" (powers of 1000).
-            A number without a unit is bytes. Fractions of a byte are dropped.
-
-    Returns:
-        The size in bytes, at least 1.
-
-    Raises:
-        ValueError: `size` is no size, or is less than one byte.
-    """
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        multiplier = _MULTIPLIERS.get(match[2].lower() or "b")
-        size_bytes = int(Decimal(match[1]) * multiplier) if multiplier else 0
-    else:
-        size_bytes = size if isinstance(size, int) and not isinstance(size, bool) else 0
-    if size_bytes < 1:
-        raise ValueError(f'{size!r} is not a size: give bytes as a positive integer, or text like "120GiB" or "1.5GB"')
-    return size_bytes
-
-
-def format_bytes(size_bytes: float) -> str:
-    """Write a size for people: the largest power of 1024 that leaves at least 1, one decimal ("1.2 GiB").
-
-    Args:
-        size_bytes: size in bytes.
-    """
-    if abs(size_bytes) < 1024:
-        return f"{size_bytes:.0f} B"
-    power = 0
-    # 1023.95 would be printed as 1024.0 of the smaller unit.
-    while abs(size_bytes) >= 1023.95 and power < len(_UNITS) - 1:
-        size_bytes /= 1024
-        power += 1
-    return f"{size_bytes:.1f} {_UNITS[power]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Write a duration for people ("1.25 s", "12.5 ms").
-
-    Args:
-        seconds: the duration.
-    """
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 import argparse
 import sys
 from pathlib import Path
@@ -11,13 +16,13 @@ import torch
 from rich.console import Console
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, user_message
-from lightning_memo.config import format_bytes
+from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, command_error_message
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import check_free, export_huggingface
-from lightning_memo.parallel.checkpoints.checkpoint_source import CheckpointSource, open_checkpoint
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import find_checkpoint, load_sharded
+from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, open_checkpoint
+from lightning_memo.parallel.checkpoints.sharded_checkpoint import existing_checkpoint, load_sharded
+from lightning_memo.utils.units import format_bytes
 
 _NO_TOKENIZER = "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
 
@@ -40,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         _export(options.checkpoint, options.folder, options.merge)
     except Exception as error:
-        message = user_message(error)
+        message = command_error_message(error)
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)  # noqa: T201
@@ -62,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
     check_free(folder)  # before the work
     with Console(stderr=True).status("reading ...") as status:
-        path = find_checkpoint(checkpoint)
+        path = existing_checkpoint(checkpoint)
         source = open_checkpoint(path)
         module = _build(source, merge)
         load_sharded(path, module)

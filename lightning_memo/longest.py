@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 from pathlib import Path
 
 import hydra
@@ -12,10 +17,10 @@ from lightning_memo.cli.hydra_command import config_dir, run_command
 from lightning_memo.cli.runs.assemble import build_strategy, check_precision, module_settings, trainer_settings
 from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
 from lightning_memo.strategy import MemoStrategy
-from lightning_memo.trials.trial import RandomTokens
+from lightning_memo.trials.random_tokens import RandomTokens
 
 
-def longest(cfg: DictConfig) -> int:
+def search_longest(cfg: DictConfig) -> int:
     """Searches as configured, and returns the tokens of the longest sequence.
 
     Args:
@@ -51,7 +56,7 @@ def main() -> None:
     """Runs the search; a user's mistake ends it with one line on stderr and exit status 2."""
 
     def task(cfg: DictConfig) -> None:
-        longest(cfg)
+        search_longest(cfg)
 
     run_command(lambda: hydra.main(version_base="1.3", config_path=config_dir(), config_name="longest")(task)())
 

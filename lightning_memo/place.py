@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 import argparse
 import sys
 from collections.abc import Callable, Iterator
@@ -11,12 +16,12 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from lightning_memo.config import format_bytes, parse_bytes
 from lightning_memo.planner.placement import Placement, Progress, place
 from lightning_memo.planner.placement.csv_tables import ProblemTable, read_problem
-from lightning_memo.planner.placement.one_pass import load_library
+from lightning_memo.planner.placement.placement_core import load_library
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.native_build import BuildError
+from lightning_memo.utils.units import format_bytes, parse_bytes
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 """Exit statuses."""

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,20 +26,22 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.artifacts.plan import Attention, HostBacked, Plan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
+from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.forward.intercept import set_layout
 from lightning_memo.engine.memory.spill_file import open_unnamed
 from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.loss.attach_loss import attach_chunked_loss
-from lightning_memo.parallel.precision import MeshPrecision
+from lightning_memo.parallel.mesh_precision import MeshPrecision
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.ranks import explain_lost_process
-from lightning_memo.parallel.sizes import resolve_sizes
-from lightning_memo.parallel.zero import accumulating
+from lightning_memo.parallel.rank_groups import explain_lost_process
+from lightning_memo.parallel.zero_sharding import accumulating
 from lightning_memo.refusals import (
     refuse_averaging,
     refuse_gradient_checkpointing,
@@ -240,13 +242,14 @@ class MemoStrategy(CheckpointingStrategy):
             ValueError: A setting is wrong, or nothing fits.
             RuntimeError: An attempt failed for another reason than memory.
         """
-        from lightning_memo.trials.longest_sequence import find_longest  # it trains by this strategy
+        from lightning_memo.trials.longest_sequence import find_longest  # the search is rarely used
 
         path = None if results is None else Path(results)
         span = (low, high, multiple_of)
         found = find_longest(
-            self.config, module, batch_of, span, trainer, steps_per_trial=steps_per_trial, results=path, resume=resume
-        )
+            MemoStrategy, self.config, module, batch_of, span, trainer,
+            steps_per_trial=steps_per_trial, results=path, resume=resume,
+        )  # fmt: skip
         return found.tokens
 
     # ---- what a trainer gives
@@ -332,6 +335,7 @@ class MemoStrategy(CheckpointingStrategy):
             return dataloader
         assert self.lightning_module is not None
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
+        seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
         return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
     @override
@@ -503,6 +507,3 @@ class MemoStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         self._stop_engine()
         super().teardown()
-
-
-StrategyRegistry.register(MemoStrategy.strategy_name, MemoStrategy, description="Token-wise swapping and recomputation")

@@ -1,5 +1,10 @@
 """Command line: ``python -m lightning_memo.train [overrides]`` trains, ``-m`` sweeps over comma-separated values."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()
+
 import gc
 import signal
 import sys
@@ -16,10 +21,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_memo.artifacts.plan import Plan, SwapPlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.callbacks.step_stats import StepStats
 from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
-from lightning_memo.cli.launch import arguments_of_process, ending_together, is_first_process
+from lightning_memo.cli.launch import arguments_of_process, ending_together
 from lightning_memo.cli.run_summary import RunSummary
 from lightning_memo.cli.runs.assemble import (
     build_trainer,
@@ -30,12 +36,13 @@ from lightning_memo.cli.runs.assemble import (
 )
 from lightning_memo.cli.runs.compare import measure_baselines
 from lightning_memo.cli.runs.earlier_metrics import EarlierMetrics
-from lightning_memo.cli.runs.training_job import run_job
-from lightning_memo.cli.sweeps.job_processes import is_apart
+from lightning_memo.cli.runs.training_job import run_training_job
+from lightning_memo.cli.sweeps.job_processes import is_separate_job
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary, load_hf_config
 from lightning_memo.reports.comparison_table import Measurement, comparison_table
 from lightning_memo.reports.memory_use import MemoryUse, memory_table
+from lightning_memo.utils.process_rank import is_rank_zero
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def train(cfg: DictConfig) -> RunSummary:
     # Batches are views of text in memory: worker processes would only cost.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own use of torch
-    if not is_first_process():
+    if not is_rank_zero():
         warnings.simplefilter("ignore")  # the first one gives them, too
     seed_everything(cfg.seed, verbose=False)
     model = ModelConfig(**module_settings(cfg)["model"])
@@ -75,7 +82,7 @@ def train(cfg: DictConfig) -> RunSummary:
     with settings_of("data"):
         data.check_model(model.path)
         data.setup()
-    fitted = fit(cfg, data)
+    fitted = train_model(cfg, data)
     stats = fitted.stats
     summary = RunSummary(
         overrides=[],
@@ -95,12 +102,12 @@ def train(cfg: DictConfig) -> RunSummary:
         unigram_entropy=data.unigram_entropy,
     )
     rows = compare(cfg, data, fitted) if cfg.compare else []
-    if is_first_process():
+    if is_rank_zero():
         print_results(summary, rows, fitted.memory)
     return summary
 
 
-def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
+def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     """Trains, and reads what the strategy planned, if it plans.
 
     Raises:
@@ -121,7 +128,7 @@ def fit(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     else:
         for logger in trainer.loggers:
             logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
-    with ending_together(trainer.strategy.launcher, with_parent=is_apart()):
+    with ending_together(trainer.strategy.launcher, with_parent=is_separate_job()):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
     data.trainer = None  # it holds the model, and what follows needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")
@@ -181,8 +188,8 @@ def print_results(summary: RunSummary, rows: list[Measurement], memory: MemoryUs
 
 def task(cfg: DictConfig) -> None:
     """What Hydra runs: a single run, or each job of a sweep."""
-    summary = run_job(cfg, train)
-    if is_apart() and summary.status == "failed":
+    summary = run_training_job(cfg, train)
+    if is_separate_job() and summary.status == "failed":
         raise SystemExit(1)
 
 
@@ -217,8 +224,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     # What launchers like submitit's send to other processes has to be found there by the module's own name.
-    from lightning_memo.cli.interrupts import heed
+    from lightning_memo.cli.interrupts import exit_on_interrupt
     from lightning_memo.train import main as _main
 
-    heed()
+    exit_on_interrupt()
     _main()

@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 
@@ -10,8 +11,14 @@ if not torch.cuda.is_available():  # Triton reads it when it is imported, which 
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
-from support.commands import TINY_RUN
+from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.trainer_harness import shorten_measurements
+
+
+def pytest_collection_finish():
+    """Exempts what has been imported from garbage collection, which would otherwise take a second at each call."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,6 +54,7 @@ def in_process(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
+    shorten_measurements(monkeypatch)
 
     def run(main, *arguments):
         GlobalHydra.instance().clear()
@@ -63,12 +71,13 @@ def in_process(monkeypatch, tmp_path, capfd):
 
 @pytest.fixture
 def train(in_process):
-    """Runs the training command with settings that make it small; see `in_process`."""
+    """Runs the training command with settings that make it small, by default without a report; see `in_process`."""
     from lightning_memo.train import main
 
-    def run(*overrides):
+    def run(*overrides, report=False):
+        tiny = TINY_RUN if report else (*TINY_RUN, *WITHOUT_REPORT)
         flags = [argument for argument in overrides if argument.startswith("-")]  # argparse wants them first
-        return in_process(main, *flags, *TINY_RUN, *(each for each in overrides if each not in flags))
+        return in_process(main, *flags, *tiny, *(each for each in overrides if each not in flags))
 
     return run
 

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cells.cell import Cell, Effort, Result
-from lightning_memo.trials.trial_process import end_with_parent
+from lightning_memo.utils.parent_process import exit_with_parent
 
 _IMPORTS = ["cells.training", "transformers.models.llama.modeling_llama", "peft"]
 _LONGEST_OUTPUT = 4000
@@ -127,7 +126,7 @@ def _how_it_ended(status: int | None) -> Result:
 
 def _serve(pipe: Connection, cell: Cell, effort: Effort, command: list[str], output: Path) -> None:
     os.setsid()  # what this process starts, compilers for example, ends with it
-    threading.Thread(target=end_with_parent, args=(output.parent,), daemon=True).start()
+    exit_with_parent(output.parent)
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -145,7 +144,7 @@ def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
     from peers import Unavailable
 
     from cells.training import train
-    from lightning_memo.trials.trial import is_out_of_memory
+    from lightning_memo.trials.training_trial import is_out_of_memory
 
     if cell.device == "cpu":
         torch.set_num_threads(1)

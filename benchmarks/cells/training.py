@@ -26,7 +26,8 @@ from cells.steps import Steps
 from lightning_memo.estimate.inputs.presets import load_preset
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.models import ModelConfig, build_model
-from lightning_memo.trials.trial import QUIET, RandomTokens
+from lightning_memo.trials.random_tokens import RandomTokens
+from lightning_memo.trials.training_trial import QUIET
 
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 _BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

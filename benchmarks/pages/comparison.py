@@ -1,4 +1,4 @@
-"""What results of cells say beside each other."""
+"""Comparisons between the results of cells."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cells.plans import ALPHAS, BOUND_LAYERS
 CHOSEN = "memo_auto"
 RECOMPUTED = "checkpointing"
 LOSS_TOLERANCE = 2**-8
-"""Of first losses in bf16, whose numbers have eight significant bits."""
+"""Relative tolerance of first losses in bf16, which has eight significant bits."""
 
 NORM_TOLERANCE = 2**-6
-"""Of the norms of first gradients, which sums in another order change more."""
+"""Relative tolerance of the norms of first gradients, which depend more on the order of sums."""
 
 _SAME: tuple[tuple[str, Callable[[Result], float], float], ...] = (
     ("first loss", lambda result: float(result["losses"][0]), LOSS_TOLERANCE),
@@ -31,9 +31,9 @@ class Group:
     """Results of one model, trained one way, on one device.
 
     Args:
-        cell: One of its cells; method and length are of no consequence.
-        results: All of them.
-        everything: Results of all groups of the device.
+        cell: One cell of the group; its method and length are not used.
+        results: All results of the group.
+        everything: The results of all groups of the device.
     """
 
     cell: Cell
@@ -46,36 +46,36 @@ class Group:
 
     @property
     def lengths(self) -> list[int]:
-        """That something was measured at."""
+        """Lengths with at least one result."""
         return sorted({tokens for _, tokens in self._by_place})
 
     @property
     def methods(self) -> list[str]:
-        """That something was tried by, in the usual order."""
+        """Methods with at least one result, in the usual order."""
         tried = {method for method, _ in self._by_place}
         return [method for method in METHODS if method in tried]
 
     def result(self, method: str, tokens: int) -> Result | None:
-        """`None`: not tried."""
+        """Returns the result of a cell, or `None` if it was not tried."""
         return self._by_place.get((method, tokens))
 
     def finished(self, method: str, tokens: int) -> Result | None:
-        """A result with a time; `None`: there is none."""
+        """Returns a result that has a time, or `None`."""
         result = self.result(method, tokens)
         return result if result is not None and result["status"] == "ok" and result["median_seconds"] else None
 
     def seconds(self, method: str, tokens: int) -> float | None:
-        """Of a step."""
+        """Returns the time of a step, or `None`."""
         result = self.finished(method, tokens)
         return None if result is None else float(result["median_seconds"])
 
     def best_other(self, tokens: int) -> tuple[str, float] | None:
-        """The fastest method that is not this project's, and its seconds."""
+        """Returns the fastest method of another project, and its time in seconds."""
         others = [method for method in self.methods if not METHODS[method].is_memo]
         return self._fastest(others, tokens)
 
     def best_alpha(self, tokens: int) -> tuple[str, float] | None:
-        """The fastest of the alphas that were tried, and its seconds."""
+        """Returns the fastest alpha that was tried, and its time in seconds."""
         return self._fastest([m for m in ALPHAS if m in self.methods and m.startswith("memo_alpha")], tokens)
 
     def _fastest(self, methods: Iterable[str], tokens: int) -> tuple[str, float] | None:
@@ -83,7 +83,7 @@ class Group:
         return min(timed)[::-1] if timed else None
 
     def bound_seconds(self, tokens: int) -> float | None:
-        """A step in which nothing is recomputed or waited for: a layer takes what one more of few ones takes."""
+        """Returns the time of a step without recomputation and waiting, extrapolated from few layers."""
         first, second = BOUND_LAYERS
         few = [self._plain_seconds(layers, tokens) for layers in BOUND_LAYERS]
         if few[0] is None or few[1] is None:
@@ -97,7 +97,7 @@ class Group:
         return found[0]["median_seconds"] if found else None
 
     def deviations(self) -> list[tuple[Result, str, float]]:
-        """Results that compute something else than the others at their length: what is off, and how far, relatively."""
+        """Returns results that differ from the others at their length, with what differs and by how much."""
         found = []
         for tokens in self.lengths:
             known = [r for m in self.methods if (r := self.result(m, tokens)) is not None and r.get("losses")]
@@ -108,7 +108,7 @@ class Group:
         return found
 
     def longest(self, method: str) -> tuple[Result | None, Result | None]:
-        """The longest length that was trained, and the shortest beyond it that was not."""
+        """Returns the results of the longest length that was trained and of the next length, which was not."""
         fits = [tokens for tokens in self.lengths if self.finished(method, tokens)]
         most = max(fits, default=0)
         beyond = [
@@ -122,11 +122,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times as fast as something else a step of Memo's own plan is, at one length.
+    """How many times as fast as another method a step of Memo's own plan is, at one length.
 
     Attributes:
-        best: The fastest method that is not this project's.
-        bound: Of a step in which nothing is recomputed or waited for; 1 would be as fast.
+        best: The fastest method of another project.
+        bound: Ratio to a step without recomputation and waiting; 1 means equally fast.
     """
 
     tokens: int
@@ -137,7 +137,7 @@ class Speedup:
 
 
 def speedups(group: Group) -> list[Speedup]:
-    """At all lengths at which Memo and another method were timed."""
+    """Returns the speedups at all lengths at which Memo and another method were timed."""
     found = []
     for tokens in group.lengths:
         own, best = group.seconds(CHOSEN, tokens), group.best_other(tokens)
@@ -158,7 +158,7 @@ def speedups(group: Group) -> list[Speedup]:
 
 
 def groups_of(results: Sequence[Result]) -> list[Group]:
-    """The groups of one device; those that only tell the bound are left out."""
+    """Returns the groups of one device, without groups that are only measured for the bound."""
     by_name: dict[str, list[Result]] = {}
     for result in results:
         by_name.setdefault(Cell(**result["cell"]).group, []).append(result)

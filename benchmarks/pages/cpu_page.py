@@ -1,4 +1,4 @@
-"""The part of the page that needs no GPU: the allocator, the placement planner, and memory against length."""
+"""The part of the performance page that needs no GPU: the allocator, the placement planner, and memory by length."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 from pages.markdown import source, table, tokens
 
 Report = dict[str, Any]
+_STATES = {"planned": "a plan is served", "idle": "no plan is active"}
 
 
 def reserved(report: Report) -> str:
-    """What PyTorch's allocator reserves for a step, beside the planned arena."""
+    """Returns the section on what PyTorch's allocator reserves for a step, compared with the planned arena."""
     parts = []
     for row in report["results"]:
         arena = row["arena_bytes"]
@@ -24,18 +25,18 @@ def reserved(report: Report) -> str:
             "PyTorch alone, expandable segments": row["without_plan"]["expandable_segments"]["peak_reserved_bytes"],
         }
         rows = [[name, format_bytes(size), f"{size / arena:.2f}"] for name, size in peaks.items()]
-        bound = "its lower bound" if arena == row["lower_bound_bytes"] else "above its lower bound"
-        parts.append(
-            f"Step `{row['trace']}`, {row['requests']:,} requests, on a stub of the CUDA runtime (torch "
-            f"{report['libc10_cuda']}); the arena is {bound}.\n\n" + table(["", "bytes reserved", "x arena"], rows)
+        bound = "equal to" if arena == row["lower_bound_bytes"] else "larger than"
+        step = (
+            f"One step, `{row['trace']}`, with {row['requests']:,} requests, on a stub of the CUDA runtime (torch "
+            f"{report['libc10_cuda']}). The\narena is {bound} the lower bound."
         )
-    return "\n\n".join(
-        ["**What PyTorch's allocator reserves for one step, beside the planned arena**", *parts, _told(report)]
-    )
+        parts += [step, table(["", "bytes reserved", "relative to the arena"], rows)]
+    title = "**Memory that PyTorch's allocator reserves for one step, compared with the planned arena**"
+    return "\n\n".join([title, *parts, _told(report)])
 
 
 def placement(report: Report) -> str:
-    """Hard problems, and how the planner places them."""
+    """Returns the section on placement problems and the planner's solutions."""
     rows = [
         [
             row["problem"], f"{row['buffers']:,}", f"{row['place']['peak'] / row['place']['lower_bound']:.3f}",
@@ -46,27 +47,28 @@ def placement(report: Report) -> str:
     ]  # fmt: skip
     head = ["problem", "buffers", "peak / lower bound", "best of 24 one-pass placements", "time"]
     told = (
-        "A to J are hard instances that google/minimalloc publishes; a search ends where their capacity is kept.\n"
-        "The others are recorded layers, and models of 8."
+        "A to J are hard instances published by google/minimalloc; the search ends when their capacity is met.\n"
+        "The others are recorded layers, and models with 8 layers."
     )
     return "\n\n".join(["**Placement of buffers**, on one core", table(head, rows), told, _told(report)])
 
 
 def allocation(report: Report) -> str:
-    """Time of an allocation and a free, relative to PyTorch's own."""
+    """Returns the section on the time of an allocation and a free, relative to PyTorch's own."""
     spans = {
         name: (min(values), max(values))
         for name in ("planned", "idle")
         for values in [[row["ratio"][name] for row in report["results"]]]
     }
-    told = ", ".join(f"{name} {least:.2f} to {most:.2f}" for name, (least, most) in spans.items())
+    told = ", ".join(f"{least:.2f} to {most:.2f} while {_STATES[name]}" for name, (least, most) in spans.items())
     sizes = [row["size_bytes"] for row in report["results"]]
     span = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
-    return f"**One allocation and one free on the CPU**, {span}: {told} of PyTorch's own time.\n\n{_told(report)}"
+    what = f"**One allocation and one free on the CPU**, {span}, relative to the time of PyTorch's own allocator"
+    return f"{what}: {told}.\n\n{_told(report)}"
 
 
 def growth(report: Report) -> str:
-    """Device memory against length where everything else is on the host."""
+    """Returns the section on device memory by length with all other tensors on the host."""
     lengths = sorted({row["tokens"] for row in report["results"]})
     rows = []
     for schedule in dict.fromkeys(row["schedule"] for row in report["results"]):
@@ -83,10 +85,10 @@ def growth(report: Report) -> str:
 
 
 def load(path: Path) -> Report:
-    """A report.
+    """Reads a report.
 
     Raises:
-        ValueError: The file is none.
+        ValueError: The file is not a readable report.
     """
     try:
         report: Report = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The part of the page that tells of a GPU."""
+"""The part of the performance page with measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from cells.cell import Result
 from cells.methods import METHODS
 from cells.plans import ALPHAS, BOUND_LAYERS
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, groups_of, speedups
 from pages.markdown import number, ratio, table, tokens
 
-NOT_MEASURED = """Not measured yet: no results of a GPU are in `benchmarks/results/gpu`.
-`bash benchmarks/gpu_all.sh` measures everything that this page would tell, the most important first; it can be
-ended at any time, and goes on where it ended. `python benchmarks/gpu.py --help` tells of single comparisons."""
+NOT_MEASURED = """Nothing has been measured on a GPU yet; `benchmarks/results/gpu` is empty.
+`bash benchmarks/gpu_all.sh` measures everything for this page, the most important comparisons first. You can stop it at
+any time; it continues where it stopped. `python benchmarks/gpu.py --help` describes single comparisons."""
 
-_EXPLAINED = f"""Every cell is some steps of Lightning's trainer on one sequence of random tokens, bf16, AdamW, in a process of its own:
-the median of the timed ones. All methods run the same attention kernel, and all have the loss in chunks (ALST its own
-tiles), so that they differ in what they do with activations. MFU counts what the model needs: attention causal, nothing
-that is recomputed. First losses agree within {LOSS_TOLERANCE:.1%}, and the norms of first gradients within
-{NORM_TOLERANCE:.1%}, unless a line says otherwise. "oom": the GPU's memory ran out; "oohm": the host's."""  # noqa: E501  a line of the page
+_EXPLAINED = f"""Each cell is the median of the timed steps of Lightning's Trainer on one sequence of random tokens, in bf16 with AdamW, in its
+own process. All methods use the same attention kernel and compute the loss in chunks (ALST in its own tiles), so they differ
+only in what they do with activations. MFU counts attention as causal and does not count recomputed operations. First losses
+agree within {LOSS_TOLERANCE:.1%}, and the norms of first gradients within {NORM_TOLERANCE:.1%}, unless a line says otherwise.
+"oom" means that the GPU ran out of memory; "oohm" means that the host did."""  # noqa: E501  a line of the page
 
 
 def device_section(results: Sequence[Result], pictures: dict[str, Path]) -> str:
-    """All groups of one device.
+    """Returns the section with all groups of one device.
 
     Args:
-        results: Of the device.
-        pictures: By group, relative to the page.
+        results: Results of the device.
+        pictures: Path of each group's picture, relative to the page.
     """
     groups = groups_of(results)
     return "\n\n".join([_circumstances(results), _EXPLAINED, *[_group(g, pictures.get(g.cell.group)) for g in groups]])
@@ -77,9 +77,9 @@ def _over_lengths(group: Group, methods: Sequence[str], of: Callable[[Result], s
 
 
 def _state(result: Result) -> str:
-    """Why there is no number; empty: there is one."""
+    """Returns the reason why there is no number, or an empty string if there is one."""
     if result["status"] == "unavailable":
-        return "not installed" if "not installed" in result["reason"] else "not to be had"
+        return "not installed" if "not installed" in result["reason"] else "not available"
     return "" if result["status"] == "ok" and result["median_seconds"] else result["status"]
 
 
@@ -95,30 +95,30 @@ def _memory(result: Result) -> str:
 
 
 SPEEDUPS = ("length", "x best other", "which is", "x checkpointing", "of the bound")
-"""The head of a table of `speedup_cells`."""
+"""Header of a table of `speedup_cells`."""
 
 
 def speedup_cells(speedup: Speedup) -> list[str]:
-    """A row of a table."""
+    """Returns a row of the table of speedups."""
     over = [number(value, "{:.3f}") for value in (speedup.over_best, speedup.over_recomputation, speedup.bound)]
     return [tokens(speedup.tokens), over[0], METHODS[speedup.best].label, *over[1:]]
 
 
 def _ratios(group: Group) -> str:
-    """Memo's own plan beside the best of the others, full recomputation and the bound."""
+    """Compares Memo's own plan with the best other method, full recomputation and the bound."""
     rows = [speedup_cells(speedup) for speedup in speedups(group)]
     if not rows:
         return ""
     first, second = BOUND_LAYERS
     return "\n\n".join([
         "**Memo auto: how many times as fast**", table(SPEEDUPS, rows),
-        f"The bound is a step without recomputation and waiting: plain training of {first} and {second} layers, with\n"
-        "memory to spare, tells what a layer takes; 1 would be as fast.",
+        f"The bound is a step without recomputation and waiting, extrapolated from plain training of {first} and\n"
+        f"{second} layers, which fit in memory. A value of 1 means as fast as the bound.",
     ])  # fmt: skip
 
 
 def _alphas(group: Group) -> str:
-    """Steps by alpha, relative to the fastest; and what was chosen."""
+    """Compares step times by alpha with the fastest, and lists the chosen alpha."""
     swept = [m for m in ALPHAS if m in group.methods and m.startswith("memo_alpha")]
     rows = []
     for length in group.lengths:
@@ -131,12 +131,12 @@ def _alphas(group: Group) -> str:
         rows.append([tokens(length), *cells, ratio(best[1], group.seconds(ALPHAS[-1], length)), alpha])
     if not rows:
         return ""
-    head = ["length", *[METHODS[m].label.removeprefix("Memo, ") for m in swept], "chosen", "which is alpha"]
-    return "**Speed by alpha, relative to the fastest that was tried**\n\n" + table(head, rows)
+    head = ["length", *[METHODS[m].label.removeprefix("Memo, ") for m in swept], "the plan's choice", "its alpha"]
+    return "**Speed by alpha, relative to the fastest alpha**\n\n" + table(head, rows)
 
 
 def _copies(group: Group) -> str:
-    """How much of a step copies are in the open."""
+    """Returns the share of a step in which copies are exposed."""
     rows = []
     for method in group.methods:
         for length in group.lengths:
@@ -157,9 +157,9 @@ def _copies(group: Group) -> str:
         return ""
     head = ["", "length", "waits, offload", "waits, prefetch", "of the step", "copies alone", "of the step", "idle"]
     return (
-        "**Waiting for copies**\n\n" + table(head, rows) + "\n\nWaits are those of the computation for the engine's own"
-        ' streams, by events; "copies alone" is when the GPU copied\nto or from the host and computed nothing, by the'
-        " profiler, which tells it of every method."
+        "**Waiting for copies**\n\n" + table(head, rows) + "\n\nWaits are times in which the computation waits for the"
+        ' engine\'s own streams, measured with events. "Copies alone" is the time in\nwhich the GPU copies to or from'
+        " the host and computes nothing, measured with the profiler for all methods."
     )
 
 
@@ -171,12 +171,12 @@ def _longest(group: Group) -> str:
             continue
         above = "-" if beyond is None else f"{tokens(beyond['cell']['tokens'])}: {beyond['status']}"
         rows.append([METHODS[method].label, tokens(fits["cell"]["tokens"]), above])
-    return "**Longest sequence that was trained**\n\n" + table(["", "tokens", "beyond it"], rows) if rows else ""
+    return "**Longest sequence that was trained**\n\n" + table(["", "tokens", "next length"], rows) if rows else ""
 
 
 def _deviations(group: Group) -> list[str]:
     return [
         f"**{METHODS[r['cell']['method']].label} at {tokens(r['cell']['tokens'])}: its {name} is {error:.1%} off the "
-        "others', so its time says nothing.**"
+        "others', so its time is not comparable.**"
         for r, name, error in group.deviations()
     ]

@@ -1,11 +1,11 @@
-"""The part of the page that tells of attention kernels, and of layers with liger-kernel's kernels."""
+"""The part of the performance page with attention kernels, and with layers that use liger-kernel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 from pages.cpu_page import load
 from pages.markdown import number, source, table, tokens
 
@@ -14,10 +14,10 @@ Row = dict[str, Any]
 
 
 def reports(results: Path) -> list[Report]:
-    """Of all GPUs, in the order of their names.
+    """Reads the reports of all GPUs, in the order of their names.
 
     Raises:
-        ValueError: A file is no report of benchmarks/kernel_times.py.
+        ValueError: A file is not a report of benchmarks/kernel_times.py.
     """
     found = []
     for path in sorted((results / "kernels").glob("*.json")):
@@ -29,17 +29,19 @@ def reports(results: Path) -> list[Report]:
 
 
 def section(report: Report) -> str:
-    """Tables of one GPU."""
+    """Returns the section with the tables of one GPU."""
     settings, rows = report["settings"], report["results"]
     lengths = sorted({row["tokens"] for row in rows})
     of_model = f"with the heads of {settings['model']}, {settings['dtype']}"
     return "\n\n".join([
         f"## Kernels on {report['device']}",
-        f"**Attention, causal, forward and backward of one sequence**, {of_model}; in brackets over PyTorch's own",
+        f"**Attention, causal, forward and backward of one sequence**, {of_model}; in brackets, relative "
+        "to\nPyTorch's own",
         _table([row for row in rows if row["what"] == "attention"], lengths, _time),
-        f"**A layer of {settings['model']}, forward and backward**; in brackets over the one without liger-kernel",
+        f"**A layer of {settings['model']}, forward and backward**; in brackets, relative to the "
+        "layer\nwithout liger-kernel",
         _table([row for row in rows if row["what"] == "layer"], lengths, _time),
-        "**What the layer keeps for its backward**",
+        "**Bytes that the layer saves for its backward pass**",
         _table([row for row in rows if row["what"] == "layer"], lengths, _kept),
         f"({source(report)}.)",
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Speed against length, as a picture."""
+"""The picture of speed by length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pages.markdown import tokens
 
 
 def draw(group: Group, device: str, path: Path) -> None:
-    """Tokens per second of every method that has some, by length; dashed: the bound.
+    """Draws tokens per second by length for each method with a time, and the bound as a dotted line.
 
     Args:
-        group: What is drawn.
-        device: Where it was measured.
-        path: The PNG to write.
+        group: The group to draw.
+        device: Name of the device on which it was measured.
+        path: The PNG file to write.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_memo.artifacts.plan import Plan, StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.utils.files import user_cache
 

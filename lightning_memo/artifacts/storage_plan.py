@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.storage_costs import PLACES, Place, StorageBudget
+from lightning_memo.artifacts.storage_budget import StorageBudget
+from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
 
 Resource = Literal[
     "device memory",

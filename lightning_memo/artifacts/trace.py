@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.problem import Integers, Problem
+from lightning_memo.utils.arrays import Integers
 from lightning_memo.utils.files import replacing
 
 NEVER: Final = -1
@@ -99,18 +99,6 @@ class Trace:
         """[phases] Number of the layer call; -1 outside of layers."""
         found = (_LAYER.search(name) for name in self.phases)
         return np.array([int(layer[1]) if layer else -1 for layer in found], np.int64)
-
-    def problem(self, alignment: int) -> Problem:
-        """The placement problem of the planned requests, in their order."""
-        upper = self.death[self.planned]
-        # What dies before the first request of the next step dies at the end of this one.
-        return Problem(
-            lower=self.planned,
-            upper=np.where(upper == 0, len(self), upper),
-            size=self.size[self.planned],
-            alignment=alignment,
-            period=len(self),
-        )
 
     def same_requests(self, other: Trace) -> bool:
         """Whether another step asked for the same sizes in the same phases."""

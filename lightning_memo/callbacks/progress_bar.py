@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import ProcessingSpeedCo
 from rich.progress import BarColumn, ProgressColumn
 from typing_extensions import override
 
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 
 _BAR_COLUMNS: Final = 12
 _NARROW_COLUMNS: Final = 100  # of a terminal, where the numbers need the room of the bar

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_memo.callbacks.monitor import memory_peaks
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.reports.memory_use import memory_table
 from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.reports.run_page import NAME, RunReport
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _CURVES: Final = {
     "Loss (nats)": ("loss",),

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with a line, whenever it comes."""
+"""Ctrl-C ends a command with one line, no matter where it interrupts the program."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import time
 from types import TracebackType
 from typing import Any
 
-from lightning_memo.cli.launch import is_first_process
+from lightning_memo.utils.process_rank import is_rank_zero
 
-_AGAIN_SECONDS = 0.02
+_DELAY_SECONDS = 0.02
 
 
-def heed() -> None:
-    """Makes an interrupt end this process, by its signal as shells expect, without a traceback.
+def exit_on_interrupt() -> None:
+    """Makes an interrupt end this process without a traceback, by the signal itself as shells expect.
 
-    Python raises an interrupt where the main thread happens to be. In a destructor or a callback of a weak reference it
-    ignores all exceptions; there, the signal is sent again.
+    Python raises `KeyboardInterrupt` wherever the main thread is. Python ignores all exceptions in destructors and in
+    callbacks of weak references; an interrupt that was ignored there is sent again.
     """
-    sys.excepthook, sys.unraisablehook = _tell, _send_again
+    sys.excepthook, sys.unraisablehook = _report_interrupt, _send_again
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    elif is_first_process():
+    elif is_rank_zero():
         print("interrupted", file=sys.stderr)  # noqa: T201
 
 
@@ -35,9 +35,9 @@ def _send_again(ignored: Any) -> None:
     if not issubclass(ignored.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(ignored)
     else:
-        _thread.start_new_thread(_send, ())  # a `threading.Thread` takes locks that the main thread may hold
+        _thread.start_new_thread(_send, ())  # a `threading.Thread` needs locks that the main thread may hold
 
 
 def _send() -> None:
-    time.sleep(_AGAIN_SECONDS)
+    time.sleep(_DELAY_SECONDS)
     os.kill(os.getpid(), signal.SIGINT)

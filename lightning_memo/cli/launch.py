@@ -1,4 +1,4 @@
-"""One command in several processes: which of them speaks and writes, and how all of them end together."""
+"""One command in several processes: results that rank zero computes for all, and how all processes end together."""
 
 from __future__ import annotations
 
@@ -13,33 +13,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
+from lightning_memo.utils.process_rank import is_rank_zero
+
 T = TypeVar("T")
 
-# Set by torchrun, Lightning's launcher (of a node, and of the nodes), SLURM and LSF, each for the processes it starts.
-_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-_SILENCE_SECONDS = 15.0  # a busy machine takes some seconds to end a process
-_LAST_WORDS_SECONDS = 2.0
+_DELAY_SECONDS = 15.0  # a busy machine takes some seconds to end a process
+_GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
-_TOLD, _HEARD = "lightning_memo/told", "lightning_memo/heard"
+_RESULT_KEY, _READERS_KEY = "lightning_memo/result", "lightning_memo/readers"
 
 
 class SweepRefused(ValueError):
-    """A launcher has started several processes, and each of them would run the sweep."""
+    """A launcher started several processes, each of which would run the sweep."""
 
     def __init__(self) -> None:
         super().__init__(
-            "-m: start a sweep as one process, without torchrun or srun; each of its jobs starts trainer.devices "
-            "processes by itself"
+            "-m: start a sweep as one process, without torchrun or srun; each job of the sweep starts trainer.devices "
+            "processes itself"
         )
 
 
-def is_first_process() -> bool:
-    """Whether this process is the one that prints and writes for all; needs no process group."""
-    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
-
-
 def started_processes() -> int | None:
-    """How many processes a launcher has started for this command; None if there is none, yet."""
+    """Returns how many processes a launcher has started for this command, or None without a launcher."""
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # not all commands need Lightning
 
     size = os.environ.get("WORLD_SIZE")
@@ -49,60 +44,61 @@ def started_processes() -> int | None:
 
 
 def arguments_of_process(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a Hydra command for this process: all but the first make no folder and no file.
+    """Returns the arguments of a Hydra command for this process. Only rank zero may create folders and files.
 
-    Folders are named by the time, which is another one in each process; Lightning tells all of them the first one's.
+    The name of a run's folder contains the time, which differs between processes. Lightning broadcasts the folder of
+    rank zero.
 
     Raises:
-        SweepRefused: It is a sweep, and there are several processes.
+        SweepRefused: The command is a sweep, and a launcher started several processes.
     """
     if (started_processes() or 1) > 1 and {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):
         raise SweepRefused
-    if is_first_process():
+    if is_rank_zero():
         return list(arguments)
     quiet = {"hydra.run.dir": ".", "hydra.output_subdir": "null", "hydra/job_logging": "stdout"}
     given = {argument.partition("=")[0] for argument in arguments}
     return [*arguments, *(f"{name}={value}" for name, value in quiet.items() if name not in given)]
 
 
-def told_by_the_first(find: Callable[[], T]) -> T:
-    """Returns what the first process finds, in every process that torchrun or srun has started.
+def computed_on_rank_zero(compute: Callable[[], T]) -> T:
+    """Returns the result of rank zero in every process that torchrun or srun has started.
 
-    Hosts that share a file system may see it differently for a minute, and processes of which one resumes and another
-    does not would wait for each other. Where Lightning starts the others, each finds it by itself, on one host.
+    Nodes may see different states of a shared file system for a minute, and training hangs if only some processes
+    resume. If Lightning starts the other processes, all of them run on one node and each computes the result itself.
 
     Args:
-        find: Called in the first process; what it returns or raises has to be picklable.
+        compute: Called in rank zero. Its result, or the exception that it raises, must be picklable.
 
     Raises:
-        Exception: What the first process's `find` raised.
+        Exception: The exception that `compute` raised in rank zero.
     """
     if (started_processes() or 1) == 1 or _environment() is None:
-        return find()
-    store = _meeting_point()
-    if is_first_process():
-        outcome = _attempt(find)
-        store.set(_TOLD, pickle.dumps(outcome))
+        return compute()
+    store = _rendezvous_store()
+    if is_rank_zero():
+        result = _result_or_error(compute)
+        store.set(_RESULT_KEY, pickle.dumps(result))
     else:
-        outcome = pickle.loads(store.get(_TOLD))
-    if store.add(_HEARD, 1) == started_processes():  # torchrun may keep the store for the next start
-        store.delete_key(_TOLD)
-        store.delete_key(_HEARD)
-    found, error = outcome
+        result = pickle.loads(store.get(_RESULT_KEY))
+    if store.add(_READERS_KEY, 1) == started_processes():  # torchrun may keep the store when it restarts the processes
+        store.delete_key(_RESULT_KEY)
+        store.delete_key(_READERS_KEY)
+    value, error = result
     if error is not None:
         raise error
-    return cast(T, found)
+    return cast(T, value)
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _result_or_error(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
-        return work(), None
+        return compute(), None
     except Exception as error:
         return None, error
 
 
 def _environment() -> Any:
-    """Lightning's knowledge of the launcher that has started all processes, None where there is none."""
+    """Lightning's cluster environment of the launcher that started all processes, or None without a launcher."""
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
@@ -111,8 +107,8 @@ def _environment() -> Any:
 
 
 @functools.cache
-def _meeting_point() -> Any:
-    """The store at which the processes of a launcher find each other; the process group then takes the same one."""
+def _rendezvous_store() -> Any:
+    """The store for the rendezvous of the launcher's processes; the process group uses the same store later."""
     from torch.distributed.rendezvous import rendezvous
 
     environment = _environment()
@@ -121,23 +117,23 @@ def _meeting_point() -> Any:
     return store
 
 
-def let_the_first_speak() -> None:
-    """Returns at once in the first process, and after a while in others.
+def delay_unless_rank_zero() -> None:
+    """Returns at once in rank zero, and after a delay in other processes.
 
-    A mistake is the same one everywhere, as a rule. The first process tells it and ends, and the launcher ends the
-    others while they are in here; a mistake that one process alone meets (a file that its node lacks) is told late.
+    A mistake usually occurs in all processes alike. Rank zero reports the mistake and exits, and the launcher ends the
+    other processes during their delay. A mistake of one process alone (its node lacks a file) is reported late.
     """
-    if not is_first_process():
-        time.sleep(_SILENCE_SECONDS)
+    if not is_rank_zero():
+        time.sleep(_DELAY_SECONDS)
 
 
 @contextlib.contextmanager
 def ending_together(launcher: Any, with_parent: bool = False) -> Iterator[None]:
-    """Inside, this process and those that Lightning's launcher starts end together if one of them fails.
+    """Inside the block, this process and those that Lightning's launcher starts end together if one of them fails.
 
     Args:
-        launcher: Of a strategy; one that starts no processes, or `None`, is left alone.
-        with_parent: Whether they end with the process that started this one, too.
+        launcher: Launcher of a strategy. One that starts no processes, or `None`, has no effect.
+        with_parent: Whether all of them also end when the parent of this process ends.
     """
     if not hasattr(launcher, "procs"):
         yield
@@ -150,46 +146,47 @@ def ending_together(launcher: Any, with_parent: bool = False) -> Iterator[None]:
         children.end()
         raise
     finally:
-        children.over.set()
+        children.finished.set()
 
 
 class _Children(threading.Thread):
-    """Waits for a child to fail, and then ends this process with the child's exit status; or for the parent to end.
+    """Ends this process with a failed child's exit status, or when the parent has ended.
 
-    Lightning's observer would do the former by SIGKILL: no exit status, and nothing of what was being said.
+    Lightning's own observer kills this process with SIGKILL when a child fails, which loses the exit status and the
+    messages that are being printed.
     """
 
     def __init__(self, launcher: Any, parent: int | None) -> None:
         super().__init__(name="children", daemon=True)
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self._launcher, self._parent = launcher, parent
         self._children: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
-        while not self.over.wait(_POLL_SECONDS):
+        while not self.finished.wait(_POLL_SECONDS):
             if self._parent not in (None, os.getppid()):
                 self.end()
-                # Lightning's handler of SIGTERM may wait for another process for ever: it broadcasts in it.
+                # Lightning's handler of SIGTERM broadcasts, and may wait forever for another process.
                 os._exit(128 + signal.SIGTERM)
             status = next((child.returncode for child in self._launcher.procs if child.poll()), 0)
             if status:
-                self._take()
-                if not self.over.wait(_LAST_WORDS_SECONDS):  # this process may notice by itself, and say more
+                self._take_over()
+                if not self.finished.wait(_GRACE_SECONDS):  # this process may fail by itself, with a better message
                     self.end()
-                    os._exit(max(status, 1))  # the main thread may wait in a collective, which no exception reaches
+                    os._exit(max(status, 1))  # exceptions cannot interrupt a collective in the main thread
 
     def end(self) -> None:
-        """Ends the children, which may wait for this process for half an hour."""
-        self._take()
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        """Ends the children, which may otherwise wait for this process for half an hour."""
+        self._take_over()
+        deadline = time.monotonic() + _GRACE_SECONDS
         for child in self._children:
             try:
                 child.wait(max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                child.kill()  # SIGTERM does not reach a process that waits in a collective
+                child.kill()  # a process that waits in a collective does not react to SIGTERM
                 child.wait()
 
-    def _take(self) -> None:
-        """Takes the children away from Lightning's observer, which reads this very list."""
+    def _take_over(self) -> None:
+        """Removes the children from Lightning's list, so that its observer does not react to their end."""
         self._children += self._launcher.procs
         self._launcher.procs.clear()

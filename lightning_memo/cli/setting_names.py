@@ -1,4 +1,4 @@
-"""Names of the command lines' settings, and what a mistyped one may have meant."""
+"""Names of the command-line settings, with suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -13,58 +13,61 @@ _UNKNOWN = re.compile(r"Could not override '(?P<name>[^']+)'")
 _NO_VALUE = re.compile(r"Error parsing override '(?P<text>[^']+)'\s+missing EQUAL")
 
 
-def explain(message: str, folder: Path) -> str:
-    """Returns what to do where Hydra's message is of a name that it does not know or has no value, else the message.
+def rewrite_hydra_message(message: str, folder: Path) -> str:
+    """Rewrites Hydra's messages about an unknown setting or a missing value; returns other messages unchanged.
 
     Args:
-        message: Of Hydra, which advises to append what it does not know.
-        folder: Of the configuration.
+        message: Hydra's message. For an unknown setting, it advises to append the setting, which is rarely right.
+        folder: Folder of the configuration.
     """
     if found := _UNKNOWN.match(message):
         return no_such_setting(found["name"], folder)
     if found := _NO_VALUE.match(message):
-        return f"{found['text']}: give SETTING=VALUE; --help lists all"
+        return f"{found['text']}: give SETTING=VALUE; --help lists all settings"
     return message
 
 
 def check_appended(overrides: Sequence[str], folder: Path) -> None:
-    """Refuses settings that `+NAME=VALUE` appends where nothing reads them.
+    """Refuses settings that `+NAME=VALUE` appends but nothing reads.
 
     Args:
-        overrides: What the command line changes.
-        folder: Of the configuration.
+        overrides: Overrides of the command line.
+        folder: Folder of the configuration.
 
     Raises:
-        ValueError: No setting and no group has the name. Names below a setting, like `+trainer.profiler`, may be any.
+        ValueError: No setting and no group has the name. Names inside a known group, for example `+trainer.profiler`,
+            are not checked.
     """
     names = [override.partition("=")[0].lstrip("+") for override in overrides if override.startswith("+")]
     groups = {path.name for path in folder.iterdir() if path.is_dir()}
-    known = {name.partition(".")[0] for name in _names(folder)} | groups
+    known = {name.partition(".")[0] for name in _known_names(folder)} | groups
     for name in names:
         if re.split(r"[./@]", name)[0] not in known | {"hydra"}:
             raise ValueError(no_such_setting(name, folder))
 
 
 def no_such_setting(name: str, folder: Path) -> str:
-    """Returns one line for a name that is unknown, with the known one that is nearest, or the option that has it."""
+    """Returns one line about an unknown name, with the most similar known name or the option that has the setting."""
     group = name.partition(".")[0]
-    having = sorted(path.stem for path in (folder / group).glob("*.yaml") if name in _of_option(path))
+    having = sorted(path.stem for path in (folder / group).glob("*.yaml") if name in _option_settings(path))
     if having:
-        return f"{name}: no such setting of the {group} that is chosen; {group}={having[0]} has it"
-    near = difflib.get_close_matches(name, sorted(set(_names(folder))), n=1)
-    return f"{name}: no such setting; " + (f"did you mean {near[0]}? --help lists all" if near else "--help lists all")
+        return f"{name}: the chosen {group} has no such setting; {group}={having[0]} has it"
+    near = difflib.get_close_matches(name, sorted(set(_known_names(folder))), n=1)
+    return f"{name}: no such setting; " + (
+        f"did you mean {near[0]}? --help lists all settings" if near else "--help lists all settings"
+    )
 
 
-def _names(folder: Path) -> Iterator[str]:
+def _known_names(folder: Path) -> Iterator[str]:
     for path in folder.glob("*.yaml"):
         yield from _dotted(OmegaConf.load(path), "")
     for path in folder.glob("*/*.yaml"):
         if path.parent.name not in ("experiment", "hydra"):
             yield path.parent.name
-            yield from _of_option(path)
+            yield from _option_settings(path)
 
 
-def _of_option(path: Path) -> Iterator[str]:
+def _option_settings(path: Path) -> Iterator[str]:
     return _dotted(OmegaConf.load(path), f"{path.parent.name}.")
 
 

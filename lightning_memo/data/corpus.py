@@ -47,7 +47,7 @@ def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
         raise ValueError(f"val_fraction={config.val_fraction}: give a number between 0 and 1, both excluded")
     paths = find_documents(config)
     order = np.random.default_rng(config.seed).permutation(len(paths))
-    documents = read_documents([paths[i] for i in order], config.max_bytes)
+    documents = read_texts([paths[i] for i in order], config.max_bytes)
     if len(documents) < 2:
         raise ValueError(
             f"path={_root(config)}: {len(documents)} document(s) with text, but training and validation need one"
@@ -80,7 +80,7 @@ def find_documents(config: CorpusConfig) -> list[Path]:
     return paths
 
 
-def read_documents(paths: Sequence[Path], max_bytes: int) -> list[str]:
+def read_texts(paths: Sequence[Path], max_bytes: int) -> list[str]:
     """Returns the non-empty texts in the order given, ``max_bytes`` of them at most."""
     documents, left_bytes = [], max_bytes
     for path in paths:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning_memo.cli.launch import is_first_process
+from lightning_memo.utils.process_rank import is_rank_zero
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,7 +64,7 @@ def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
     """What `datasets` makes of files of one format: a `Dataset`, or an `IterableDataset` in the order of the files."""
     from datasets import disable_progress_bars, load_dataset  # takes seconds
 
-    if not is_first_process():
+    if not is_rank_zero():
         disable_progress_bars()
     options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
     names = [str(file) for file in files]

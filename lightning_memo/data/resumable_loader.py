@@ -1,8 +1,5 @@
 """An order of batches that depends on nothing but seed and epoch, and that continues where a checkpoint left it."""
 
-import multiprocessing
-import os
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_memo.data.tokenizer import Tokens
+from lightning_memo.utils.parent_process import exit_with_parent
 
 
 class SequenceDataset(Dataset[dict[str, Tensor]]):
@@ -84,14 +82,7 @@ def end_with_parent(worker: int) -> None:
     Args:
         worker: Its number.
     """
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, name=f"parent of worker {worker}", daemon=True).start()
+    exit_with_parent()
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):

@@ -16,7 +16,7 @@ from lightning_memo.data.document_stream import DocumentReader, DocumentStream, 
 from lightning_memo.data.packing import LEAST_TOKENS, DocumentRows
 from lightning_memo.data.resumable_loader import end_with_parent
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
-from lightning_memo.parallel.agree import gather
+from lightning_memo.parallel.run_on_ranks import gather
 
 Batch = dict[str, Tensor]
 

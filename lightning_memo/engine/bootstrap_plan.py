@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_memo.artifacts.plan import HostBacked, SwapPlan
+from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slot_bytes
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.artifacts.plan import Attention, HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import attend
@@ -47,9 +46,10 @@ from lightning_memo.engine.sequence.sliced_model import SequenceRun, SlicedModel
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.batches.token_layout import TokenLayout, slice_multiple
 from lightning_memo.parallel.context.context_groups import ContextGroups
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, slice_tokens_by_alpha
+from lightning_memo.utils.units import format_bytes
 
 _KINDS_OF_LAYERS = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -73,8 +73,9 @@ class Engine:
         context: Processes that share the tokens of a sequence, if several do.
         shards: Processes that share the tokens between the blocks of a layer (sequence parallelism).
         slice_tokens: Longest slice in a profiled step of which no more may be on the device; `None`: no limit.
-        host_backed: What lives on the host in a profiled step: see :class:`~lightning_memo.artifacts.plan.SwapPlan`;
-            "auto" is "attention" where `slice_tokens` are given and the layers can run slice after slice.
+        host_backed: What lives on the host in a profiled step: see
+            :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; "auto" is "attention" where `slice_tokens` are
+            given and the layers can run slice after slice.
         by_kind: Whether plans say kind by kind what is stored; matrix products are profiled then.
         spill_path: Folder on a disk for the layer calls that a plan spills.
         ranks: Processes that have to agree on an attention kernel; `None`: this one alone.
@@ -207,7 +208,7 @@ class Engine:
     def _open_spill(self, swap: SwapPlan) -> Spill | None:
         if self.spill_path is None or not swap.spill_bytes:
             return None
-        return Spill(self.spill_path, swap.spill_bytes, swap.spill_sizes, self.device, self.test_mode, self.recorder)
+        return Spill(self.spill_path, swap.spill_bytes, swap.spill_layout, self.device, self.test_mode, self.recorder)
 
     @property
     def host_bytes(self) -> int:

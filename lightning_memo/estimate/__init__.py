@@ -1,6 +1,6 @@
-"""Whether a sequence will fit, how fast it will be, and how to divide it, before a GPU is rented.
+"""Predicts whether a sequence fits, how fast it trains and which parallelism to use, without a GPU.
 
-Pure: imports neither torch nor Lightning. Plans come from the same planner as in training.
+Imports neither torch nor Lightning. Plans come from the same planner as in training.
 """
 
 from lightning_memo.estimate.inputs.cluster import Cluster
@@ -8,8 +8,8 @@ from lightning_memo.estimate.inputs.constants import Constants, constants_of, re
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.search import Alternative, Ranking, longest, longest_with, search
+from lightning_memo.estimate.parallelism_search import Alternative, Ranking, longest, longest_with, search
+from lightning_memo.estimate.request.question import Estimate, Question
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.shapes.hf_config import load_shape
 from lightning_memo.shapes.model_shape import ModelShape

@@ -3,6 +3,9 @@
 import sys
 
 if __name__ == "__main__":
+    from lightning_memo.cli.prepare_process import prepare_process
+
+    prepare_process()  # before the imports that take seconds
     if sys.argv[1:2] == ["calibrate"]:
         from lightning_memo.estimate.calibration.calibrate import main
 

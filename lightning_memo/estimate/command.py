@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_memo.estimate [overrides]`` says what to expect, ``-m`` of several settings."""
+"""Command line ``python -m lightning_memo.estimate [overrides]``: one estimate, or a sweep of them with ``-m``."""
 
 from __future__ import annotations
 
@@ -15,68 +15,75 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_memo.cli.hydra_command import config_dir, exit_for_user, plain_settings, run_command, user_message
-from lightning_memo.config import format_bytes
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.question.request import Request, read_request
-from lightning_memo.estimate.search import Ranking, Report, longest, longest_with, search
-from lightning_memo.estimate.step.planner_inputs import budget
-from lightning_memo.estimate.suggest_slices import offer, offer_sentence
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate
-from lightning_memo.estimate.tables import print_answer
+from lightning_memo.cli.hydra_command import (
+    command_error_message,
+    config_dir,
+    exit_for_user,
+    plain_settings,
+    run_command,
+)
+from lightning_memo.estimate.estimate_tables import print_answer
+from lightning_memo.estimate.parallelism_search import Ranking, Report, longest, longest_with, search
+from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.step.planner_inputs import device_budget
+from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
+from lightning_memo.utils.units import format_bytes
 
 
-def answer(request: Request, progress: bool = True) -> tuple[Question, Ranking]:
-    """Finds the best parallelism, and the longest length if that is asked.
+def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ranking]:
+    """Finds the best parallelism, and the longest sequence if the request asks for it.
 
     Args:
-        request: What is asked.
-        progress: Whether to show it on stderr.
+        request: Settings of the command.
+        progress: Whether to show a progress bar on stderr.
 
     Returns:
-        The question with its length, and the ranking; the best estimate says which lengths fit so divided.
+        The question with its sequence length, and the ranking. The limits of the best estimate also state the longest
+        sequence that fits with its parallelism.
 
     Raises:
-        ValueError: There is no such parallelism.
+        ValueError: No parallelism is possible.
     """
     question = request.question
     if request.longest:
-        with _shown("longest sequence", progress) as report:
+        with _progress("longest sequence", progress) as report:
             tokens = longest(question, request.forced, request.multiple_of, report)
-        # Where nothing fits, the answer is why the shortest that all sizes divide does not.
+        # If nothing fits, the answer is the reason for the shortest length that all sizes divide.
         question = replace(question, seq_len=tokens or request.multiple_of * question.gpus)
-    with _shown("parallelism", progress) as report:
+    with _progress("parallelism", progress) as report:
         ranking = search(question, request.forced, report)
-    offered = _offer(request, question, ranking.best)
+    suggestion = _slices_sentence(request, question, ranking.best)
     fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
-    told = "No length fits" if fitting is None else f"Up to {fitting:,} tokens of a sequence fit"
-    last = [f"{told} with this parallelism.", *_too_much_state(question, ranking.best), *offered]
+    longest_fit = "No sequence length fits" if fitting is None else f"Sequences of up to {fitting:,} tokens fit"
+    last = [f"{longest_fit} with this parallelism.", *_too_much_state(question, ranking.best), *suggestion]
     best = replace(ranking.best, limits=[*ranking.best.limits, *last])
     return question, replace(ranking, best=best)
 
 
 def _too_much_state(question: Question, best: Estimate) -> list[str]:
-    """A sentence where no sequence is short enough."""
+    """Returns a sentence if the model state alone exceeds the device memory."""
     state = sum(best.device_bytes.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
-    room = budget(question, best.parallel).device_bytes
+    room = device_budget(question, best.parallel).device_bytes
     if state <= room:
         return []
     return [
-        f"The model's state alone takes {format_bytes(state)} of {format_bytes(room)}: give more gpus, "
-        "model.lora.r=16, or precision=bf16-true."
+        f"The model state alone needs {format_bytes(state)}, but {format_bytes(room)} are usable: give more gpus, "
+        "model.lora.r=16 or precision=bf16-true."
     ]
 
 
-def _offer(request: Request, question: Question, best: Estimate) -> list[str]:
-    """A sentence on slices where they make the sequence fit."""
+def _slices_sentence(request: CommandRequest, question: Question, best: Estimate) -> list[str]:
+    """Returns a sentence with a suggestion if slices make the sequence fit."""
     if best.status == "ok" or question.method != "memo" or question.slices is not None:
         return []
-    answer = offer(question, request.forced)
-    return [] if answer is None else [offer_sentence(answer)]
+    suggested = suggest_slices(question, request.forced)
+    return [] if suggested is None else [suggestion_sentence(suggested)]
 
 
 @contextmanager
-def _shown(what: str, progress: bool) -> Iterator[Report]:
+def _progress(what: str, progress: bool) -> Iterator[Report]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     hidden = not (progress and console.is_terminal)
@@ -85,26 +92,26 @@ def _shown(what: str, progress: bool) -> Iterator[Report]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def run_job(cfg: DictConfig) -> SweptEstimate:
-    """Answers one job. Alone, it prints, and a mistake ends it; within a sweep it leaves a file, mistake or not."""
+def run_estimate_job(cfg: DictConfig) -> JobEstimate:
+    """Runs one job. A single job prints its estimate; a job of a sweep writes a file, which may hold an error."""
     job = HydraConfig.get()
     sweep = job.mode is RunMode.MULTIRUN
     try:
-        request = read_request(plain_settings(cfg), str(job.runtime.choices.get("model")))
+        request = read_settings(plain_settings(cfg), str(job.runtime.choices.get("model")))
         question, ranking = answer(request)
     except Exception as error:
-        message = user_message(error)
+        message = command_error_message(error)
         if not sweep or message is None:
-            exit_for_user(error)  # before Hydra says that a job failed
+            exit_for_user(error)  # before Hydra prints a message about a failed job
             raise
-        failed = SweptEstimate(overrides=list(job.overrides.task), longest=False, message=message)
+        failed = JobEstimate(overrides=list(job.overrides.task), longest=False, message=message)
         failed.save(Path(job.runtime.output_dir))
         return failed
-    done = SweptEstimate(
+    done = JobEstimate(
         overrides=list(job.overrides.task),
         longest=request.longest,
         answer=ranking.best.to_dict(),
-        device_room_bytes=budget(question, ranking.best.parallel).device_bytes,
+        device_budget_bytes=device_budget(question, ranking.best.parallel).device_bytes,
     )
     if sweep:
         done.save(Path(job.runtime.output_dir))
@@ -116,11 +123,11 @@ def run_job(cfg: DictConfig) -> SweptEstimate:
 
 
 def main() -> None:
-    """Answers one question, or those of a sweep; a sweep with mistakes ends with status 1, after its report."""
-    failed: list[SweptEstimate] = []
+    """Prints one estimate or runs a sweep. A sweep with wrong settings ends with status 1 after its report."""
+    failed: list[JobEstimate] = []
 
     def task(cfg: DictConfig) -> None:
-        done = run_job(cfg)
+        done = run_estimate_job(cfg)
         if done.message:
             failed.append(done)
 

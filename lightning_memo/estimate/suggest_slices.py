@@ -1,4 +1,4 @@
-"""Slices of tokens that make a sequence fit where swapping alone does not."""
+"""Suggests slices of tokens for a sequence that does not fit with swapping alone."""
 
 from __future__ import annotations
 
@@ -6,54 +6,55 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.question import Estimate, Question
-from lightning_memo.estimate.search import search
+from lightning_memo.estimate.parallelism_search import search
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.utils.units import format_bytes, format_seconds
 
-_LEAST_TOKENS: Final = 4096
-"""Of a slice; shorter ones leave a GPU idle, which times here do not know."""
+_MIN_SLICE_TOKENS: Final = 4096
+"""Shortest slice that is suggested. Shorter slices underuse a GPU, which the cost model does not include."""
 
 _SAME_TIME: Final = 1.01
-"""Settings whose times differ by less count as equally fast, and the simplest is taken."""
+"""Ratio of times up to which settings count as equally fast; of these, the simplest is suggested."""
 
-_BACKED: Final = (
+_SLICE_MODES: Final = (
     Slices(tokens=1, host_backed="attention"),
     Slices(tokens=1, host_backed="all"),
     Slices(tokens=1, host_backed="all", schedule="slice"),
 )
-"""The simplest first; what is on the host grows."""
+"""Ways to run slices, the simplest first. Each keeps more on the host than the one before."""
 
 
-def offer(question: Question, forced: Mapping[str, int]) -> Estimate | None:
-    """The fastest answer with slices that fits; None where slices don't help, or are not estimated.
+def suggest_slices(question: Question, forced: Mapping[str, int]) -> Estimate | None:
+    """Returns the fastest estimate with slices that fits, or None if slices do not help or are not estimated.
 
-    Of each way to run slices the largest power of two is taken that fits.
+    For each way to run slices, the largest slice that fits is tried, a power of two of at least 4096 tokens.
 
     Args:
-        question: one without slices.
-        forced: see `search`.
+        question: Question without slices.
+        forced: Sizes of the parallelism that are given, see `search`.
     """
-    fitting = [answer for backed in _BACKED if (answer := _largest(question, forced, backed)) is not None]
+    fitting = [answer for mode in _SLICE_MODES if (answer := _largest(question, forced, mode)) is not None]
     seconds = [answer.step_seconds for answer in fitting if answer.step_seconds is not None]
     return next((a for a in fitting if a.step_seconds and a.step_seconds <= _SAME_TIME * min(seconds)), None)
 
 
-def offer_sentence(answer: Estimate) -> str:
-    """What to set, and what comes of it."""
+def suggestion_sentence(answer: Estimate) -> str:
+    """Describes the suggested settings and their estimate in one sentence."""
     assert answer.step_seconds is not None
     return (
-        f"It fits with {answer.slices}: {format_seconds(answer.step_seconds)} a step, MFU {answer.mfu:.1f} %, "
-        f"{format_bytes(answer.device_bytes['total'])} on the device, {format_bytes(answer.host_bytes)} on a node's "
-        "host."
+        f"The sequence fits with {answer.slices}: {format_seconds(answer.step_seconds)} per step, "
+        f"MFU {answer.mfu:.1f} %, {format_bytes(answer.device_bytes['total'])} of device memory and "
+        f"{format_bytes(answer.host_bytes)} of host "
+        "memory per node."
     )
 
 
-def _largest(question: Question, forced: Mapping[str, int], backed: Slices) -> Estimate | None:
+def _largest(question: Question, forced: Mapping[str, int], mode: Slices) -> Estimate | None:
     for tokens in _lengths(question.seq_len):
         try:
-            answer = search(replace(question, slices=replace(backed, tokens=tokens)), forced).best
-        except ValueError:  # slices are not estimated for it
+            answer = search(replace(question, slices=replace(mode, tokens=tokens)), forced).best
+        except ValueError:  # slices are not estimated for this question
             return None
         if answer.status == "ok":
             return answer
@@ -62,6 +63,6 @@ def _largest(question: Question, forced: Mapping[str, int], backed: Slices) -> E
 
 def _lengths(seq_len: int) -> Iterator[int]:
     tokens = 1 << max(seq_len - 1, 1).bit_length() - 1
-    while tokens >= _LEAST_TOKENS:
+    while tokens >= _MIN_SLICE_TOKENS:
         yield tokens
         tokens //= 2

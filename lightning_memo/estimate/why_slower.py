@@ -1,46 +1,46 @@
-"""Why a parallelism loses against another, in a few words."""
+"""Explains in a few words why one parallelism is worse than another."""
 
 from __future__ import annotations
 
-from lightning_memo.config import format_bytes, format_seconds
-from lightning_memo.estimate.question.methods import TRAITS
-from lightning_memo.estimate.question.question import Estimate, Question
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds, layer_times
-from lightning_memo.estimate.step.planner_inputs import budget
+from lightning_memo.estimate.step.planner_inputs import device_budget
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic", "data-parallel traffic"
 
 
-def reason(question: Question, answer: Estimate, best: Estimate) -> str:
-    """Why an estimate loses against the best one: what it lacks, or what takes it longest in comparison.
+def why_slower(question: Question, answer: Estimate, best: Estimate) -> str:
+    """Returns the reason why an estimate is worse than the best one: missing memory, or the part that takes longer.
 
     Args:
-        question: of both.
-        answer: the one that loses.
-        best: the one that was chosen.
+        question: Question of both estimates.
+        answer: Estimate that is worse.
+        best: Estimate that was chosen.
     """
     if answer.status == "oom":
         return _device(question, answer)
     if answer.status == "oohm":
         host = question.cluster.host_bytes * question.constants.host_share
-        return f"host: {_of(answer.host_bytes, host)} of a node"
+        return f"host: {_of(answer.host_bytes, host)} per node"
     assert answer.step_seconds is not None and best.step_seconds is not None
     slower = answer.step_seconds / best.step_seconds - 1
     mine, others = step_parts(question, answer), step_parts(question, best)
     more, what = max((seconds - others[name], name) for name, seconds in mine.items())
     if slower < 0.0005 or more <= 0:
-        return "as fast, more memory" if _total(answer) > _total(best) else "as fast"
+        return "equally fast, needs more memory" if _total(answer) > _total(best) else "equally fast"
     network = " over the network" if _leaves_node(question, answer, what) else ""
     percent = f"{100 * slower:.0f}" if slower > 0.1 else f"{100 * slower:.2g}"
     return f"{percent} % slower: {what}{network}, {format_seconds(more)} more"
 
 
 def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
-    """Seconds of a step that fits, by what they are spent on.
+    """Divides the time of a step that fits into its parts, in seconds.
 
     Args:
-        question: what is trained.
-        answer: its estimate.
+        question: Question that was asked.
+        answer: Estimate of the question.
     """
     assert answer.step_seconds is not None
     parallel, times = answer.parallel, layer_times(question, answer.parallel)
@@ -48,7 +48,7 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
     sequences = question.batch_size // parallel.dp
     if answer.hfu == answer.mfu:
         again = 0.0
-    elif TRAITS[question.method].recomputes == "all":
+    elif METHOD_TRAITS[question.method].recomputes == "all":
         again = times.recompute_all
     else:
         again = (1 - (answer.alpha or 0.0)) * times.recompute
@@ -61,13 +61,13 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
         _TENSOR: sequences * layers * times.tensor_parallel,
         _CONTEXT: sequences * layers * times.context_parallel,
         _DATA: data_parallel_seconds(question, parallel, sequences * (computing + passing)),
-        "pipeline stages that wait": (parallel.pp - 1) * (in_layers + passing) / layers,
+        "idle pipeline stages": (parallel.pp - 1) * (in_layers + passing) / layers,
     }
-    return {**parts, "copies that outlast computing": max(answer.step_seconds - sum(parts.values()), 0.0)}
+    return {**parts, "copies not hidden by computation": max(answer.step_seconds - sum(parts.values()), 0.0)}
 
 
 def _device(question: Question, answer: Estimate) -> str:
-    room = budget(question, answer.parallel).device_bytes
+    room = device_budget(question, answer.parallel).device_bytes
     largest = max((kind for kind in answer.device_bytes if kind != "total"), key=answer.device_bytes.__getitem__)
     size = format_bytes(answer.device_bytes[largest])
     return f"device: {_of(_total(answer), room)}, {largest.replace('_', ' ')} {size}"

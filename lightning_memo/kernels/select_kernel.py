@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.plan import Attention
+from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec, Kernel
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa

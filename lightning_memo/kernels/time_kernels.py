@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.plan import Attention, AttentionTrial
+from lightning_memo.artifacts.plan import AttentionTrial
+from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.rng_state import RngState
 

@@ -12,16 +12,16 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from typing_extensions import override
 
 from lightning_memo.kernels.rng_state import RngState
-from lightning_memo.models.build_model import ModelConfig, build_model, check_vocabulary, load_hf_config
 from lightning_memo.models.context_extension import warn_of_long_sequences
-from lightning_memo.parallel.agree import gather
+from lightning_memo.models.model_builder import ModelConfig, build_model, check_vocabulary, load_hf_config
+from lightning_memo.parallel.run_on_ranks import gather
 
 
 class CausalLM(LightningModule):
     """Trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``, ``[batch, seq_len]``.
 
     Args:
-        model: Fields of `lightning_memo.models.build_model.ModelConfig`.
+        model: Fields of `lightning_memo.models.model_builder.ModelConfig`.
         lr: Learning rate after the warm-up.
         weight_decay: On matrices and embeddings; norms and biases have none.
         betas: AdamW's.

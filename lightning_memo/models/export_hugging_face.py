@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.data.tokenizer import has_tokenizer
-from lightning_memo.parallel.agree import is_first_rank
-from lightning_memo.parallel.checkpoints import publish
+from lightning_memo.parallel.checkpoints import atomic_replace
+from lightning_memo.parallel.run_on_ranks import is_first_rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,18 +57,19 @@ def export_huggingface(
         model, state_dict = _merged(model, state_dict), None
     if state_dict is None and _is_sharded(model):
         raise ValueError("the model is sharded: give the state_dict that gather_state returns")
-    unfinished = publish.begin(target)
+    unfinished = atomic_replace.begin(target)
     try:
         with _cache_in_use(model):
             # A copy, because tensors are taken out of it as they are written.
-            model.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
+            host: Any = model
+            host.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
             base = _base_of_other_positions(model)
             if base is not None:
                 base.config.save_pretrained(unfinished)
         _save_tokenizer(model, unfinished)
-        publish.publish(unfinished, target)
+        atomic_replace.commit(unfinished, target)
     except BaseException:
-        publish.abandon(target)
+        atomic_replace.abort(target)
         raise
     if base is not None:
         rank_zero_warn(
@@ -95,7 +96,8 @@ def _base_of_other_positions(model: nn.Module) -> Any | None:
     """The model under an adapter, where the folder that it was loaded from says other positions."""
     if not hasattr(model, "peft_config"):
         return None
-    base: Any = model.get_base_model()  # type: ignore[operator]
+    adapted: Any = model
+    base = adapted.get_base_model()
     if not (Path(base.config.name_or_path) / "config.json").is_file():
         return None
     from transformers import AutoConfig
@@ -128,14 +130,15 @@ def _merged(model: nn.Module, state_dict: dict[str, Tensor] | None) -> nn.Module
         raise ValueError("merge: the model is sharded; save a checkpoint, then python -m lightning_memo.export --merge")
     if state_dict is not None:
         model.load_state_dict(state_dict)
-    merged: nn.Module = model.merge_and_unload()
+    adapted: Any = model
+    merged: nn.Module = adapted.merge_and_unload()
     return merged
 
 
 @contextmanager
 def _cache_in_use(model: nn.Module) -> Iterator[None]:
     """Training turns the key-value cache off; whoever generates with the exported model wants it."""
-    configs = [getattr(model, name, None) for name in ("config", "generation_config")]
+    configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
     off = [config for config in configs if getattr(config, "use_cache", None) is False]
     for config in off:
         config.use_cache = True

@@ -1,1 +1,1 @@
-"""Tensor, context and data parallelism: who holds which tokens and weights, and how they meet."""
+"""Tensor, context and data parallelism: which rank holds which tokens and weights, and how ranks communicate."""

@@ -1,4 +1,4 @@
-"""Tensors that stand for what several processes hold: the part of them that is here."""
+"""Local parts of distributed tensors (`DTensor`), and results of asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def local_part(t: Tensor) -> Tensor:
-    """The plain tensor that holds this process's bytes of `t`, once a collective that makes them has ended."""
+    """Returns the plain tensor with this rank's part of `t`, after waiting for the collective that computes it."""
     if isinstance(t, DTensor):
         t = t._local_tensor
     return t.wait() if isinstance(t, AsyncCollectiveTensor) else t
 
 
 def awaited(t: Tensor) -> Tensor:
-    """`t` as a plain tensor, differentiably."""
+    """Returns `t` as a plain tensor after waiting for its collective; differentiable."""
     return _Await.apply(t) if isinstance(t, AsyncCollectiveTensor) else t
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedHandle:
-    """A handle of a DTensor's local part, and what else makes it a DTensor."""
+    """A handle of a DTensor's local part, with the metadata needed to build the DTensor again."""
 
     local: Any
     mesh: DeviceMesh
@@ -39,7 +39,7 @@ class ShardedHandle:
         return cls(local, t.device_mesh, t.placements, t.shape, t.stride())
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor with this local part."""
+        """Returns the DTensor with this local part."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )

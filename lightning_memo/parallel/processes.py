@@ -1,4 +1,4 @@
-"""The processes of a run: how a model, its batches and its data are divided among them."""
+"""Divides a model, its data and its batches among the processes of a run."""
 
 from __future__ import annotations
 
@@ -18,39 +18,48 @@ from torch.utils.data import DataLoader
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
-from lightning_memo.parallel.batches.divide_loader import seed_workers, split_iterable
+from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.context.context_groups import ContextGroups
-from lightning_memo.parallel.mesh import CONTEXT, DATA, TENSOR, build_mesh, context_groups, replicas, sequence_group
-from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
-from lightning_memo.parallel.sizes import resolve_sizes, ulysses_size
+from lightning_memo.parallel.device_mesh import (
+    CONTEXT,
+    DATA,
+    TENSOR,
+    build_mesh,
+    context_groups,
+    replicas,
+    sequence_group,
+)
+from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
+from lightning_memo.parallel.rank_groups import Ranks, processes_on_this_node
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
-from lightning_memo.parallel.zero import forget_unfinished, shard_state
+from lightning_memo.parallel.zero_sharding import forget_unfinished, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face
 
-# Batches are compared often at first, and then from time to time: a mistake in the data shows at once or never.
+# Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
-# Where a module keeps how it is divided.
+# Attribute of a module that describes how it is divided.
 _DIVISION = "_lightning_memo_division"
 
 
 class Processes:
-    """A process among those of its run, which `torch.distributed` knows already.
+    """The processes of a run, seen from one of them. `torch.distributed` has to be initialized.
 
     Args:
         config: The user's settings.
-        device: Where this process computes.
+        device: Device of this process.
 
     Attributes:
-        sizes: Sizes of the three kinds of parallelism.
-        mesh: The device mesh `(data_parallel, context_parallel, tensor_parallel)`.
-        ranks: What plans are agreed with.
-        data_rank: Which data this process gets, of `sizes.data`.
-        context_groups: Who meets in attention; `None` if nobody, or before the first model.
+        sizes: Data, context and tensor parallel sizes.
+        mesh: Device mesh `(data_parallel, context_parallel, tensor_parallel)`.
+        ranks: Ranks with which plans are agreed.
+        data_rank: Data-parallel rank of this process, below `sizes.data`.
+        context_groups: Process groups of context-parallel attention; `None` without context parallelism and before
+            :meth:`prepare_batches`.
 
     Raises:
-        ValueError: The sizes do not go with the number of processes.
+        ValueError: The sizes do not fit the number of processes.
     """
 
     def __init__(self, config: MemoConfig, device: torch.device) -> None:
@@ -76,16 +85,16 @@ class Processes:
     def divide_model(
         self, module: nn.Module, layers: Callable[[], Sequence[nn.Module]], mixed: bool, forwards: Sequence[str]
     ) -> None:
-        """Give every process its part of a module's weights; a module that is divided already is left as it is.
+        """Give each process its part of a module's weights. A module that is already divided is not changed.
 
         Args:
-            module: The same on all processes, but for its random weights.
-            layers: Finds its repeated layers.
+            module: Module of the same architecture on all processes. The weights of rank 0 are used.
+            layers: Returns the repeated layers of the module.
             mixed: Whether to compute in bf16 with fp32 weights.
-            forwards: Methods of the module that compute with its weights.
+            forwards: Names of methods of the module that compute with its weights.
 
         Raises:
-            ValueError: The model cannot be divided so, or is divided otherwise.
+            ValueError: The model cannot be divided by the settings, or was divided by other settings.
         """
         forget_unfinished(module)
         self._share_random_state()
@@ -107,10 +116,10 @@ class Processes:
             shard_state(module, layers(), self._replicas, config.zero_stage, mixed, config.offload_state, forwards)
 
     def _is_divided(self, module: nn.Module, mixed: bool) -> bool:
-        """Whether an earlier fit divided a module; how it is divided is kept with it.
+        """Whether an earlier fit divided the module, whose attribute `_DIVISION` says how.
 
         Raises:
-            ValueError: It did so in another way.
+            ValueError: It was divided in another way.
         """
         offload = "offload" if self._config.offload_state else ""
         division = " ".join(filter(None, (self.ranks.parallel, "bf16-mixed" if mixed else "", offload)))
@@ -126,7 +135,7 @@ class Processes:
         return True
 
     def _share_weights(self, module: nn.Module) -> None:
-        """All processes start from the weights of the first."""
+        """Broadcast the weights of rank 0."""
         if not self.ranks.world:
             return
         for t in [*module.parameters(), *module.buffers()]:
@@ -135,14 +144,19 @@ class Processes:
             t.data.copy_(there)
 
     def _share_random_state(self) -> None:
-        """Tensor-parallel processes drop the same entries of what they all hold."""
+        """Give tensor-parallel ranks the same random state, so that dropout on replicated tensors is the same."""
         if self.sizes.tensor > 1:
             states = self.ranks.gather(RngState.capture(self._device))
             first = states[dist.get_rank() // self.sizes.tensor * self.sizes.tensor]
             replace(first, device=self._device).restore()
 
     def attach(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
-        """Enter what has to be active in forwards and backwards, until `stack` is closed."""
+        """Activate what forwards and backwards need, until `stack` is closed.
+
+        Args:
+            module: Divided module.
+            stack: Undoes everything when it is closed.
+        """
         if self.sizes.tensor > 1 and self._config.loss_parallel:
             stack.enter_context(loss_parallel())
         for model in find_hugging_face(module):
@@ -154,21 +168,21 @@ class Processes:
 
     @property
     def cuts_tokens(self) -> bool:
-        """Whether a process sees only some of the tokens of its sequences."""
+        """Whether each process computes only some of the tokens of its sequences."""
         return self.sizes.context * self.sizes.shards > 1
 
     def prepare_batches(
         self, model: nn.Module, bounds_of: Callable[[int, int], tuple[int, ...]], slices_outside: bool
     ) -> None:
-        """Get ready to divide batches.
+        """Prepare to divide batches.
 
         Args:
-            model: What is trained.
-            bounds_of: Where slices of a training batch end, from its rows and the tokens between blocks.
+            model: Model that is trained.
+            bounds_of: Returns the slice bounds of a training batch from its rows and the tokens of a shard.
             slices_outside: As `outside` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
 
         Raises:
-            ValueError: The model's heads cannot be spread over the processes as wished.
+            ValueError: The settings cannot divide the model's heads over the processes.
         """
         heads, kv_heads = _heads(model)
         ulysses = ulysses_size(self._config, heads // self.sizes.tensor, kv_heads // self.sizes.tensor)
@@ -189,22 +203,30 @@ class Processes:
         )
 
     def divide_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
-        """A loader of this process's data.
+        """Returns a loader of this process's data.
 
         Args:
-            loader: The user's, divided by Lightning's sampler where it can.
-            split: Divide also datasets without length, which samplers cannot divide.
-            predicting: Lightning's sampler does not repeat samples then.
+            loader: The user's loader. Lightning's sampler has already divided it if its dataset has a length.
+            split: Whether to divide datasets without a length, which samplers cannot divide.
+            predicting: Whether the loader is for prediction, in which Lightning's sampler repeats no samples.
 
         Raises:
-            ValueError: Processes would have different numbers of batches, and wait for each other.
+            ValueError: Processes would get different numbers of batches and wait for each other forever.
         """
         if predicting and self._config.zero_stage > 0:
             self._check_even(loader)
         if split and self.sizes.data > 1:
-            loader = split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
-        seed_workers(loader, self.data_rank)
+            return split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
         return loader
+
+    def seeding_rank(self, loader: DataLoader[Any], split: bool) -> int:
+        """Returns the rank that seeds the workers of a loader. Processes that share a batch get the same rank.
+
+        Args:
+            loader: The user's loader.
+            split: As for :meth:`divide_loader`.
+        """
+        return seeding_rank(loader, self.data_rank, self.sizes.data if split else 1)
 
     def _check_even(self, loader: DataLoader[Any]) -> None:
         try:
@@ -219,10 +241,14 @@ class Processes:
             )
 
     def divide_batch(self, batch: Any, predicting: bool = False) -> tuple[Any, TokenLayout | None]:
-        """This process's part of a batch, and where its tokens are; each data-parallel process predicts by itself.
+        """Returns this process's part of a batch and the layout of its tokens.
+
+        Args:
+            batch: Batch from the loader.
+            predicting: Whether to predict. Data-parallel processes then do not communicate.
 
         Raises:
-            ValueError: The batch cannot be divided, or other processes of its sequences got another.
+            ValueError: The batch cannot be divided, or ranks that compute the same sequences got different batches.
         """
         if self.ranks.sequence is not None:
             if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
@@ -233,13 +259,13 @@ class Processes:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
         batch, layout = sharder.shard(batch)
         self._loss_arguments.use(batch)
-        for unit in self._outside:  # steps may call parts of a model, not only the whole
+        for unit in self._outside:  # a step may call a part of the model without the root
             unit.unshard()
         return batch, layout
 
 
 def _heads(model: nn.Module) -> tuple[int, int]:
-    """Query and key-value heads of a Hugging Face model; 0, which all numbers divide, where they are not known."""
+    """Returns the query and key-value heads of a Hugging Face model, or 0, which every size divides, if unknown."""
     hosts: list[Any] = find_hugging_face(model)
     if not hosts:
         return 0, 0

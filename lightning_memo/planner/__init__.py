@@ -1,5 +1,6 @@
-"""Planning: from measured costs and a budget to a plan. Pure, without torch or Lightning."""
+"""Plans made from measured costs and a memory budget. Imports neither torch nor Lightning."""
 
-from lightning_memo.planner.alpha.alpha_program import AlphaSolution, HostMemoryError, plan_swap, solve_alpha
+from lightning_memo.planner.alpha.largest_alpha import AlphaSolution, HostMemoryError, solve_alpha
+from lightning_memo.planner.alpha.plan_swap import plan_swap
 
 __all__ = ["AlphaSolution", "HostMemoryError", "plan_swap", "solve_alpha"]

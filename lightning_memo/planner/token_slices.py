@@ -1,7 +1,4 @@
-"""Slices: ranges of tokens that run through a layer as one unit, and what is done with what they save.
-
-Pure: imports neither torch nor Lightning.
-"""
+"""Slices: ranges of tokens that run through a layer in one pass, the action for each, and the bytes that they save."""
 
 from __future__ import annotations
 
@@ -10,21 +7,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, INPUT, Place
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
 
-ALIGNMENT_BYTES: Final = 64  # a cache line; also enough for every vectorised kernel
+ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vectorized kernel
 
-# GEMMs run at full speed on whole tiles of tokens; short sequences are cut where alpha says.
+# GEMMs run at full speed on whole tiles of tokens. Short sequences are cut at alpha exactly.
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
-
-
-# The kinds of a storage plan that hold those of `SavedBytes`.
-_KINDS = {"out": ATTENTION, "lse": ATTENTION, "query": ALL, "key": ALL, "value": ALL, "other": ALL}
+# Kind of a storage plan for each kind of `SavedBytes`.
+_KINDS: Final = {"out": ATTENTION, "lse": ATTENTION, "query": ALL, "key": ALL, "value": ALL, "other": ALL}
 
 
 class Action(Enum):
-    """What is done with a slice's saved activations between forward and backward."""
+    """What happens to the saved activations of a slice between forward and backward."""
 
     KEEP = "keep"
     SWAP = "swap"
@@ -33,9 +28,14 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens `[start, stop)` of a layer's input, their action, and the places of kinds where a plan names them.
+    """Tokens `[start, stop)` of a layer's input and what happens to their activations.
 
-    Kinds are those of `SavedBytes`, matrix products by their names, and those of a storage plan.
+    Attributes:
+        start: First token.
+        stop: Token after the last one.
+        action: What happens to the activations, if `places` is None.
+        places: Place of each kind of tensor, where a storage plan decides. Kinds are those of a storage plan, and
+            matrix products by their names.
     """
 
     start: int
@@ -48,24 +48,30 @@ class TokenRange:
         return self.stop - self.start
 
     def place(self, kind: str) -> Place | None:
-        """Where tensors of a kind are stored, if they are."""
+        """Where tensors of a kind are stored; None if they are not.
+
+        Args:
+            kind: A kind of `SavedBytes` or of a storage plan, or the name of a matrix product.
+        """
         if self.places is None:
             return "keep" if self.action is Action.KEEP and kind != INPUT else "swap"
         kind = _KINDS.get(kind, kind)
         return next((place for name, place in self.places if name == kind), None)
 
     def gathered(self, shards: int) -> TokenRange:
-        """The range that attention sees where each of `shards` processes has such a range of the layer's input."""
+        """The range that attention sees if each of `shards` processes holds such a range of the layer's input."""
         return TokenRange(self.start * shards, self.stop * shards, self.action)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """One tensor that a layer call saves, for all tokens: its kind and size.
+    """A tensor that a layer call saves for its backward.
 
-    Kinds: "input", "out", "lse" (always swapped), "query", "key", "value" (of attention), "other", and "shared" (what
-    layers get beside their input).
-    `per_token` is false for what is as large for one token as for all (a function of weights, say).
+    Attributes:
+        kind: "input", "out" and "lse" (attention output and log-sum-exp, always swapped), "query", "key" and "value"
+            (of attention), "other", or "shared" (arguments that layers receive in addition to their input).
+        size_bytes: Bytes for all tokens.
+        per_token: Whether the size is proportional to the tokens. False, for example, for a function of weights.
     """
 
     kind: str
@@ -74,38 +80,47 @@ class SavedBytes:
 
 
 def swapped_tokens(tokens: int, alpha: float) -> int:
-    """How many of the first tokens are swapped: `alpha * tokens`, in whole tiles where the sequence is long."""
+    """Number of tokens, counted from the first, that are swapped: `alpha * tokens`, in whole tiles for long sequences.
+
+    Args:
+        tokens: Length of the sequence.
+        alpha: Fraction of the tokens to swap.
+    """
     tile = TILE_TOKENS if tokens >= TILED_FROM_TOKENS else 1
     return tokens if alpha >= 1.0 else int(alpha * tokens / tile + 1e-9) * tile
 
 
 def slice_tokens_by_alpha(
-    tokens: int, alpha: float, longest: int | None = None, unit: int = 1
+    tokens: int, alpha: float, longest: int | None = None, multiple: int = 1
 ) -> tuple[TokenRange, ...]:
-    """MEMO's slices: `[0, alpha * tokens)` swapped, the rest recomputed, each cut into slices of at most `longest`.
+    """Cut a sequence into MEMO's slices: `[0, alpha * tokens)` is swapped, the rest is recomputed (section 4.1).
 
-    All are multiples of `unit`, as `tokens` is.
+    Args:
+        tokens: Length of the sequence, a multiple of `multiple`.
+        alpha: Fraction of the tokens to swap.
+        longest: Maximum number of tokens of a slice; None for no limit.
+        multiple: Slices begin at multiples of this many tokens.
     """
-    bound = swapped_tokens(tokens, alpha) // unit * unit
+    bound = swapped_tokens(tokens, alpha) // multiple * multiple
     ranges = []
     for start, stop, action in ((0, bound, Action.SWAP), (bound, tokens, Action.RECOMPUTE)):
-        step = max(longest // unit, 1) * unit if longest else max(stop - start, 1)
+        step = max(longest // multiple, 1) * multiple if longest else max(stop - start, 1)
         ranges += [TokenRange(a, min(a + step, stop), action) for a in range(start, stop, step)]
     return tuple(ranges)
 
 
 def aligned(size_bytes: int) -> int:
-    """`size_bytes` rounded up to the alignment of regions of a slot."""
+    """Round a size up to the alignment of the tensors of a slot."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], schedule: str) -> int:
-    """Bytes of the slot that these slices of a layer call fill, alignment included.
+    """Bytes of the slot that holds all slices of a layer call, alignment included.
 
     Args:
-        saved: What the call saves when it runs as one slice.
-        tokens: Tokens for which `saved` was measured.
-        slices: The slices to be run.
+        saved: Tensors that the call saves when it runs as one slice.
+        tokens: Number of tokens for which `saved` was measured.
+        slices: Slices of the plan.
         schedule: "layer" or "nest".
     """
     whole = schedule == "nest" or len(slices) == 1
@@ -122,13 +137,13 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     return total
 
 
-def unit_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange]) -> list[int]:
-    """Bytes that each slice of a layer call fills where every slice has a slot of its own, alignment included.
+def slice_slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange]) -> list[int]:
+    """Bytes of each slice's slot if every slice of a layer call has its own, alignment included.
 
     Args:
-        saved: What the call saves for `tokens` tokens.
-        tokens: See there.
-        slices: The slices to be run.
+        saved: Tensors that the call saves for `tokens` tokens.
+        tokens: Number of tokens for which `saved` was measured.
+        slices: Slices of the plan.
     """
     always = ("input", "out", "lse", "key", "value", "shared")
     return [
@@ -142,7 +157,7 @@ def unit_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
 
 
 def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
-    """Bytes of a tensor for a part of the tokens."""
+    """Bytes of a saved tensor for `part_tokens` of the `tokens` for which it was measured."""
     return -(-item.size_bytes * part_tokens // tokens) if item.per_token else item.size_bytes
 
 

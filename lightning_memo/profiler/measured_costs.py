@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts
-from lightning_memo.artifacts.spill_sizes import SpillSizes
-from lightning_memo.artifacts.storage_costs import CallCosts, Product, StorageCosts
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint
+from lightning_memo.artifacts.spill_layout import SpillLayout
+from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copies.copy_streams import make_copy_stream
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
@@ -144,7 +145,7 @@ def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple
         SpillError: The disk does not have the space, or it failed.
         ValueError: The folder cannot be used.
     """
-    sizes = SpillSizes(max(size_bytes, 1))
+    sizes = SpillLayout(max(size_bytes, 1))
     spill = Spill(folder, 2 * sizes.region_bytes, sizes, device)
     going, coming = (torch.zeros(sizes.region_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     spill.write(going, sizes.region_bytes).synchronize()

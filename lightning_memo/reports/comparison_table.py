@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.config import format_bytes, format_seconds
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _CAPTION = (
     "Peaks lie above parameters and optimizer state; budgets hold these, too.\n"

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memo.artifacts.plan import StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.reports.memory_step import MemoryStep
 from lightning_memo.utils.files import replacing

@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.artifacts.plan import StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.reports.memory_step import BOUND_COLOR, CURVES, KINDS, Look, MemoryStep
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 _PEAK_COLOR: Final = "#555555"
 

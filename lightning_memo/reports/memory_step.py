@@ -10,11 +10,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.artifacts.plan import StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement.caching_allocator import replay
-from lightning_memo.planner.placement.problem import Integers, Problem
+from lightning_memo.planner.placement.problem import Problem
+from lightning_memo.planner.placement.step_placement import problem_of
+from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.units import format_bytes
 
 KINDS: Final = {
     "input": "#e69f00",
@@ -105,7 +107,7 @@ class MemoryStep:
     @cached_property
     def lives(self) -> Problem:
         """Of the requests that have a place."""
-        return self.trace.problem(1).subset(np.nonzero(self.offset[self.trace.planned] >= 0)[0])
+        return problem_of(self.trace, 1).subset(np.nonzero(self.offset[self.trace.planned] >= 0)[0])
 
     @property
     def pieces(self) -> tuple[Integers, Integers, Integers]:

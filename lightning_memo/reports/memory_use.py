@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lightning_memo.config import format_bytes
 from lightning_memo.reports.comparison_table import ratio_text
+from lightning_memo.utils.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

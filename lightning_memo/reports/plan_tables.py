@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.config import format_bytes, format_seconds
 from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOST_CALLS = 8  # named in a line
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
-from lightning_memo.config import format_bytes
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.units import format_bytes
 
 _COLORS: Final = {
     "forward": "#56a0d3",

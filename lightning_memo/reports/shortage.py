@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 
 
 def plan_shortage(plan: Plan, can_have_more: bool) -> str:

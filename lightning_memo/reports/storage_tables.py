@@ -8,10 +8,10 @@ from itertools import groupby
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
-from lightning_memo.config import format_bytes, format_seconds
-from lightning_memo.planner.alpha.sensitivity import Explanation, explain
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
+from lightning_memo.planner.storage.sensitivity import ResourceSensitivity, resource_sensitivities
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
 _PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}
@@ -75,12 +75,12 @@ def resources_table(plan: StoragePlan) -> Table:
     table.add_column("resource")
     for name in ("there is", "used", "1 more saves, at most"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in explain(plan):
+    for row in resource_sensitivities(plan):
         table.add_row(row.resource, *_resource_cells(row))
     return table
 
 
-def _resource_cells(row: Explanation) -> Sequence[str]:
+def _resource_cells(row: ResourceSensitivity) -> Sequence[str]:
     used = "" if row.used is None else f"{row.used:.4g} {row.unit}"
     gain = f"{format_seconds(row.seconds)} ({row.percent:.1f} %)" if row.binds else "-"
     return f"{row.limit:.4g} {row.unit}", used, gain

@@ -1,1 +1,1 @@
-"""Training steps tried in another process: the longest sequence that trains on this machine."""
+"""Search for the longest sequence that trains on this machine, by training trial steps in another process."""

@@ -1,4 +1,4 @@
-"""A process in which lengths are tried, so that whatever a failed attempt leaves behind goes with it."""
+"""A separate process for trials: whatever a failed attempt leaves behind disappears with the process."""
 
 from __future__ import annotations
 
@@ -6,52 +6,53 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import tempfile
-import threading
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_memo.cli.hydra_command import user_message
 from lightning_memo.trials.length_search import Attempt
-from lightning_memo.trials.trial import Trial
+from lightning_memo.trials.training_trial import Trial
+from lightning_memo.utils.parent_process import exit_with_parent
+from lightning_memo.utils.user_errors import user_message
 
-_LONGEST_OUTPUT = 4000
-_KERNEL = "the kernel ended the process (SIGKILL), as it does where memory runs out"
+_MAX_OUTPUT_CHARACTERS = 4000
+_KILLED = "the kernel killed the process (SIGKILL), which usually means that host memory ran out"
 
 
 class TrialProcess:
-    """Tries lengths in a process of its own, which is started when it is needed, and anew after an attempt that failed.
+    """Runs trials in a separate process, which is started when needed and restarted after an attempt that failed.
 
-    The module that is trained there is a copy: the one at home, its optimizers and the random state stay as they are.
+    The process trains a copy of the module. The caller's module, its optimizers and the random state do not change.
 
     Args:
-        trial: Tries a length; it, its result and what it refers to can be pickled.
-        memory_bytes: Host memory that an attempt may take; more is refused by the system, and does not end anything
-            else on the machine. `None`: no limit.
+        trial: Called with a number of tokens. It and the returned attempt must be picklable.
+        memory_bytes: Host memory that the process may allocate, or None for no limit. The operating system refuses
+            further memory to this process, so that a trial cannot exhaust the machine.
+        preload: Names of modules that the fork server imports once, to make restarts fast.
 
     Raises:
-        ValueError: `trial` can't be pickled.
+        ValueError: `trial` cannot be pickled.
     """
 
-    def __init__(self, trial: Callable[[int], Attempt], memory_bytes: int | None) -> None:
+    def __init__(self, trial: Callable[[int], Attempt], memory_bytes: int | None, preload: Sequence[str] = ()) -> None:
         self._memory_bytes = memory_bytes
+        self._preload = [Trial.__module__, *preload]
         self._process: Any = None
         self._pipe: Connection | None = None
         self._output = Path()
         self._folder = tempfile.TemporaryDirectory(prefix="lengths-")
         try:
-            # By plain pickle: multiprocessing would share tensors with the process, which trains them.
+            # Plain pickle copies tensors; multiprocessing would share them with the process, which trains them.
             self._trial = pickle.dumps(trial)
         except Exception as error:
             raise ValueError(
-                "lengths are tried in another process, and what it needs can't be sent there: define the class of the "
-                f"module and batch_of at the top of a file that can be imported ({error})"
+                "lengths are tried in another process, and the module or batch_of cannot be pickled to send it there: "
+                f"define the module's class and batch_of at the top level of an importable file ({error})"
             ) from error
 
     def __enter__(self) -> TrialProcess:
@@ -64,11 +65,11 @@ class TrialProcess:
         self._folder.cleanup()
 
     def __call__(self, tokens: int) -> Attempt:
-        """Tries a length.
+        """Runs a trial of `tokens` tokens.
 
         Raises:
             ValueError: A setting is wrong.
-            RuntimeError: The attempt failed for another reason than memory; the message holds its traceback.
+            RuntimeError: The attempt failed for another reason than a lack of memory. The message holds its traceback.
         """
         if self._pipe is None:
             self._start()
@@ -81,28 +82,28 @@ class TrialProcess:
         if kind == "refused":
             raise ValueError(result)
         if kind == "failed":
-            raise RuntimeError(f"{tokens} tokens can't be tried:\n{result}")
+            raise RuntimeError(f"the trial of {tokens} tokens failed:\n{result}")
         if not result.fits:
-            self._stop()  # what a lack of memory left half done is gone for certain
+            self._stop()  # a new process is free of what the failed attempt left allocated
         return result
 
     def _ended(self, tokens: int) -> Attempt:
-        """The process is gone.
+        """Returns the attempt whose process ended.
 
         Raises:
-            RuntimeError: Not for lack of memory.
+            RuntimeError: The process ended for another reason than a lack of memory.
         """
         self._process.join()
-        status, said = self._process.exitcode, self._output.read_text(errors="replace")[-_LONGEST_OUTPUT:]
+        status, output = self._process.exitcode, self._output.read_text(errors="replace")[-_MAX_OUTPUT_CHARACTERS:]
         self._stop()
         if status == -signal.SIGKILL:
-            return Attempt(tokens=tokens, fits=False, reason=_KERNEL)
-        raise RuntimeError(f"{tokens} tokens can't be tried: the process ended with status {status}:\n{said}")
+            return Attempt(tokens=tokens, fits=False, reason=_KILLED)
+        raise RuntimeError(f"the trial of {tokens} tokens failed: its process ended with status {status}:\n{output}")
 
     def _start(self) -> None:
-        # Clean of what PyTorch does here, and quick after the first.
+        # A fork server has none of this process's threads and CUDA state, and later processes start fast.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([Trial.__module__])
+        context.set_forkserver_preload(self._preload)
         self._output = Path(self._folder.name) / "output.txt"
         self._pipe, there = context.Pipe()
         arguments = (there, self._trial, self._memory_bytes, str(Path.cwd()), self._output)
@@ -113,8 +114,8 @@ class TrialProcess:
             self._pipe.close()
             self._pipe = None
             raise ValueError(
-                "the process in which lengths are tried ended while it started: a script that searches lengths needs "
-                '`if __name__ == "__main__":` before what it runs'
+                "the process that tries lengths ended during its start: put the code of the script under "
+                '`if __name__ == "__main__":`'
             ) from error
         there.close()
 
@@ -127,11 +128,10 @@ class TrialProcess:
 
 
 def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: str, output: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for an attempt ends this process
-    watch = threading.Thread(target=end_with_parent, args=(output.parent,), daemon=True)
-    watch.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    watch = exit_with_parent(output.parent)
     os.chdir(folder)
-    tempfile.tempdir = str(output.parent)  # removed with it, even if this process is killed
+    tempfile.tempdir = str(output.parent)  # the parent removes it, even if this process is killed
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -141,16 +141,7 @@ def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: s
     with contextlib.suppress(EOFError):
         while True:
             pipe.send(_try(trial, pipe.recv()))
-    watch.join()  # whoever closed the pipe ends this process, or has ended
-
-
-def end_with_parent(folder: Path) -> None:
-    """Waits for the end of the parent: nothing goes on that nobody waits for any more, and its folder does not stay."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    watch.join()  # the parent closed the pipe: it kills this process, or has ended itself
 
 
 def _try(trial: Callable[[int], Attempt], tokens: int) -> tuple[str, Any]:
@@ -162,8 +153,8 @@ def _try(trial: Callable[[int], Attempt], tokens: int) -> tuple[str, Any]:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Refuses this process more memory than it has and `memory_bytes`, and offers it to the kernel first."""
-    import resource  # not on Windows
+    """Limits this process to its present memory plus `memory_bytes`, and makes it the kernel's first choice to kill."""
+    import resource  # does not exist on Windows
 
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     held = int(status["VmData"].split()[0]) * 1024

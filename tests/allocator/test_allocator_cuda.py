@@ -1,15 +1,15 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from cuda_stub.real_allocator import build_stub
+from support.cuda_stub.real_allocator import build_stub
+from support.paths import ROOT, TESTS
 
 from lightning_memo.utils import native_build as native
 
-STUB = Path(__file__).parent / "cuda_stub"
-FETCHED = Path(__file__).parents[2] / ".cuda"
+STUB = TESTS / "support" / "cuda_stub"
+FETCHED = ROOT / ".cuda"
 VERSIONS = sorted(path.parent for path in FETCHED.glob("*/complete"))
 BACK_END = native.SOURCE_FOLDER / "allocator_cuda.cpp"
 

@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from test_plan import small_plan
+from support.draws import draws
+from support.samples.plans import small_plan
 
-from lightning_memo.artifacts.plan import PhasePlacement, Plan, StepPlacement
+from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.config import format_bytes
 from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
 from lightning_memo.planner.placement.problem import MAX_BYTES
+from lightning_memo.planner.placement.step_placement import problem_of
+from lightning_memo.utils.units import format_bytes
 
-MUTANTS = 3400  # of each kind of file: more than 10,000 together
+MUTANTS = draws(1000)  # of each kind of file
 
 _NUMBERS = (b"-1", b"0", b"1e999", b"-0.0", b"9" * 19, b"9" * 400, b"4611686018427387904", b"NaN", b"0x10", b"true")
 
@@ -150,7 +153,7 @@ def test_mutated_traces(tmp_path: Path) -> None:
     for trace in refused_or_read(tmp_path / "trace.csv", original, Trace.load, seed=2):
         assert isinstance(trace, Trace)
         if sum(trace.size.tolist()) < MAX_BYTES // 2:  # else the problem is refused
-            assert len(trace.problem(64).size) == len(trace.planned)
+            assert len(problem_of(trace, 64).size) == len(trace.planned)
         assert len(trace.death_phase) == len(trace.sequence) == len(trace)
         trace.save(tmp_path / "again.csv")
         assert trace.same_requests(Trace.load(tmp_path / "again.csv"))

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_pictures import small_step
-from test_plan import small_plan
+from support.samples.plans import small_plan, small_step
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.plan_cache import PlanCache

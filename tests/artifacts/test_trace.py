@@ -3,19 +3,13 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.samples.plans import make, traces
 
 from lightning_memo.allocator import EVENT, FREE, MALLOC
 from lightning_memo.artifacts.trace import NEVER, Trace
+from lightning_memo.planner.placement.step_placement import problem_of
 from lightning_memo.profiler.phases import StepPhases
 from lightning_memo.profiler.step_trace import RecordedStep, trace_of
-
-
-def make(phase, size, death, lane=None, phases=("input", "layer 0 forward", "layer 0 backward")):
-    columns = (phase, size, death, [0] * len(size) if lane is None else lane)
-    phase, size, death, lane = (np.array(column, np.int64) for column in columns)
-    return Trace(phases=phases, phase=phase, size=size, death=death, lane=lane)
-
 
 STEP = make(phase=[0, 1, 1, 2], size=[100, 200, 300, 400], death=[2, 4, NEVER, 1])
 
@@ -29,7 +23,7 @@ def test_columns_that_follow_from_the_others():
 
 
 def test_a_buffer_that_dies_in_the_next_step_wraps():
-    problem = STEP.problem(64)
+    problem = problem_of(STEP, 64)
     assert problem.lower.tolist() == [0, 1, 3]
     assert problem.upper.tolist() == [2, 4, 1]
     assert problem.wraps.tolist() == [False, False, True]
@@ -38,7 +32,7 @@ def test_a_buffer_that_dies_in_the_next_step_wraps():
 
 
 def test_what_dies_before_the_next_step_does_not_wrap():
-    assert make([0, 1], [8, 8], [1, 0]).problem(1).upper.tolist() == [1, 2]
+    assert problem_of(make([0, 1], [8, 8], [1, 0]), 1).upper.tolist() == [1, 2]
 
 
 def test_other_streams_have_no_place():
@@ -68,17 +62,6 @@ def test_the_longer_of_two_lives_counts():
     assert early.longest_lives(late).death.tolist() == [2, 1]
     never = make([0, 0], [8, 8], [NEVER, 0])
     assert early.longest_lives(never).death.tolist() == [NEVER, 0]
-
-
-@st.composite
-def traces(draw):
-    count = draw(st.integers(0, 12))
-    phase = sorted(draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
-    numbers = {
-        name: draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
-        for name, low, high in (("size", 0, 2**60), ("death", NEVER, count), ("lane", 0, 1))
-    }
-    return make(phase, **numbers)
 
 
 @settings(deadline=None)

@@ -2,19 +2,17 @@
 
 import json
 import threading
-import time
 import warnings
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from support import commands
+from support.samples.callbacks import Watch
 from support.trainer_harness import LanguageModel, Sequences, batches, fit, loader, shorten_measurements
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy, Plan
-from lightning_memo.allocator import AllocatorStats, PlannedAllocator
+from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import user_cache
@@ -28,21 +26,6 @@ def fresh_cache(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "plans")
     return tmp_path / "plans"
-
-
-@dataclass
-class Watch(Callback):
-    """Waits for what goes on in the background, so that all runs switch at the same step, and notes the counters."""
-
-    stats: list[AllocatorStats] = field(default_factory=list)
-
-    def on_train_batch_end(self, trainer, *args):
-        memory = trainer.strategy.memory
-        deadline = time.monotonic() + 120
-        while memory.busy and time.monotonic() < deadline:
-            time.sleep(0.002)
-        if memory.stats is not None:
-            self.stats.append(memory.stats)
 
 
 def run(plan_memory=True, family="llama", data=None, steps=14, strategy=None, **settings):

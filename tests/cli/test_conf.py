@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from test_experiments import composed
+from support.commands import composed
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
 from lightning_memo.cli.runs.assemble import build_strategy

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memo.config import MemoConfig, format_bytes, parse_bytes
+from lightning_memo.config import MemoConfig
+from lightning_memo.utils.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,28 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from support import commands
+from support.commands import composed
 from support.paths import REFERENCE, ROOT
-from test_context_extension import SAVED
-from test_documents_data import TEXTS
+from support.samples.documents import TEXTS
+from support.samples.models import SAVED
 
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.cli.runs.assemble import build_strategy
 from lightning_memo.estimate.command import answer
-from lightning_memo.estimate.question.request import read_request
+from lightning_memo.estimate.request.command_settings import read_settings
 from lightning_memo.models import ModelConfig, build_model, load_hf_config
-from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.train import main
 
 PAPER = REFERENCE / "papers" / "memo_app_table7_memo.csv"
-
-
-def composed(name: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        return compose(name, list(overrides))
 
 
 def cells_of_the_paper() -> list[dict[str, str]]:
@@ -62,7 +57,7 @@ def test_experiments_are_the_papers_settings_and_fit_its_machine(cell: dict[str,
     forced = [f"parallel.{name}={size}" for name, size in parallel.items()]
     asked = composed("estimate", "model=gpt_7b", "cluster=a800", f"seq_len={cfg.data.seq_len}", *forced)
     settings: dict[str, Any] = OmegaConf.to_container(asked)
-    _, ranking = answer(read_request(settings, "gpt_7b"), progress=False)
+    _, ranking = answer(read_settings(settings, "gpt_7b"), progress=False)
     assert ranking.best.status == "ok"
 
 
@@ -98,6 +93,7 @@ TINY_RUN = (
     "trainer.max_steps=2",
     "trainer.limit_val_batches=1",
     "callbacks.progress_bar=null",
+    *commands.WITHOUT_REPORT,
     "+trainer.enable_progress_bar=false",
     "+trainer.enable_model_summary=false",
 )
@@ -136,6 +132,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
     """In one process of its own, as ZeRO makes a process group; few weights, a ten-thousandth of the tokens."""
     small = {
         "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
+        "data.path": ROOT / "lightning_memo",
         "data.max_bytes": 40000,
         "model.config.hidden_size": 32,
         "model.config.intermediate_size": 64,
@@ -170,7 +167,7 @@ def test_the_commands_of_sweeps_run(in_process: Any, tmp_path: Path) -> None:
     for line in found:
         short = line.replace("512,1024,2048", "16,24,32").split()
         tiny = [setting for setting in commands.TINY_RUN if not setting.startswith("data.seq_len")]
-        status, _, err = in_process(main, "-m", *tiny, *short)
+        status, _, err = in_process(main, "-m", *tiny, *commands.WITHOUT_REPORT, *short)
         assert status == 0, err
         assert len(list(tmp_path.glob("outputs/train/sweeps/2*/[0-9]/summary.json"))) == 6
     assert len(list(tmp_path.glob("outputs/train/sweeps/2*"))) == 1, "the second one went on"

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from support.commands import MODULE, TINY_RUN, environment, run
+from support.commands import MODULE, TINY_RUN, environment, python, run
 from support.paths import ROOT, TESTS
-from test_sweep import python
 from typing_extensions import override
 
 SAVING = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=6", "strategy.alpha=0.5"]
@@ -56,13 +55,13 @@ def losses(runs: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("ignored", ["true", "false"])
 def test_an_interrupt_in_a_step(train: Any, tmp_path: Path, ignored: str) -> None:
     where = ["+callbacks.interrupt._target_=test_interrupts.Interrupt", f"+callbacks.interrupt.ignored={ignored}"]
-    paths = f"{ROOT}:{TESTS}"
+    paths = f"{ROOT}:{TESTS}:{Path(__file__).parent}"
     status, out, err = run(["python", *MODULE, *TINY_RUN, *SAVING, *where], tmp_path, PYTHONPATH=paths)
     assert status == -signal.SIGINT
     assert "Traceback" not in err and "ignored" not in err
     assert err.endswith("interrupted\n")
     checkpoint = next((tmp_path / "outputs").rglob("step-2.ckpt"))
-    assert f"interrupted; the same command with ckpt_path=last goes on from {checkpoint}" in out
+    assert f"interrupted; to resume from {checkpoint}, run the same command with ckpt_path=last" in out
     assert train(*SAVING, "ckpt_path=last")[0] == 0
     assert train(*SAVING, "name=whole")[0] == 0
     # The third step had been logged when the fourth was interrupted, and comes again after the checkpoint.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import os
 import random
 import subprocess
@@ -14,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.samples.messages import imported
 
 from lightning_memo import place as command
 from lightning_memo.planner.placement import Problem, heuristics
-from lightning_memo.planner.placement.one_pass import PythonCore
+from lightning_memo.planner.placement.placement_core import PythonCore
 from lightning_memo.planner.placement.sections import section
 from lightning_memo.utils import native_build as native
 
@@ -109,11 +109,6 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments):
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
-def imported(log):
-    """Top-level packages in the output of `-X importtime`."""
-    return {line.rpartition("|")[2].strip().partition(".")[0] for line in log.splitlines() if "|" in line}
-
-
 def test_the_command_imports_neither_torch_nor_lightning(tmp_path):
     (tmp_path / "in.csv").write_text(TABLE)
     done = command_line("in.csv", "out.csv", folder=tmp_path, PYTHONPROFILEIMPORTTIME="1")
@@ -121,39 +116,6 @@ def test_the_command_imports_neither_torch_nor_lightning(tmp_path):
     packages = imported(done.stderr)
     assert {"lightning_memo", "numpy"} <= packages
     assert not packages & {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers"}
-
-
-LOADED = "import sys; print({'torch', 'lightning'} <= set(sys.modules))"
-REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('memo' in StrategyRegistry)"
-
-
-def test_importing_the_package_registers_the_strategy(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", f"import lightning_memo; {LOADED}; {REGISTERED}"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-        check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["True", "True"]
-
-
-def test_a_module_with_the_commands_name_among_its_arguments_registers_the_strategy(tmp_path):
-    (tmp_path / "user").mkdir()
-    (tmp_path / "user" / "__init__.py").write_text("import lightning_memo")
-    (tmp_path / "user" / "check.py").write_text(f"{LOADED}; {REGISTERED}")
-    done = subprocess.run(
-        [sys.executable, "-m", "user.check", "-m", "lightning_memo.place"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-        check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["True", "True"]
-
-
-def test_the_names_of_the_package_are_there_without_torch_too(monkeypatch):
-    package = importlib.import_module("lightning_memo")
-    assert package.__getattr__("MemoStrategy") is package.MemoStrategy
-    assert package.__getattr__("Plan") is package.Plan
-    with pytest.raises(AttributeError, match="no attribute 'Missing'"):
-        _ = package.Missing
 
 
 # ---- what it writes and prints

@@ -1,6 +1,5 @@
 import contextlib
 import csv
-import shutil
 import signal
 import subprocess
 import time
@@ -11,13 +10,13 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
-from support.commands import MODULE, TINY_RUN, environment
+from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environment, python
 from support.commands import run as run_command
 
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.sweeps.sweep_picture import draw
-from lightning_memo.cli.sweeps.sweep_report import load_runs, sweep_table
-from lightning_memo.cli.sweeps.sweep_results import swept_settings
+from lightning_memo.cli.sweeps.job_settings import differing_settings
+from lightning_memo.cli.sweeps.sweep_picture import draw_sweep
+from lightning_memo.cli.sweeps.sweep_report import load_runs, sweep_results_table
 
 
 def run(seq_len, *more, **changes):
@@ -47,23 +46,23 @@ def text(table, width=100):
 
 
 def test_only_what_differs_was_swept():
-    assert swept_settings([run(1), run(2), FAILED]) == ["data.seq_len"]
-    assert swept_settings([run(1), run(1, "trainer.max_steps=3")]) == ["trainer.max_steps"]
-    assert swept_settings([run(1)]) == []
+    assert differing_settings([run(1), run(2), FAILED]) == ["data.seq_len"]
+    assert differing_settings([run(1), run(1, "trainer.max_steps=3")]) == ["trainer.max_steps"]
+    assert differing_settings([run(1)]) == []
 
 
 def test_table_has_all_results_in_a_row():
-    lines = text(sweep_table([run(512), FAILED]), width=80).splitlines()
+    lines = text(sweep_results_table([run(512), FAILED]), width=80).splitlines()
     row = next(line for line in lines if "512" in line and "MiB" in line)
     assert row.split() == ["512", "0.512", "1,000", "512.0", "MiB", "3.0", "MiB", "0.25", "2.500", "2.625"]
     assert any("data.seq_len=9 failed: data.seq_len=9: too long" in line for line in lines)
 
 
 def test_table_says_why_results_are_missing():
-    shown = text(sweep_table([run(512, step_seconds=None, val_loss=None), run(256)]), width=120)
+    shown = text(sweep_results_table([run(512, step_seconds=None, val_loss=None), run(256)]), width=120)
     assert "step (s) -: the first 3 steps" in shown
     assert "val loss -: no validation until trainer.max_steps" in shown
-    assert " -: " not in text(sweep_table([run(512)]))
+    assert " -: " not in text(sweep_results_table([run(512)]))
 
 
 def test_summary_comes_back_as_it_was_written(tmp_path):
@@ -86,7 +85,7 @@ SWEPT = {
 
 @pytest.mark.parametrize("runs", SWEPT.values(), ids=SWEPT)
 def test_picture(tmp_path, runs):
-    draw(runs, tmp_path / "sweep.png")
+    draw_sweep(runs, tmp_path / "sweep.png")
     with Image.open(tmp_path / "sweep.png") as picture:
         assert picture.format == "PNG"
         assert len(picture.convert("L").getcolors()) > 10
@@ -96,8 +95,8 @@ def test_picture(tmp_path, runs):
 def test_a_picture_has_a_line_for_each_strategy_over_the_lengths(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
-    draw(SWEPT["two settings"], tmp_path / "sweep.png")
-    draw(SWEPT["names"], tmp_path / "sweep.png")
+    draw_sweep(SWEPT["two settings"], tmp_path / "sweep.png")
+    draw_sweep(SWEPT["names"], tmp_path / "sweep.png")
     lines, bars = (figure.axes[0] for figure in figures)
     assert {line.get_label(): list(line.get_ydata()) for line in lines.lines} == {
         "memo": [0.064, 0.128, 0.256],
@@ -122,8 +121,6 @@ def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
 
 # ---- sweeps that go on
 
-SWEEP = "outputs/train/sweeps/last"
-
 
 def rows(job, lost=None):
     """What a job logged, by step, without what is a matter of time, and without a step that may be lost."""
@@ -141,7 +138,7 @@ def last_step(checkpoint):
 
 def interrupted(folder, number, *settings, job=1, cold=False):
     """Starts a sweep and kills it once a job has a checkpoint; returns its exit status."""
-    command = ["python", *MODULE, "-m", *TINY_RUN, *settings]
+    command = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, *settings]
     environ = environment(cold)
     with (folder / "killed.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, executable=python(environ))
@@ -150,10 +147,6 @@ def interrupted(folder, number, *settings, job=1, cold=False):
             assert process.poll() is None, (folder / "killed.log").read_text()
             time.sleep(0.01)
         return end(process, number)
-
-
-def python(environ):
-    return shutil.which("python", path=environ["PATH"])
 
 
 def end(process, number):
@@ -179,10 +172,10 @@ def test_interrupted_sweep_goes_on(train, tmp_path, number):
     assert status == 0, err
     assert out.count("unigram entropy of the text") == 2, "two jobs were left"
     assert (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat() == done
-    assert f"goes on from {checkpoint.resolve()}" in (tmp_path / SWEEP / "1" / "train.log").read_text()
+    assert f"resuming from {checkpoint.resolve()}" in (tmp_path / SWEEP / "1" / "train.log").read_text()
     if number is not signal.SIGKILL:
         name = (tmp_path / SWEEP).resolve().name
-        assert f"the same command with sweep={name} goes on" in (tmp_path / "killed.log").read_text()
+        assert f"run the same command with sweep={name}" in (tmp_path / "killed.log").read_text()
 
     assert train("-m", *settings, "name=whole")[0] == 0
     runs, whole = load_runs(tmp_path / SWEEP), load_runs(tmp_path / "outputs/whole/sweeps/last")
@@ -220,14 +213,14 @@ def test_new_values_are_new_jobs_and_failed_ones_are_tried_again(train, tmp_path
     [
         (
             ["-m", "data.seq_len=16,48", "sweep=last"],
-            "job 1 was data.seq_len=24, and would be data.seq_len=48; give the",
+            "job 1 was data.seq_len=24, but would now be data.seq_len=48; repeat the",
         ),
-        (["-m", "data.seq_len=24,16", "sweep=last"], "job 0 was data.seq_len=16, and would be data.seq_len=24"),
-        (["-m", "data.seq_len=16", "sweep=last"], "job 1 was data.seq_len=24, and would be missing"),
-        (["-m", "data.seq_len=16,24", "sweep=last", "seed=1"], "job 0 was without, and would be seed=1"),
+        (["-m", "data.seq_len=24,16", "sweep=last"], "job 0 was data.seq_len=16, but would now be data.seq_len=24"),
+        (["-m", "data.seq_len=16", "sweep=last"], "job 1 was data.seq_len=24, but would now be missing"),
+        (["-m", "data.seq_len=16,24", "sweep=last", "seed=1"], "job 0 was without it, but would now be seed=1"),
         (["-m", "data.seq_len=16,24", "sweep=last", "name=other"], "sweep=last: no sweep in outputs/other/sweeps"),
         (["-m", "data.seq_len=16,24", "sweep=a,b"], "sweep: give one name"),
-        (["sweep=last"], "sweep=...: give -m as well; a single run is resumed by ckpt_path=last"),
+        (["sweep=last"], "sweep=...: give -m as well; to resume a single run, give ckpt_path=last"),
     ],
 )
 def test_other_jobs_are_refused(train, tmp_path, arguments, message):
@@ -242,7 +235,7 @@ def test_other_jobs_are_refused(train, tmp_path, arguments, message):
 
 def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
     failing = ["strategy=plain", "data.max_bytes=30000", "data.batch_size=1,300"]
-    sweep = ["python", *MODULE, "-m", *TINY_RUN, "trainer.devices=1,2", *failing]
+    sweep = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=1,2", *failing]
     status, out, err = run_command(sweep, tmp_path)
     assert status == 1, err
     runs = load_runs(tmp_path / SWEEP)
@@ -265,10 +258,12 @@ def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
     lost = max(map(last_step, (tmp_path / SWEEP / "0" / "checkpoints").glob("step-*.ckpt")))
     for more in (["-m", "sweep=last"], ["name=whole"]):
         flags = [each for each in more if each == "-m"]
-        status, _, err = run_command(["python", *MODULE, *flags, *TINY_RUN, *settings, more[-1]], tmp_path)
+        status, _, err = run_command(
+            ["python", *MODULE, *flags, *TINY_RUN, *WITHOUT_REPORT, *settings, more[-1]], tmp_path
+        )
         assert status == 0, err
     (whole,) = (tmp_path / "outputs/whole/runs").iterdir()
-    assert "goes on from" in (tmp_path / SWEEP / "0" / "train.log").read_text()
+    assert "resuming from" in (tmp_path / SWEEP / "0" / "train.log").read_text()
     assert rows(tmp_path / SWEEP / "0", lost) == rows(whole, lost)
     assert [run.processes for run in load_runs(tmp_path / SWEEP)] == [2]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.commands import MODULE, TINY_RUN, run
+from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, free_port, run
 from support.extras import extra
-from test_sweep import SWEEP
 
-from lightning_memo.cli.hydra_command import user_message
+from lightning_memo.cli.hydra_command import command_error_message
 from lightning_memo.cli.sweeps.sweep_report import load_runs
 
 submitit = extra("submitit", "slurm")
@@ -45,7 +44,7 @@ echo 'JobID|State|NodeList'
 
 
 def command(*settings: str) -> list[str]:
-    return ["python", *MODULE, "-m", *TINY_RUN, "strategy=plain", *settings]
+    return ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, "strategy=plain", *settings]
 
 
 def test_jobs_at_the_same_time_on_this_machine(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
     settings = ["hydra/launcher=slurm", "trainer.devices=2", "hydra.launcher.gpus_per_node=null", "sweep=mine"]
     started = f'PATH="{tools}:$PATH" exec "$@"'
     words = ["bash", "-c", started, "-", *command(*settings, "data.seq_len=16,90000")]
-    status, out, err = run(words, tmp_path, MASTER_PORT="29517")
+    status, out, err = run(words, tmp_path, MASTER_PORT=free_port())
     assert status == 1, err
     done, failed = load_runs(tmp_path / SWEEP)
     assert (done.status, done.processes, failed.status) == ("ok", 2, "failed")
@@ -75,12 +74,13 @@ def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
     written = (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat()
-    assert run(words, tmp_path, MASTER_PORT="29517")[0] == 1
+    assert run(words, tmp_path, MASTER_PORT=free_port())[0] == 1
     assert (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat() == written
 
 
 def test_a_job_that_was_killed_is_told_in_a_line() -> None:
     lost = submitit.core.utils.UncompletedJobError("Job 4711 (task: 0) with path x\nhas not produced any output")
-    assert user_message(lost) == (
-        "Job 4711 (task: 0) with path x: it died; when all others are over, the same command with sweep=last goes on"
+    assert command_error_message(lost) == (
+        "Job 4711 (task: 0) with path x: SLURM ended the job; when all other jobs have ended, continue with the same "
+        "command and sweep=last"
     )

@@ -11,7 +11,7 @@ import pytest
 from support.paths import ROOT
 
 from lightning_memo import train as command
-from lightning_memo.cli.hydra_command import config_dir, user_message
+from lightning_memo.cli.hydra_command import command_error_message, config_dir
 from lightning_memo.cli.runs import compare
 from lightning_memo.utils.files import replacing
 
@@ -61,7 +61,7 @@ def test_commands_of_the_documentation(train, tmp_path, arguments):
 
 
 def test_summary_and_files_of_a_run(train, tmp_path):
-    status, out, err = train("strategy=memo", "strategy.alpha=0.5", "trainer.max_steps=6")
+    status, out, err = train("strategy=memo", "strategy.alpha=0.5", "trainer.max_steps=6", report=True)
     assert status == 0, err
     run = only(tmp_path.glob("outputs/train/runs/*"))
     result = summary(tmp_path)
@@ -74,6 +74,7 @@ def test_summary_and_files_of_a_run(train, tmp_path):
     assert f"unigram entropy of the text {result['unigram_entropy']:.3f}" in out
     assert (run / "checkpoints" / "last.ckpt").exists()
     assert list(run.glob("tensorboard/events*"))
+    assert (run / "csv" / "report.html").exists()
     losses = list(metrics(run, "train_loss").values())
     assert result["train_loss"] == pytest.approx(sum(losses) / 6)
     assert not list(tmp_path.glob("**/.*.json"))
@@ -131,7 +132,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["model=nothing"], "Could not find 'model/nothing' Available options"),
         (["nothing=1"], "nothing: no such setting; --help lists all"),
         (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
-        (["data=documents"], "data.max_bytes: no such setting of the data that is chosen; data=text has it"),
+        (["data=documents"], "data.max_bytes: the chosen data has no such setting; data=text has it"),
         (["+datum=1"], "datum: no such setting; did you mean data"),
         (["demo"], "demo: give SETTING=VALUE"),
         (["data.seq_len=["], "See https://hydra.cc"),
@@ -196,7 +197,7 @@ def test_bugs_keep_their_tracebacks(train, monkeypatch, error):
     monkeypatch.setattr(command, "CausalLM", Broken)
     with pytest.raises(type(error), match="a bug") as caught:
         train("strategy=plain")
-    assert user_message(caught.value) is None
+    assert command_error_message(caught.value) is None
 
 
 def test_settings_that_plain_training_ignores_warn(train):

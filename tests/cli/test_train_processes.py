@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TINY_RUN, errors, lightning, run, torchrun
+from support.commands import ROOT, TINY_RUN, WITHOUT_REPORT, errors, lightning, run, torchrun
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.launch import SweepRefused, arguments_of_process, is_first_process
+from lightning_memo.cli.launch import SweepRefused, arguments_of_process
+from lightning_memo.utils.process_rank import is_rank_zero
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
@@ -41,14 +42,14 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     settings = [*saving, "strategy.alpha=0.5", "data.seq_len=31"]
     (tmp_path / "both").mkdir()
     parallel = ["strategy.context_parallel_size=2", "strategy.zero_stage=3", "compare=true"]
-    status, out, err = run(torchrun(*settings, *parallel), tmp_path / "both", cold=True)
+    status, out, err = run(torchrun(*settings, *parallel, report=True), tmp_path / "both", cold=True)
     assert status == 0, err
     both = only((tmp_path / "both" / "outputs" / "train" / "runs").iterdir())
     assert [p.name for p in (tmp_path / "both").iterdir()] == ["outputs"]
     assert len(re.findall("unigram entropy of the text", out)) == 1
     assert err.count("compare=true compares runs in one process") == 1
 
-    assert train(*settings, "name=alone")[0] == 0
+    assert train(*settings, "name=alone", report=True)[0] == 0
     alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())
     for name in ("train_loss", "val_loss", "tokens", "lr"):
         assert metrics(both, name) == pytest.approx(metrics(alone, name), rel=1e-5), name
@@ -94,7 +95,7 @@ def test_commands_of_the_documentation(tmp_path):
         else:
             # A run that resumes has something left to do.
             steps = ["trainer.max_steps=7"] if "ckpt_path=last" in command else []
-            words = [*command.split(), *TINY_RUN, *steps]
+            words = [*command.split(), *TINY_RUN, *WITHOUT_REPORT, *steps]
         status, _, err = run(words, tmp_path)
         assert status == 0, f"{command}\n{err}"
     assert (tmp_path / "FOLDER" / "config.json").is_file()
@@ -168,10 +169,10 @@ def test_mistakes_under_torchrun(train, monkeypatch, tmp_path, overrides, messag
 def test_only_the_first_process_has_a_folder(monkeypatch, name):
     given = ["data.seq_len=16", "hydra.run.dir=mine"]
     monkeypatch.setenv(name, "0")
-    assert is_first_process()
+    assert is_rank_zero()
     assert arguments_of_process(given) == given
     monkeypatch.setenv(name, "1")
-    assert not is_first_process()
+    assert not is_rank_zero()
     assert arguments_of_process(given) == [*given, "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     assert "hydra.run.dir=." in arguments_of_process([])
 

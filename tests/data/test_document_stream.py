@@ -14,15 +14,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from support.processes import run_in_processes
-from test_documents_data import SEQ_LEN, TEXTS, cache, jsonl, module, write_jsonl, write_parquet, write_text
-from test_resume import run as run_recorded
+from support.samples.documents import SEQ_LEN, TEXTS, module, write_jsonl, write_parquet, write_text
+from support.samples.models import run as run_recorded
 from torch import Tensor
 
 from lightning_memo import MemoStrategy
 from lightning_memo.data import DocumentsDataModule
 from lightning_memo.data.packing import PackedRows
-
-__all__ = ["cache", "jsonl"]  # fixtures
 
 STREAM = {"streaming": True, "val_documents": 6, "buffer_rows": 3, "batch_size": 1}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import warnings
@@ -20,9 +19,10 @@ from hypothesis import strategies as st
 from lightning.pytorch.trainer.connectors import data_connector
 from support.families import FAMILIES, VOCABULARY
 from support.processes import run_in_processes
+from support.samples.documents import SEQ_LEN, TEXTS, module, write_jsonl, write_parquet, write_text
+from support.samples.models import MODEL, Record
+from support.samples.models import run as run_recorded
 from support.trainer_harness import make_trainer
-from test_resume import MODEL, Record
-from test_resume import run as run_recorded
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -33,28 +33,6 @@ from lightning_memo import MemoStrategy
 from lightning_memo.data import DocumentsDataModule, TextDataModule
 from lightning_memo.data.packing import IGNORED, PackedRows, PaddedRows, best_fit
 from lightning_memo.models import CausalLM
-
-SEQ_LEN = 48
-TEXTS = [f"{number} " * (1 + number * 3 % 29) for number in range(24)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, so that nothing comes from the user's or is left there."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "number": n}) + "\n" for n, text in enumerate(TEXTS)))
-    return path
-
-
-def module(path: Path | str | None, **changes: Any) -> DocumentsDataModule:
-    chosen = {"path": path and str(path), "seq_len": SEQ_LEN, "batch_size": 2, "val_fraction": 0.2}
-    return DocumentsDataModule(**chosen | changes)
 
 
 def random_documents(lengths: list[int]) -> list[dict[str, Any]]:
@@ -167,22 +145,6 @@ def _texts(rows: Any) -> list[str]:
     tokens = [t for n in range(len(rows)) for t in rows[n]["input_ids"].tolist()]
     ends = [-1, *(n for n, t in enumerate(tokens) if t == 256)]
     return sorted(bytes(tokens[a + 1 : b]).decode() for a, b in pairwise(ends) if b > a + 1)
-
-
-def write_text(folder: Path) -> None:
-    (folder / "inner").mkdir()
-    for n, text in enumerate(TEXTS):
-        (folder / ("inner" if n % 2 else ".") / f"{n:02}.txt").write_text(text)
-
-
-def write_parquet(folder: Path) -> None:
-    for part in range(2):
-        datasets.Dataset.from_dict({"text": TEXTS[part::2]}).to_parquet(folder / f"{part}.parquet")
-
-
-def write_jsonl(folder: Path) -> None:
-    with gzip.open(folder / "all.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps({"text": text, "other": None}) + "\n" for text in [*TEXTS, "", " \n", None])
 
 
 @pytest.mark.parametrize("write", [write_text, write_parquet, write_jsonl])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.attention_reference import make_inputs
+from support.kernels.attention_reference import make_inputs
 from support.parallel_training import Run, train
 from support.processes import run_in_processes
+from support.samples.plans import small_plan
 from support.trainer_harness import LanguageModel, fit
-from test_plan import small_plan
 from torch import Tensor
 
 from lightning_memo import MemoStrategy
@@ -27,7 +27,7 @@ from lightning_memo.kernels.attention_kernel import AttentionResult
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.time_kernels import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.reports.plan_tables import plan_table
 
 SPEC = AttentionSpec()

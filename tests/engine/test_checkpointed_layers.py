@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from support.families import PlainBlock, PlainModel
+from support.samples.messages import assert_one_line
 from support.trainer_harness import LanguageModel, copy_threads, fit, forwards, plain
-from test_bad_input import assert_one_line
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import CheckpointFunction, checkpoint

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.families import make_batch
 from support.harness import EngineUnderTest, assert_equal, gradients_of, loss_and_gradients
-from test_streamed import build
+from support.samples.streamed import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

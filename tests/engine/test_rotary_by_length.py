@@ -12,8 +12,8 @@ from support.families import make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
 from support.parallel_training import MODELS, Run, Texts, train_alone, train_together
 from support.processes import run_in_processes
+from support.samples.configurations import BOUND, CONFIGURATIONS
 from support.trainer_harness import LanguageModel, make_trainer
-from test_parallel_training import BOUND, CONFIGURATIONS
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override

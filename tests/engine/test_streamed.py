@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import peft
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from support.families import FAMILIES, make_batch
+from support.families import make_batch
 from support.harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
+from support.samples.streamed import build, frozen_below
 from support.trainer_harness import LanguageModel, fit, plain, shorten_measurements
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.engine import Engine
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention
 from lightning_memo.engine.copies.copy_events import CopyEvent
@@ -38,16 +38,6 @@ from lightning_memo.profiler.memory_meter import PeakMeter
 
 # Farthest from fp64, in units of plain training's distance: every slice rounds each weight gradient again.
 FARTHER = 1.25
-
-
-def build(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    if family == "llama_frozen":
-        return frozen_below(build("llama_gqa"))
-    if family != "llama_lora":
-        return FAMILIES[family].build().train()
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters).train()
 
 
 def assert_as_good(model: nn.Module, batch, actual: Step, plain: Step) -> None:
@@ -128,13 +118,6 @@ def test_a_batch_without_labels_slice_by_slice() -> None:
     with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
         actual = under_test.profile_step(batch)
     assert actual.loss.isnan() and actual.norm() == 0
-
-
-def frozen_below(model: nn.Module) -> nn.Module:
-    for layer in model.model.layers[:2]:
-        layer.requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(False)
-    return model
 
 
 def test_frozen_layers_slice_by_slice() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.draws import draws
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
 from torch import nn
@@ -17,7 +18,7 @@ from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory import slot_memory as memory
 
-SEEDS = 50
+SEEDS = draws(10)
 DELAY_SECONDS = 0.005  # about what the backward of a layer takes
 # A copy begins a whole layer before it is needed: only a longer delay brings out that nobody waits for it.
 LONG_DELAY_SECONDS = 0.2

@@ -18,8 +18,8 @@ from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasu
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.planner import plan_swap
 
 CLUSTER, SHAPE = load_cluster("h100"), load_model("llama_tiny")
@@ -38,7 +38,7 @@ def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
     question = Question(
         shape=SHAPE, cluster=CLUSTER, constants=constants, method="memo", gpus=1, seq_len=tokens, batch_size=1
     )
-    return layer_costs(question, Parallelism())
+    return estimated_layer_costs(question, Parallelism())
 
 
 def measurement(tokens: int, factor: float = 1.0) -> LayerMeasurement:
@@ -84,14 +84,14 @@ def test_whole_steps_keep_the_ratio_of_attentions_forward_and_backward() -> None
 
 def test_peaks_that_are_exceeded_are_refused() -> None:
     slow = replace(CLUSTER, peak_flops=CLUSTER.peak_flops / 10)
-    with pytest.raises(ValueError, match=r"dense_efficiency would have to be 3\.1, above 1: .*cluster\.peak_flops"):
+    with pytest.raises(ValueError, match=r"dense_efficiency would be 3\.1, but cannot exceed 1: .*cluster\.peak_flops"):
         fit([measurement(512), measurement(2048)], slow, TRUE)
     far = replace(CLUSTER, host_bandwidth=1e9)
     with pytest.raises(ValueError, match=r"above cluster\.host_bandwidth=1e\+09"):
         fit([measurement(512)], far, TRUE)
-    with pytest.raises(ValueError, match="nothing is measured"):
+    with pytest.raises(ValueError, match="there are no measurements"):
         fit([], CLUSTER, TRUE)
-    with pytest.raises(ValueError, match=r"8 layer calls, and small 4 layers: give the model that was run"):
+    with pytest.raises(ValueError, match=r"8 layer calls, but small has 4 layers: give the model of the run"):
         LayerMeasurement(origin="run", shape=replace(SHAPE, name="small", layers=4), costs=costs(512))
 
 
@@ -144,7 +144,7 @@ def test_plans_and_benchmarks_of_a_folder_make_constants_that_the_estimate_uses(
     assert json.loads(out)["step_seconds"] != json.loads(run(ask, tmp_path)[1])["step_seconds"]
     status, out, err = run([*ask, f"constants={tmp_path / 'constants.json'}", "cluster=a800"], tmp_path)
     assert (status, out) == (2, "")
-    assert "cluster=h100, not of a800: give cluster=h100, or calibrate with cluster=a800" in err
+    assert "cluster=h100, not for cluster=a800: give cluster=h100, or calibrate with cluster=a800" in err
 
 
 @pytest.mark.parametrize(

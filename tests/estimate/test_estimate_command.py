@@ -12,14 +12,14 @@ from matplotlib.colors import to_hex
 from PIL import Image
 from support.commands import ROOT
 from support.commands import run as run_process
-from test_place_cli import imported
+from support.samples.messages import imported
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_memo.estimate import Question, constants_of, load_cluster, load_model, load_shape, search
 from lightning_memo.estimate.command import main
 from lightning_memo.estimate.inputs.presets import cluster_of, load_preset
-from lightning_memo.estimate.sweep import sweep_pictures as pictures
-from lightning_memo.estimate.sweep.sweep_jobs import SweptEstimate
+from lightning_memo.estimate.sweep import estimate_pictures as pictures
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 from lightning_memo.shapes.hf_config import _FAMILIES, shape_of
 from lightning_memo.utils.units import read_length
 
@@ -102,18 +102,18 @@ def test_what_does_not_fit_is_an_answer(run):
     assert answer["device_bytes"]["total"] > 80 * 2**30
     none = answer_of(run("model=llama3_70b", "gpus=1", "batch_size=1", "seq_len=max", "output=json"))
     assert none["status"] == "oom"
-    assert "No length fits with this parallelism." in none["limits"]
-    assert "The model's state alone takes 1.0 TiB of 71.3 GiB: give more gpus," in none["limits"][-1]
+    assert "No sequence length fits with this parallelism." in none["limits"]
+    assert "The model state alone needs 1.0 TiB, but 71.3 GiB are usable: give more gpus," in none["limits"][-1]
     shown = run("model=llama3_8b", "gpus=8", "seq_len=4M")
-    assert "does not fit: the device and the host are out of memory" in shown[1]
-    assert "TiB of 1.5 TiB usable on a node" in shown[1]
+    assert "does not fit: out of device and host memory" in shown[1]
+    assert "TiB of the 1.5 TiB usable on each node" in shown[1]
 
 
 def test_slices_are_asked_for_and_offered(run):
     asked = ["model=llama3_2_1b", "gpus=1", "batch_size=1", "seq_len=1M", "precision=bf16-true", "output=json"]
     whole = answer_of(run(*asked))
     assert (whole["status"], whole["slices"]) == ("oom", None)
-    assert whole["limits"][-1].startswith("It fits with slice_tokens=262144 host_backed=attention: ")
+    assert whole["limits"][-1].startswith("The sequence fits with slice_tokens=262144 host_backed=attention: ")
     sliced = answer_of(run(*asked, "slice_tokens=32K", "host_backed=all"))
     assert sliced["status"] == "ok"
     assert sliced["slices"] == {"tokens": 32 * 1024, "host_backed": "all", "schedule": "layer"}
@@ -124,7 +124,7 @@ def test_max_finds_the_longest(run):
     answer = answer_of(run(*settings, "seq_len=max"))
     tokens = answer["seq_len"]
     assert answer["status"] == "ok" and tokens % 16384 == 0
-    assert f"Up to {tokens:,} tokens of a sequence fit with this parallelism." in answer["limits"]
+    assert f"Sequences of up to {tokens:,} tokens fit with this parallelism." in answer["limits"]
     assert answer_of(run(*settings, f"seq_len={tokens + 16384}"))["status"] != "ok"
 
 
@@ -144,7 +144,7 @@ def test_the_table_tells_all(run):
     assert (status, err) == (0, "")
     for word in (
         "gpt_7b, 6.65 B", "8 x NVIDIA A800-SXM4-80GB, 1 node", "262,144 tokens", "fits", "MFU", "HFU", "optimizer",
-        "rounding buffers", "Alternatives", "% slower", "more", "Up to", "Constants: ",
+        "rounding buffers", "Alternatives", "% slower", "more", "Sequences of up to", "Speed constants: ",
     ):  # fmt: skip
         assert word in out
     assert out.count("% slower") <= 2
@@ -199,7 +199,7 @@ def swept(method, tokens, cluster="h100", gpus=8):
     )  # fmt: skip
     overrides = [f"method={method}", f"seq_len={tokens}", f"cluster={cluster}"]
     best = search(question, {"pp": 1}).best.to_dict()
-    return SweptEstimate(overrides=overrides, longest=False, answer=best, device_room_bytes=70 * 2**30)
+    return JobEstimate(overrides=overrides, longest=False, answer=best, device_budget_bytes=70 * 2**30)
 
 
 def colors(figure, kind):
@@ -218,7 +218,7 @@ def test_kinds_of_bytes_and_methods_have_their_colors_in_every_picture(tmp_path,
     methods = ["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
     jobs = {method: [swept(method, tokens) for tokens in (4096, 2**17, 2**20)] for method in methods}
     for group in (methods, methods[::-1], ["plain", "megatron"], ["fpdt"]):
-        pictures.draw_sweep([job for method in group for job in jobs[method]], tmp_path)
+        pictures.draw_estimates([job for method in group for job in jobs[method]], tmp_path)
     bars = [colors(figure, "bars") for figure in figures[::2]]
     kinds = {
         kind for each in jobs.values() for job in each for kind, size in job.answer["device_bytes"].items() if size
@@ -287,7 +287,10 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["alpha=0.5", "method=full_swap"], ["alpha=0.5", "full_swap"]),
         (["slice_tokens=0"], ["slice_tokens=0", "or auto"]),
         (["slice_tokens=64K", "method=megatron"], ["slice_tokens=64K", "method=memo"]),
-        (["slice_tokens=64K", "gpus=1", "cluster=a800", "batch_size=1"], ["slice_tokens is estimated for", "a800"]),
+        (
+            ["slice_tokens=64K", "gpus=1", "cluster=a800", "batch_size=1"],
+            ["slice_tokens is estimated", "a800"],
+        ),
         (["slice_tokens=64K", "host_backed=some"], ["host_backed='some'", "attention"]),
         (["slice_tokens=64K", "host_backed=none"], ["host_backed=none", "leave slice_tokens"]),
         (["slice_tokens=64K", "schedule=nest"], ["schedule='nest'", "slice"]),
@@ -295,8 +298,8 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["host_backed=all"], ["host_backed=all", "slice_tokens=64K"]),
         (["schedule=slice"], ["schedule=slice", "slice_tokens=64K"]),
         (["spill_memory=much"], ["spill_memory", "'much'"]),
-        (["spill_memory=1TiB"], ["cluster.disk_write_bandwidth", "like 4GB"]),
-        (["spill_memory=1TiB", "slice_tokens=64K"], ["whole layers"]),
+        (["spill_memory=1TiB"], ["cluster.disk_write_bandwidth", "example 4GB"]),
+        (["spill_memory=1TiB", "slice_tokens=64K"], ["whole sequences"]),
         (["spill_memory=1TiB", "method=plain"], ["method=memo"]),
         (["cluster.disk_read_bandwidth=0"], ["cluster", "disk_read_bandwidth"]),
         (["parallel.tp=3"], ["parallel.tp=3", "gpus=8", "1, 2, 4 or 8"]),
@@ -459,9 +462,9 @@ def test_the_clusters_that_are_promised_are_there():
 
 
 def test_presets_are_listed_where_a_name_is_unknown():
-    with pytest.raises(ValueError, match=r"cluster='x' is not there: give .*a800.*h100"):
+    with pytest.raises(ValueError, match=r"cluster='x' does not exist: give .*a800.*h100"):
         load_cluster("x")
-    with pytest.raises(ValueError, match=r"model='default' is not there: give .*llama3_8b"):
+    with pytest.raises(ValueError, match=r"model='default' does not exist: give .*llama3_8b"):
         load_model("default")
 
 

@@ -16,9 +16,9 @@ import paper_cells
 import paper_runs
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.question import Estimate
-from lightning_memo.estimate.search import longest
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.parallelism_search import longest
+from lightning_memo.estimate.request.question import Estimate
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
 
@@ -95,7 +95,9 @@ def test_alpha_follows_the_rule(model: str) -> None:
         for alphas, parallel in zip(by_parallelism, (best(model, seq_k).parallel, ring), strict=True):
             alpha = estimate(question, parallel).alpha
             assert alpha is not None
-            assert alpha <= solve_alpha(layer_costs(question, parallel), budget(question, parallel)).alpha
+            assert (
+                alpha <= solve_alpha(estimated_layer_costs(question, parallel), device_budget(question, parallel)).alpha
+            )
             alphas.append(alpha)
     for alphas in by_parallelism:
         assert alphas[:2] == [0.0, 0.0]

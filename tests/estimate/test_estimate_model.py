@@ -10,10 +10,10 @@ import pytest
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.activation_shares import format_alpha
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha
@@ -36,7 +36,7 @@ def ask(**changes: object) -> Question:
 
 def test_alpha_is_that_of_the_program_that_training_solves() -> None:
     question = ask(seq_len=512 * 1024)
-    solution = solve_alpha(layer_costs(question, RING), budget(question, RING))
+    solution = solve_alpha(estimated_layer_costs(question, RING), device_budget(question, RING))
     assert 0.3 < solution.alpha < 0.6
     assert estimate(question, RING).alpha == pytest.approx(solution.alpha, abs=1e-5)
 
@@ -88,7 +88,7 @@ def test_recomputing_counts_in_hfu_only() -> None:
         ({"method": "memo", "alpha": 0.0}, (0, 100, 0), "inputs and attention outputs are swapped"),
         ({"method": "memo", "seq_len": 2**12}, (0, 0, 100), ""),
         ({"method": "full_swap"}, (100, 0, 0), "inputs and attention outputs are swapped"),
-        ({"method": "full_recompute"}, (0, 100, 0), "inputs are kept"),
+        ({"method": "full_recompute"}, (0, 100, 0), "inputs are kept on the device"),
         ({"method": "fpdt"}, (0, 100, 0), "inputs are swapped"),
         ({"method": "plain"}, (0, 0, 100), ""),
         ({"method": "memo", "seq_len": 2**23}, (0, 100, 0), "inputs and attention outputs are swapped"),
@@ -99,10 +99,10 @@ def test_what_happens_to_activations_is_the_first_that_is_told(
 ) -> None:
     swapped, recomputed, kept = shares
     expected = (
-        f"Of the tokens' activations {swapped} % are swapped, {recomputed} % recomputed, {kept} % kept on the device"
+        f"{swapped} % of tokens have their activations swapped, {recomputed} % recomputed, {kept} % kept on the device."
     )
     answer = estimate(ask(**{"seq_len": 2**15, **changes}), Parallelism(cp=8, zero_stage=3))
-    assert answer.limits[0] == expected + (f"; layer {beside} for all tokens." if beside else ".")
+    assert answer.limits[0] == expected + (f" Layer {beside} for every token." if beside else "")
     assert (format_alpha(answer.alpha, answer.device_bytes) == "kept") == (kept == 100 and answer.alpha is not None)
 
 
@@ -118,7 +118,7 @@ def test_each_stage_of_zero_takes_less(stage: int) -> None:
 def test_out_of_memory_on_the_device_and_on_the_host() -> None:
     recompute = estimate(ask(method="full_recompute", seq_len=2**22), RING)
     assert (recompute.status, recompute.step_seconds, recompute.mfu) == ("oom", None, None)
-    assert "The device would hold" in recompute.limits[1]
+    assert "of device memory are needed" in recompute.limits[1]
     swap = estimate(ask(method="full_swap", seq_len=2**19), RING)
     assert (swap.status, swap.alpha) == ("oohm", 1.0)
     assert swap.host_bytes > ask().cluster.host_bytes * ask().constants.host_share
@@ -176,18 +176,18 @@ def test_memory_is_reorganised_where_the_loss_and_a_layer_do_not_fit_side_by_sid
             estimate(replace(published, seq_len=seq_len, method=method), RING)
             for method in ("megatron", "full_recompute")
         )
-        assert any("reorganisation" in limit for limit in megatron.limits) == reorganises
+        assert any("reorganization" in limit for limit in megatron.limits) == reorganises
         assert megatron.step_seconds is not None and planned.step_seconds is not None
         assert (megatron.step_seconds > 1.5 * planned.step_seconds) == reorganises
     elsewhere = estimate(ask(method="megatron", seq_len=2**17), RING)
-    assert not any("reorganisation" in limit for limit in elsewhere.limits)
+    assert not any("reorganization" in limit for limit in elsewhere.limits)
 
 
 def test_one_device_has_its_link_to_itself() -> None:
     cluster = replace(load_cluster("h100"), host_bandwidth=60e9, host_bandwidth_shared=20e9, devices_per_node=8)
     assert [cluster.host_bandwidth_of(devices) for devices in (1, 2, 4, 8)] == [60e9, 60e9, 40e9, 20e9]
     asked = [(ask(cluster=cluster, gpus=gpus), Parallelism(cp=gpus)) for gpus in (1, 8, 16)]
-    rates = [layer_costs(*each).offload_bytes_per_second for each in asked]
+    rates = [estimated_layer_costs(*each).offload_bytes_per_second for each in asked]
     assert rates == pytest.approx([rate * ask().constants.host_efficiency for rate in (60e9, 20e9, 20e9)])
 
 
@@ -211,7 +211,7 @@ def test_layers_of_hugging_face_keep_more_than_fused_ones() -> None:
         "qwen3",
     )
     own, published = ask(shape=shape), ask(shape=shape, constants=constants_of("a800"))
-    others = [layer_costs(q, RING).other_bytes[0] for q in (own, published, replace(own, method="megatron"))]
+    others = [estimated_layer_costs(q, RING).other_bytes[0] for q in (own, published, replace(own, method="megatron"))]
     assert others[0] > 1.3 * others[1]
     assert others[1] == others[2]
 
@@ -243,13 +243,13 @@ def test_a_window_makes_attention_cheaper() -> None:
         ({}, Parallelism(tp=2), "is 2 devices, but gpus=8"),
         ({"gpus": 3}, Parallelism(cp=3), "3 does not divide the sequence, 262144"),
         ({"alpha": 1.5}, RING, "alpha=1.5 must be from 0 to 1"),
-        ({"alpha": 0.5, "method": "megatron"}, RING, "alpha=0.5 has no meaning with method=megatron"),
+        ({"alpha": 0.5, "method": "megatron"}, RING, "alpha=0.5 has no effect with method=megatron"),
         ({"method": "fpdt"}, RING, "fpdt has neither tensor nor pipeline parallelism"),
-        ({"method": "megatron"}, replace(RING, zero_stage=2), "zero_stage=2 is not what Megatron-LM has"),
+        ({"method": "megatron"}, replace(RING, zero_stage=2), "zero_stage=2: Megatron-LM supports stage 1 only"),
         (
             {"method": "deepspeed_ulysses", "gpus": 16, "shape": load_model("gpt_13b")},
             Parallelism(cp=16),
-            "16 does not divide the heads, 40",
+            "cp=16 does not divide the 40 heads",
         ),
     ],
 )
@@ -288,4 +288,4 @@ def test_a_precision_is_this_projects_own() -> None:
     megatron = [estimate(replace(h100, method="megatron", precision=p), RING) for p in ("bf16-mixed", "32-true")]
     assert megatron[0].step_seconds == megatron[1].step_seconds
     assert not any("32-true" in limit for limit in megatron[0].limits)
-    assert any("32-true changes nothing" in limit for limit in megatron[1].limits)
+    assert any("precision=32-true has no effect" in limit for limit in megatron[1].limits)

@@ -19,7 +19,7 @@ from lightning_memo.estimate import (
     longest_with,
     search,
 )
-from lightning_memo.estimate.question.candidates import candidates
+from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms
 from lightning_memo.estimate.why_slower import step_parts
 
 K = 1024
@@ -41,7 +41,7 @@ def sizes(answer):
 
 def test_candidates_are_all_products_that_divide():
     question = ask(gpus=8)
-    found = candidates(question, {"pp": 1})
+    found = candidate_parallelisms(question, {"pp": 1})
     expected = {
         (tp, cp, 8 // tp // cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8
     }  # 8 heads of keys and values, and a batch of 16: nothing is in the way
@@ -53,7 +53,7 @@ def test_candidates_are_all_products_that_divide():
 
 def test_candidates_divide_heads_layers_sequence_and_batch():
     odd = ask(gpus=24, cluster="gh200", batch_size=6, seq_len=3 * K)
-    found = candidates(odd, {})
+    found = candidate_parallelisms(odd, {})
     assert {p.tp for p in found} == {1, 2, 4, 8}  # 3 does not divide the heads
     assert {p.cp for p in found} >= {1, 2, 3, 6}
     assert {p.dp for p in found} == {1, 2, 3, 6}
@@ -61,19 +61,19 @@ def test_candidates_divide_heads_layers_sequence_and_batch():
 
 
 def test_forced_sizes_are_kept():
-    found = candidates(ask(), {"tp": 2, "cp": 2, "zero_stage": 1, "pp": 1})
+    found = candidate_parallelisms(ask(), {"tp": 2, "cp": 2, "zero_stage": 1, "pp": 1})
     assert found == [Parallelism(tp=2, cp=2, dp=2, zero_stage=1)]
 
 
 @pytest.mark.parametrize("method", ["deepspeed_ulysses", "fpdt"])
 def test_methods_without_tensor_parallelism_get_none(method):
-    found = candidates(ask(gpus=64, method=method), {})
+    found = candidate_parallelisms(ask(gpus=64, method=method), {})
     assert found
     assert all(p.tp == 1 and p.pp == 1 and p.cp <= 32 for p in found)  # 32 heads
 
 
 def test_megatron_shards_the_optimizer_at_most():
-    assert {p.zero_stage for p in candidates(ask(method="megatron"), {})} == {0, 1}
+    assert {p.zero_stage for p in candidate_parallelisms(ask(method="megatron"), {})} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -95,31 +95,32 @@ def test_megatron_shards_the_optimizer_at_most():
         (
             {"seq_len": 1001},
             {"cp": 8},
-            "gpus=8, parallel.cp=8: there is no such parallelism (8 does not divide the sequence, 1001): "
+            "gpus=8, parallel.cp=8: no such parallelism is possible (8 does not divide the sequence, 1001): "
             "give parallel.cp=1, or seq_len=1000 or 1008",
         ),
         (
             {"batch_size": 3, "seq_len": 3 * K},
             {"dp": 2},
-            "gpus=8, parallel.dp=2: there is no such parallelism (2 does not divide the batch, 3): "
+            "gpus=8, parallel.dp=2: no such parallelism is possible (2 does not divide the batch, 3): "
             "give parallel.dp=1, or batch_size=2 or 4",
         ),
         (
             {"gpus": 64},
             {"tp": 64, "pp": 1},
-            "gpus=64, parallel.tp=64: there is no such parallelism (64 does not divide the heads, 32): "
+            "gpus=64, parallel.tp=64: no such parallelism is possible (64 does not divide the heads, 32): "
             "give parallel.tp=1, 2, 4 or 8",
         ),
         (
             {"method": "fpdt"},
             {"tp": 2},
-            "gpus=8, parallel.tp=2: there is no such parallelism (fpdt has neither tensor nor pipeline parallelism: "
+            "gpus=8, parallel.tp=2: no such parallelism is possible (fpdt has neither tensor nor pipeline parallelism: "
             "tp and pp must be 1): give parallel.tp=1",
         ),
         (
             {"gpus": 24},
             {"pp": 1},
-            "gpus=24: there is no such parallelism (3 does not divide the batch, 16; 3 does not divide the sequence, "
+            "gpus=24: no such parallelism is possible (3 does not divide the batch, 16; 3 does not "
+            "divide the sequence, "
             "131072; 3 does not divide the heads, 32): "
             "give gpus=16 or 32, or batch_size=15 or 18, or seq_len=131064 or 131088",
         ),
@@ -139,21 +140,21 @@ def test_no_parallelism_is_told_with_what_would_do(changes, forced, told):
     ],
 )
 def test_what_would_do_does(changes, forced):
-    assert candidates(ask(**changes), forced)
+    assert candidate_parallelisms(ask(**changes), forced)
 
 
 def test_parallelisms_that_the_length_rules_out_are_told():
     prime = search(ask(seq_len=100_003), {"pp": 1})
     assert sizes(prime.best) == (1, 1, 8, 1) and not prime.alternatives
-    (told,) = [limit for limit in prime.best.limits if limit.startswith("Left out")]
+    (told,) = [limit for limit in prime.best.limits if limit.startswith("Not considered")]
     assert told == (
-        "Left out: parallelisms whose TP x CP is 2, 4 or 8, which does not divide 100,003 tokens; "
-        "100,000 or 100,008 tokens would do."
+        "Not considered: parallelisms with TP x CP = 2, 4 or 8, which does not divide 100,003 tokens. "
+        "They are possible with 100,000 or 100,008 tokens."
     )
     for tokens in (100_000, 100_008):
         ranking = search(ask(seq_len=tokens), {"pp": 1})
         assert len(ranking.alternatives) == 9
-        assert not any("Left out" in limit for limit in ranking.best.limits)
+        assert not any("Not considered" in limit for limit in ranking.best.limits)
 
 
 # ---- ranking
@@ -162,7 +163,7 @@ def test_parallelisms_that_the_length_rules_out_are_told():
 def test_the_best_is_the_fastest_of_those_that_fit():
     question = ask()
     ranking = search(question, {"pp": 1})
-    every = [estimate(question, p) for p in candidates(question, {"pp": 1})]
+    every = [estimate(question, p) for p in candidate_parallelisms(question, {"pp": 1})]
     fitting = [answer for answer in every if answer.status == "ok"]
     fastest = min(answer.step_seconds for answer in fitting)
     assert ranking.best.status == "ok"
@@ -228,7 +229,7 @@ def test_what_does_not_fit_names_the_largest_kind():
 
 def test_a_host_that_is_full_is_told():
     told = reasons(search(ask(seq_len=1024 * K), {"pp": 1}))
-    assert any(reason.startswith("host: ") and "GiB of a node" in reason for reason in told.values())
+    assert any(reason.startswith("host: ") and "GiB per node" in reason for reason in told.values())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_lengths_are_multiples_of_what_divides_them():
 def test_the_longest_is_that_of_the_best_parallelism(method):
     question = ask(method=method)
     tokens = longest(question, {"pp": 1}, 64 * K)
-    each = [longest_with(question, p, 64 * K) or 0 for p in candidates(question, {"pp": 1})]
+    each = [longest_with(question, p, 64 * K) or 0 for p in candidate_parallelisms(question, {"pp": 1})]
     assert tokens == max(each)
     assert search(replace(question, seq_len=tokens), {"pp": 1}).best.status == "ok"
     assert search(replace(question, seq_len=tokens + 64 * K), {"pp": 1}).best.status != "ok"

@@ -24,9 +24,9 @@ from lightning_memo.estimate import (
     search,
 )
 from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of
-from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.estimate.step.streamed_times import tokens_read
-from lightning_memo.estimate.suggest_slices import offer, offer_sentence
+from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.models import CausalLM
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha
@@ -100,7 +100,7 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
         shape=shape, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices,
     )  # fmt: skip
-    sizes, measured, told = bytes_of(precision, 1), trained.costs, layer_costs(question, Parallelism())
+    sizes, measured, told = bytes_of(precision, 1), trained.costs, estimated_layer_costs(question, Parallelism())
     for name in ("input_bytes", "attention_bytes", "other_bytes"):
         assert getattr(told, name) == getattr(measured, name), name
     swap = trained.swap
@@ -148,8 +148,8 @@ def test_keys_and_values_are_waited_for_where_slices_are_short_or_the_link_slow(
     fast = ask(256 * K)
     slow = replace(fast, cluster=replace(fast.cluster, host_bandwidth=1e10))
     for question, tokens, waits in ((fast, 32 * K, False), (slow, 128 * K, False), (slow, 4 * K, True)):
-        whole = layer_costs(replace(question, seq_len=256 * K), Parallelism())
-        sliced = layer_costs(replace(question, slices=Slices(tokens=tokens)), Parallelism())
+        whole = estimated_layer_costs(replace(question, seq_len=256 * K), Parallelism())
+        sliced = estimated_layer_costs(replace(question, slices=Slices(tokens=tokens)), Parallelism())
         pairs = ((each.forward_seconds[0], each.backward_seconds[0]) for each in (sliced, whole))
         slower = [seconds / least for seconds, least in zip(*pairs, strict=True)]
         assert min(slower) >= 1.0
@@ -159,7 +159,7 @@ def test_keys_and_values_are_waited_for_where_slices_are_short_or_the_link_slow(
 def test_gradients_on_the_host_are_more_to_read() -> None:
     slow = ask(256 * K, cluster=replace(load_cluster("h100"), host_bandwidth=1e10))
     seconds = [
-        layer_costs(replace(slow, slices=replace(slices, tokens=4 * K)), Parallelism()).backward_seconds[0]
+        estimated_layer_costs(replace(slow, slices=replace(slices, tokens=4 * K)), Parallelism()).backward_seconds[0]
         for slices in (ATTENTION, ALL)
     ]
     assert seconds[1] > 2 * seconds[0]
@@ -191,19 +191,21 @@ def test_longer_sequences_fit_in_slices() -> None:
 def test_slices_are_offered_where_swapping_is_not_enough() -> None:
     question = ask(K * K)
     assert search(question).best.status == "oom"
-    answer = offer(question, {"pp": 1})
+    answer = suggest_slices(question, {"pp": 1})
     assert answer is not None and answer.status == "ok" and answer.slices is not None
     asked = search(replace(question, slices=answer.slices)).best
     assert asked == answer
     larger = replace(answer.slices, tokens=2 * answer.slices.tokens)
     assert search(replace(question, slices=larger)).best.status != "ok"
-    assert str(answer.slices) in offer_sentence(answer)
+    assert str(answer.slices) in suggestion_sentence(answer)
 
 
 def test_nothing_is_offered_where_slices_do_not_help() -> None:
-    assert offer(ask(K * K, model="llama3_8b", precision="bf16-mixed"), {}) is None  # its state alone is too much
-    assert offer(ask(K * K, cluster=replace(load_cluster("h100"), host_bytes=2**30)), {}) is None
-    assert offer(ask(K * K, model="qwen3_8b"), {}) is None  # layers whose buffers are not known
+    assert (
+        suggest_slices(ask(K * K, model="llama3_8b", precision="bf16-mixed"), {}) is None
+    )  # its state alone is too much
+    assert suggest_slices(ask(K * K, cluster=replace(load_cluster("h100"), host_bytes=2**30)), {}) is None
+    assert suggest_slices(ask(K * K, model="qwen3_8b"), {}) is None  # layers whose buffers are not known
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_nothing_is_offered_where_slices_do_not_help() -> None:
         ({"gpus": 2}, Parallelism(tp=2), "tp, cp and pp must be 1"),
         ({"gpus": 2, "batch_size": 2, "slices": BY_SLICE}, Parallelism(dp=2), "for one GPU"),
         ({"slices": BY_SLICE, "precision": "bf16-mixed"}, Parallelism(), "not estimated for precision=bf16-mixed"),
-        ({"shape": load_model("qwen3_8b")}, Parallelism(), "layers of Llama"),
+        ({"shape": load_model("qwen3_8b")}, Parallelism(), "Llama layers"),
         ({"method": "full_swap"}, Parallelism(), "method=memo"),
     ],
 )

@@ -12,9 +12,9 @@ from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES
+from lightning_memo.artifacts.spill_layout import BLOCK_BYTES
 from lightning_memo.estimate import Parallelism, Question, constants_of, estimate, load_cluster, load_model
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.models import CausalLM
 
 K, GB = 1024, 10**9
@@ -78,7 +78,7 @@ def test_a_disk_is_used_where_the_host_is_full_and_only_as_fast_as_it_is() -> No
     alphas = [without.alpha, *(answers[speed].alpha for speed in (8.0, 80.0))]
     assert alphas == sorted(alphas) and alphas[0] < alphas[-1]
     assert answers[80.0].step_seconds <= without.step_seconds
-    room = budget(ask(), Parallelism())
+    room = device_budget(ask(), Parallelism())
     assert all(answer.host_bytes <= room.host_bytes for answer in answers.values())
 
 
@@ -100,8 +100,8 @@ def test_a_disk_that_is_too_slow_is_waited_for() -> None:
 def test_devices_of_a_node_share_its_disk() -> None:
     one, eight = ask(), ask(gpus=8, batch_size=8)
     parallel = Parallelism(dp=8, zero_stage=1)
-    assert budget(eight, parallel).spill_bytes == budget(one, Parallelism()).spill_bytes // 8
-    costs, shared = layer_costs(one, Parallelism()), layer_costs(eight, parallel)
+    assert device_budget(eight, parallel).spill_bytes == device_budget(one, Parallelism()).spill_bytes // 8
+    costs, shared = estimated_layer_costs(one, Parallelism()), estimated_layer_costs(eight, parallel)
     assert shared.spill_write_bytes_per_second == costs.spill_write_bytes_per_second / 8
     assert shared.spill_read_bytes_per_second == costs.spill_read_bytes_per_second / 8
     answer = estimate(replace(eight, cluster=replace(eight.cluster, host_bytes=2**38)), parallel)

@@ -12,6 +12,7 @@ import transformers
 from omegaconf import OmegaConf
 from support.harness import EngineUnderTest
 from support.trainer_harness import batches, make_trainer
+from support.training_bytes import slot_bytes_by_alpha, step_bytes
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
@@ -23,10 +24,9 @@ from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of, 
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
 from lightning_memo.estimate.memory.activations import LayerActivations, layer_activations, saved_tensors
 from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
-from lightning_memo.estimate.question.question import Question
-from lightning_memo.estimate.step.planner_inputs import layer_costs
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
-from lightning_memo.estimate.training_bytes import slot_bytes_by_alpha, step_bytes
 from lightning_memo.models import CausalLM
 from lightning_memo.planner import plan_swap
 from lightning_memo.shapes.adapters import adapters_of
@@ -137,7 +137,7 @@ def test_the_lower_bound_is_the_largest_load() -> None:
 
 
 def test_other_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"small has no layers of Llama"):
+    with pytest.raises(ValueError, match=r"small has no Llama layers"):
         step_bytes(replace(SHAPE, kernels="qwen3"), sizes=FP32, tokens=16)
 
 
@@ -222,7 +222,7 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Pre
         shape=DEMO, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=DEMO_TOKENS, batch_size=1, precision=precision, alpha=trained.swap.alpha,
     )  # fmt: skip
-    told, measured = layer_costs(question, Parallelism()), trained.costs
+    told, measured = estimated_layer_costs(question, Parallelism()), trained.costs
     for name in ("input_bytes", "attention_bytes", "other_bytes"):
         assert getattr(told, name) == getattr(measured, name), name
     assert told.fixed_device_bytes == pytest.approx(measured.fixed_device_bytes, rel=1e-3)

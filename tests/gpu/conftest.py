@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_memo.kernels.select_kernel import check_available
+
 HERE = Path(__file__).parent
 
 
@@ -21,3 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=["sdpa", "cudnn", "flash_attn", "transformer_engine"])
+def choice(request) -> str:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash attention needs compute capability 8.0")
+    try:
+        check_available(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return request.param

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
+from support.kernels.attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
@@ -14,7 +14,6 @@ from lightning_memo.kernels.attention_kernel import repeat_heads
 from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.flash_attention import AtenFlash
 from lightning_memo.kernels.replayed_sdpa import Replay
-from lightning_memo.kernels.select_kernel import check_available
 
 TOKENS = 200  # no multiple of a kernel's block
 # Output and gradients are rounded to 8 or 11 bits, the weights between them too.
@@ -29,17 +28,6 @@ SPECS = {
     "full lengths": AttentionSpec(causal=False, lengths=(90, TOKENS)),
     "window lengths": AttentionSpec(window=70, lengths=(TOKENS, 30)),
 }
-
-
-@pytest.fixture(params=["sdpa", "cudnn", "flash_attn", "transformer_engine"])
-def choice(request) -> str:
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("flash attention needs compute capability 8.0")
-    try:
-        check_available(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    return request.param
 
 
 def assert_accurate(found: Attended, expected: Attended, dtype: torch.dtype) -> None:

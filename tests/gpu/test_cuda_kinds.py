@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from test_cuda_engine import FARTHER, TOKENS, distance, gradients, make_batch, make_model
+from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.artifacts.storage_costs import Place
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.attention_reference import Attended, Inputs, attend
-from test_cuda_kernels import choice  # noqa: F401  (a fixture)
+from support.kernels.attention_reference import Attended, Inputs, attend
 
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
@@ -40,7 +39,7 @@ def assert_alike(found: Attended, expected: Attended) -> None:
 
 
 @pytest.mark.parametrize("key_heads", [8, 32])
-def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.device) -> None:  # noqa: F811
+def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.device) -> None:
     """The last batch row has the results that it has alone."""
     need(60 * GIB)
     batch, tokens = 130, 4096
@@ -51,7 +50,7 @@ def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.devic
     assert_alike(Attended(*(t[-1:] for t in found)), attend(select_backend(*last[:3], spec, choice), last, spec))
 
 
-def test_attention_of_many_tokens(choice: str, device: torch.device) -> None:  # noqa: F811
+def test_attention_of_many_tokens(choice: str, device: torch.device) -> None:
     """With a window, queries at the end of a long sequence have the results of a short sequence."""
     need(60 * GIB)
     tokens, window = 2**31 // (HEADS * HEAD) + 4096, 256

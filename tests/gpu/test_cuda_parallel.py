@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from test_cuda_engine import Batch, make_batch, make_model
+from support.samples.cuda import Batch, make_batch, make_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 

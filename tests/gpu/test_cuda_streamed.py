@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from support.harness import EngineUnderTest, Step, loss_and_gradients
-from test_cuda_engine import FARTHER, MIB, make_batch, make_model
+from support.samples.cuda import FARTHER, MIB, make_batch, make_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.engine import TestMode
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 

@@ -19,8 +19,8 @@ from lightning.pytorch import LightningModule
 from support.harness import EngineUnderTest, assert_close, assert_equal, loss_and_gradients
 from support.parallel_training import whole
 from support.processes import run_in_processes
+from support.samples.storage_kinds import TOKENS, ByKind, everything
 from support.trainer_harness import LanguageModel, Sequences, fit
-from test_storage_kinds import TOKENS, ByKind, everything
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -42,7 +42,7 @@ SIZES = {
 
 @pytest.fixture
 def interpreter():
-    from support.liger_interpreter import interpreted
+    from support.kernels.liger_interpreter import interpreted
 
     with interpreted():
         yield
@@ -141,7 +141,7 @@ def test_ligers_own_loss_is_left_in_force_and_told(interpreter, caplog):
 
 def _train_on_this_rank(settings: dict[str, Any], fused_loss: bool) -> tuple[str, list[float], dict[str, torch.Tensor]]:
     """Train on this process's part of two sequences; returns the refusals, the losses and the weights."""
-    from support.liger_interpreter import interpreted
+    from support.kernels.liger_interpreter import interpreted
 
     with interpreted():
         module = LanguageModel(lambda: build(fused_loss=fused_loss))

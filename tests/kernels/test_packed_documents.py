@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention_reference import Attended, Inputs, assert_close, attend, make_inputs, reference, visible
-from test_kernels import CpuBanded
+from support.kernels.attention_reference import Attended, Inputs, assert_close, attend, make_inputs, reference, visible
+from support.kernels.flash_attention import CpuBanded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

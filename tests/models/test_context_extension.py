@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from support.samples.models import SAVED, TINY
 from support.trainer_harness import make_trainer
-from test_models import TINY
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_memo.models import CausalLM, ModelConfig, build_model, load_hf_config
 
-SAVED = TINY | {"max_position_embeddings": 32}
 GEMMA = TINY | {"model_type": "gemma3_text", "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 

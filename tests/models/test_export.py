@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import HalfPrecision
 from peft import AutoPeftModelForCausalLM, PeftModel
 from support.processes import run_in_processes
-from test_distributed_checkpoint import checkpoint_of, shard
+from support.samples.checkpoints import checkpoint_of, shard
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh

@@ -3,22 +3,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import OmegaConf
+from support.samples.models import TINY
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.models import CausalLM, ModelConfig, build_model, check_vocabulary, load_hf_config
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 IDS = torch.arange(48).remainder(11).reshape(2, 24)
 BATCH = {"input_ids": IDS, "labels": IDS}
 
@@ -89,7 +80,7 @@ def test_unknown_lora_settings_are_refused_with_those_that_there_are():
 
 
 def test_lora_without_peft_is_explained(monkeypatch):
-    monkeypatch.setattr("lightning_memo.models.build_model._PEFT", False)
+    monkeypatch.setattr("lightning_memo.models.model_builder._PEFT", False)
     with pytest.raises(ValueError, match=r"model.lora.r=2: LoRA needs peft; pip install"):
         build_model(ModelConfig(config=TINY, lora={"r": 2}))
 

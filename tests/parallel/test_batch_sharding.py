@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 from transformers import BatchEncoding
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
-from lightning_memo.parallel.batches.divide_loader import SplitLoader, seed_workers, split_iterable
+from lightning_memo.parallel.batches.divide_loader import SplitLoader, seeding_rank, split_iterable
 from lightning_memo.parallel.batches.token_layout import multiple
 
 VOCABULARY = 13
@@ -570,11 +571,16 @@ def test_workers_are_seeded_by_the_data_they_share(monkeypatch):
     def seeds(loader):
         return None if loader.worker_init_fn is None else loader.worker_init_fn.keywords["rank"]
 
-    assert seeds(split_iterable(DataLoader(Stream(8)), 1, 2)) is None
+    def seeded(dataset, rank, count):
+        loader = DataLoader(dataset)
+        seed_workers(loader, seeding_rank(loader, rank, count))
+        return loader
+
+    assert seeds(seeded(Stream(8), 1, 2)) is None
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    assert seeds(split_iterable(DataLoader(Stream(8)), 1, 2)) == 0
-    loader = DataLoader(TensorDataset(torch.ones(4)))
-    seed_workers(loader, 3)
+    assert seeds(seeded(Stream(8), 1, 2)) == 0
+    assert seeds(seeded(Stream(8), 1, 1)) == 1
+    loader = seeded(TensorDataset(torch.ones(4)), 3, 4)
     assert seeds(loader) == 3
     seed_workers(loader, 4)
     assert seeds(loader) == 3, "what is set stays"

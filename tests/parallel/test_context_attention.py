@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.attention_reference import Inputs, attention, make_inputs, visible
+from support.kernels.attention_reference import Inputs, attention, make_inputs, visible
 from support.processes import run_in_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +19,8 @@ from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.parallel.batches.token_layout import TokenLayout, zigzag
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
-from lightning_memo.parallel.context.ring import plan
-from lightning_memo.parallel.sizes import choose_ulysses
+from lightning_memo.parallel.context.ring_attention import kernel_calls
+from lightning_memo.parallel.parallel_sizes import choose_ulysses
 
 OUT_BOUND = 1e-6
 GRADIENT_BOUND = 5e-6
@@ -279,14 +279,14 @@ def test_two_messages_each_way_with_as_few_copies_of_keys_as_serve(heads, key_he
 def calls(spec: AttentionSpec, ring: int = 4, tokens: int = 64) -> list[list[int]]:
     """Kernel calls by rank and source."""
     chunks = [list(zigzag(range(tokens), ring, rank)) for rank in range(ring)]
-    return [[len(plan(spec, queries, keys)) for keys in chunks] for queries in chunks]
+    return [[len(kernel_calls(spec, queries, keys)) for keys in chunks] for queries in chunks]
 
 
 def test_a_plain_step_is_one_kernel_call_of_even_work():
     assert calls(AttentionSpec()) == calls(AttentionSpec(causal=False)) == [[1] * 4] * 4
     chunks = [list(zigzag(range(64), 4, rank)) for rank in range(4)]
     for queries in chunks:
-        others = [plan(AttentionSpec(), queries, keys)[0] for keys in chunks if keys is not queries]
+        others = [kernel_calls(AttentionSpec(), queries, keys)[0] for keys in chunks if keys is not queries]
         work = {(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in others}
         assert work == {16 * 8}
         assert not any(b.spec.causal for b in others)

@@ -20,25 +20,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.consolidate_checkpoint import _load_distributed_checkpoint
 from support.processes import Group, ProcessError, run_in_processes
-from torch.distributed._composable.replicate_with_fsdp import replicate
+from support.samples.checkpoints import STEPS, checkpoint_of, shard
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_memo.parallel.agree import on_every_rank, on_first_rank
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
-    find_checkpoint,
+    existing_checkpoint,
     load_sharded,
-    model_state,
     optimizer_state,
     remove_checkpoint,
     save_sharded,
+    sharded_model_state,
 )
+from lightning_memo.parallel.run_on_ranks import on_every_rank, on_first_rank
 
 VOCABULARY = 33  # cut unevenly, as are the 11 rows of each half of the MLP's 22
-STEPS = 3
 TOPOLOGIES = {
     # processes, data x context, tensor, how
     "one": (1, 1, 1, None),
@@ -81,21 +78,6 @@ def build(topology: str = "one", seed: int = 0, frozen: bool = False, **changes)
     return module, optimizer
 
 
-def shard(model, mesh, how):
-    if mesh["tp"].size() > 1:
-        columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-        for layer in model.model.layers:
-            for name, child in layer.named_modules():
-                style = {**dict.fromkeys(columns, ColwiseParallel), **dict.fromkeys(rows, RowwiseParallel)}
-                if (leaf := name.rpartition(".")[2]) in style:
-                    parallelize_module(child, mesh["tp"], style[leaf]())
-    if how is not None:
-        cut = replicate if how == "replicate" else fully_shard
-        for layer in model.model.layers:
-            cut(layer, mesh=mesh["dp_cp"])
-        cut(model, mesh=mesh["dp_cp"])
-
-
 def train(module, optimizer, steps: int = STEPS, seed: int = 7) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -103,11 +85,6 @@ def train(module, optimizer, steps: int = STEPS, seed: int = 7) -> None:
         module.model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def checkpoint_of(module, optimizer, **rest):
-    states = {"state_dict": model_state(module), "optimizer_states": [optimizer_state(module, optimizer)]}
-    return {**states, "global_step": STEPS, "hyper_parameters": {"a": [1, 2]}, **rest}
 
 
 def full(value):
@@ -312,7 +289,7 @@ def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):
         path = folder / "last.ckpt"
         if kind == "none" and not path.exists():
             with pytest.raises(ValueError, match="no such checkpoint"):
-                find_checkpoint(path)
+                existing_checkpoint(path)
             ends.append("none")
         else:
             ends.append(epoch_in(path))
@@ -500,7 +477,7 @@ def test_missing_and_unexpected_names(tmp_path):
 
 def test_weights_alone(tmp_path):
     module, optimizer = build()
-    save_sharded({"state_dict": model_state(module), "epoch": 1}, tmp_path / "c.ckpt")
+    save_sharded({"state_dict": sharded_model_state(module), "epoch": 1}, tmp_path / "c.ckpt")
     other, optimizer = build(seed=1)
     assert load_sharded(tmp_path / "c.ckpt", other) == {"epoch": 1}
     assert torch.equal(other.model.lm_head.weight, module.model.lm_head.weight)

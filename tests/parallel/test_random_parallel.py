@@ -1,20 +1,19 @@
 """Divisions among processes, drawn at random, train as one process does, or all processes refuse with one clear line.
 
-`RANDOM_CONFIGURATIONS=500 pytest tests/parallel/test_random_parallel.py` draws so many, other ones each time.
+`DRAWS=50 pytest tests/parallel/test_random_parallel.py` draws 50 times as many, other ones each time.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from support.draws import REPEATABLE, draws
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
 from support.random_training import NAMES
 
-DEEP = int(os.environ.get("RANDOM_CONFIGURATIONS", "0"))
 BOUND = 1e-5  # as of `test_parallel_training`
 DIVISIONS = ((2, 2, 1), (2, 1, 2), (2, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 4), (4, 1, 1))
 WAYS: tuple[dict[str, Any], ...] = (
@@ -76,7 +75,7 @@ def train_or_refuse(run: Run, strategy: dict[str, Any]) -> Outcome | str:
 
 
 @settings(
-    max_examples=DEEP or 12, deadline=None, derandomize=not DEEP, database=None, print_blob=False,
+    max_examples=draws(8), deadline=None, derandomize=REPEATABLE, database=None, print_blob=False,
     phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 @given(divided=divided_runs())

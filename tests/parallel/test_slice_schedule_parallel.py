@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from support.parallel_training import Run, train_alone, train_together
-from test_zero import EXPECTED, Collectives
-from test_zero import RUN as COUNTED
+from support.samples.collectives import EXPECTED, Collectives
+from support.samples.collectives import RUN as COUNTED
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import TestMode

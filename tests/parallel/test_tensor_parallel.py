@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lightning_memo.parallel.gradients import resolve_partial
+from lightning_memo.parallel.clip_gradients import resolve_partial
 from lightning_memo.parallel.tensor.assign_styles import assign_styles
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.tensor.tensor_plan import TensorPlan

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from support.parallel_training import Run, train_together
+from support.samples.collectives import EXPECTED, RUN, Collectives
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memo.parallel.local_tensors import local_part
-
-RUN = Run(family="llama", tokens=16, accumulate=2, steps=2, batch=4)
-LAYERS = 4  # of the model
-UNITS = LAYERS + 1  # and the root: embedding, last norm, head
 
 
 def _parameters(module: torch.nn.Module) -> list[Any]:
@@ -76,51 +70,6 @@ def test_bytes_per_process_in_mixed_precision(stage: int, processes: int) -> Non
         assert held["weights"] == 2 * (root if stage == 3 else n)
         assert held["gradients"] == 4 * n // (processes if stage >= 2 else 1)
         assert held["kept weights"] + held["moments"] == 12 * n // (processes if stage >= 1 else 1)
-
-
-class Collectives(Callback):
-    """Counts collectives on tensors of more than one number, by optimizer step."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, Any] = {}
-        self._counting = Counting()
-
-    @override
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == RUN.accumulate - 1:  # the second optimizer step comes: nothing is profiled or made
-            self.notes["counts"] = self._counting.__enter__().counts
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        if "counts" in self.notes:
-            self._counting.__exit__(None, None, None)
-
-
-class Counting(TorchDispatchMode):
-    """Counts collectives as they reach the process group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            sizes = [t.numel() for t in tree_leaves(args) if isinstance(t, Tensor)]
-            self.counts[func._schema.name.removeprefix("c10d::")] += max(sizes, default=0) > 1
-        return func(*args, **(kwargs or {}))
-
-
-GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
-EXPECTED = {
-    0: {REDUCE: UNITS},
-    1: {GATHER: UNITS, SCATTER: UNITS},
-    2: {GATHER: UNITS, SCATTER: UNITS * RUN.accumulate},
-    3: {
-        GATHER: (UNITS + LAYERS) * RUN.accumulate,
-        SCATTER: UNITS * RUN.accumulate,
-    },
-}
 
 
 @pytest.mark.parametrize("stage", EXPECTED)

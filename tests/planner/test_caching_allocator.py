@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement.caching_allocator import replay
+from lightning_memo.planner.placement.step_placement import problem_of
 
 KIB, MIB = 2**10, 2**20
 END = 10**6
@@ -238,7 +239,7 @@ def test_same_as_a_naive_model(trace, expandable):
 @settings(max_examples=150, deadline=None)
 def test_reserved_covers_allocated_covers_live(trace, expandable):
     curve = replay(trace, expandable=expandable)
-    planned = trace.problem(512)
+    planned = problem_of(trace, 512)
     times, load = planned.load
     live = np.append(0, load)[np.searchsorted(times, np.arange(len(trace)), side="right")]
     assert (curve.reserved_bytes >= curve.allocated_bytes).all()

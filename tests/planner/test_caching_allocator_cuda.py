@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda_stub.real_allocator import Replay
-from cuda_stub.real_allocator import replay as replay_real
 from lightning.pytorch import Callback
+from support.cuda_stub.real_allocator import Replay
+from support.cuda_stub.real_allocator import replay as replay_real
 from support.paths import ROOT
 from support.trainer_harness import LanguageModel, fit, loader
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.families import _LLAMA_LIKE, _hf
 from support.paths import REFERENCE
+from support.samples.callbacks import Watch
+from support.samples.plans import make, traces
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
-from test_plan_memory import Watch
-from test_trace import make, traces
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.trace import NEVER, Trace
@@ -19,7 +19,7 @@ from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.planner.placement import Placement, validate
 from lightning_memo.planner.placement.extrapolate import ExtrapolationError, extrapolate, repeat_layers
 from lightning_memo.planner.placement.phase_offsets import place_step
-from lightning_memo.planner.placement.step_placement import SHARES, place_bilevel, plan_memory
+from lightning_memo.planner.placement.step_placement import SHARES, place_bilevel, plan_memory, problem_of
 
 RECORDED = REFERENCE / "llama_7_layers.csv"
 """Llama with the proportions of the 8B one (an eighth as wide) and seven layers, 2816 tokens, alpha 0.5, one thread."""
@@ -33,14 +33,14 @@ def deep():
 def test_a_step_of_32_layers_is_planned_at_its_lower_bound(deep):
     assert len(deep) > 10_000
     placement = plan_memory(deep, alignment=512, time_limit_seconds=10)
-    assert validate(deep.problem(512), placement) == []
+    assert validate(problem_of(deep, 512), placement) == []
     assert placement.peak_bytes <= 1.01 * placement.lower_bound_bytes
 
 
 @pytest.mark.parametrize("share", [2.0, *SHARES])
 def test_two_levels_come_close(deep, share):
     placement = place_bilevel(deep, alignment=512, share=share, time_limit_seconds=10)
-    assert validate(deep.problem(512), placement) == []
+    assert validate(problem_of(deep, 512), placement) == []
     assert placement.peak_bytes <= 1.05 * placement.lower_bound_bytes
 
 
@@ -49,7 +49,7 @@ def test_two_levels_come_close(deep, share):
 def test_two_levels_are_right_for_any_trace(trace, share, alignment):
     trace = replace(trace, size=trace.size % 4096)
     placement = place_bilevel(trace, alignment=alignment, share=share, time_limit_seconds=1)
-    assert validate(trace.problem(alignment), placement) == []
+    assert validate(problem_of(trace, alignment), placement) == []
     assert plan_memory(trace, alignment=alignment, time_limit_seconds=1).peak_bytes <= placement.peak_bytes
 
 

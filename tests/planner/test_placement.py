@@ -12,12 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memo.planner.placement import Fault, Finding, Placement, Problem, heuristics, mip, place, solve, validate
-from lightning_memo.planner.placement import one_pass as core
-from lightning_memo.planner.placement.one_pass import (
+from lightning_memo.planner.placement import (
+    Finding,
+    Placement,
+    PlacementFault,
+    Problem,
+    heuristics,
+    mip,
+    place,
+    solve,
+    validate,
+)
+from lightning_memo.planner.placement import placement_core as core
+from lightning_memo.planner.placement.placement_core import (
     NativeCore,
-    Outcome,
     PythonCore,
+    SearchOutcome,
     available_library,
     load_library,
     opened,
@@ -144,7 +154,7 @@ def no_compiler(monkeypatch):
 
 
 def search(problem, capacity, rank=None, nodes=MANY_NODES):
-    """Outcome, offsets and weights of one search in a problem in sections."""
+    """SearchOutcome, offsets and weights of one search in a problem in sections."""
     rank = np.arange(len(problem.size), dtype=np.int32) if rank is None else rank
     weight = np.zeros(len(problem.size), np.int64)
     with searching(problem) as compiled:
@@ -250,7 +260,7 @@ def test_a_capacity_that_is_not_met_yields_the_best_that_was_found():
     problem = problem_of(CIRCLE, period=10)
     placement = place(problem, capacity_bytes=2)
     assert placement.peak_bytes == placement.lower_bound_bytes == 3
-    assert Finding(Fault.CAPACITY, (int(placement.offset.argmax()),)) in validate(problem, placement, 2)
+    assert Finding(PlacementFault.CAPACITY, (int(placement.offset.argmax()),)) in validate(problem, placement, 2)
 
 
 def test_a_short_time_limit_still_gives_a_right_placement():
@@ -360,8 +370,8 @@ def test_the_search_decides_every_capacity(problem, seed):
     rank = shuffled(sectioned, seed)
     for capacity in range(int(sectioned.size.max()), int(sectioned.size.sum()) + 1):
         outcome, offset, _ = search(sectioned, capacity, rank)
-        assert outcome is (Outcome.FOUND if capacity * unit >= lowest else Outcome.INFEASIBLE)
-        if outcome is Outcome.FOUND:
+        assert outcome is (SearchOutcome.FOUND if capacity * unit >= lowest else SearchOutcome.INFEASIBLE)
+        if outcome is SearchOutcome.FOUND:
             assert validate(problem, placement_of(problem, offset * unit), capacity * unit) == []
 
 
@@ -375,10 +385,10 @@ def test_the_search_agrees_with_highs_where_time_goes_round(problem, seed):
     rank = shuffled(sectioned, seed)
     least = max(bound - 1, int(sectioned.size.max()))
     outcomes = {capacity: search(sectioned, capacity, rank)[0] for capacity in range(least, reached + 1)}
-    assert outcomes[reached] is Outcome.FOUND
+    assert outcomes[reached] is SearchOutcome.FOUND
     if least < bound:
-        assert outcomes[least] is Outcome.INFEASIBLE
-    found = [capacity for capacity, outcome in outcomes.items() if outcome is Outcome.FOUND]
+        assert outcomes[least] is SearchOutcome.INFEASIBLE
+    found = [capacity for capacity, outcome in outcomes.items() if outcome is SearchOutcome.FOUND]
     assert found == list(range(min(found), reached + 1))  # what fits a capacity fits a larger one
 
 
@@ -419,7 +429,7 @@ def test_large_sizes_reach_the_optimum_too(problem):
 def test_a_search_out_of_nodes_proves_nothing():
     sectioned = section(hard_problem())
     outcome, offset, _ = search(sectioned, int(sectioned.load.max()), nodes=50)
-    assert outcome is Outcome.INTERRUPTED
+    assert outcome is SearchOutcome.INTERRUPTED
     assert not offset.any()
 
 
@@ -428,13 +438,13 @@ def test_a_search_out_of_time_proves_nothing():
     rank, weight = np.arange(len(sectioned.size), dtype=np.int32), np.zeros(len(sectioned.size), np.int64)
     with searching(sectioned) as compiled:
         outcome, _ = compiled.search(int(sectioned.load.max()), rank, 10**12, 0.05, weight)
-    assert outcome is Outcome.INTERRUPTED
+    assert outcome is SearchOutcome.INTERRUPTED
 
 
 def test_what_was_in_the_way_gains_weight():
     sectioned = section(problem_of(CIRCLE, period=10))
     outcome, _, weight = search(sectioned, 2)
-    assert outcome is Outcome.INFEASIBLE
+    assert outcome is SearchOutcome.INFEASIBLE
     assert weight.sum() > 0
 
 
@@ -601,39 +611,41 @@ def test_a_right_placement_has_no_findings():
 
 
 PLANTED = {
-    "too few": (replace(RIGHT, offset=np.array([0, 8, 0])), [Finding(Fault.COUNT)]),
-    "too many": (replace(RIGHT, offset=np.array([0, 8, 0, 16, 0])), [Finding(Fault.COUNT)]),
+    "too few": (replace(RIGHT, offset=np.array([0, 8, 0])), [Finding(PlacementFault.COUNT)]),
+    "too many": (replace(RIGHT, offset=np.array([0, 8, 0, 16, 0])), [Finding(PlacementFault.COUNT)]),
     "fractions": (
         replace(RIGHT, offset=np.array([0.0, 8.5, 0.0, 16.0])),
-        [Finding(Fault.NOT_AN_INTEGER, (buffer,)) for buffer in range(4)],
+        [Finding(PlacementFault.NOT_AN_INTEGER, (buffer,)) for buffer in range(4)],
     ),
-    "negative": (replace(RIGHT, offset=np.array([-4, 8, 0, 16])), [Finding(Fault.NEGATIVE, (0,))]),
-    "misaligned": (placement_of(BUFFERS, [0, 8, 0, 18]), [Finding(Fault.MISALIGNED, (3,))]),
-    "overlap": (placement_of(BUFFERS, [0, 4, 16, 24]), [Finding(Fault.OVERLAP, (0, 1))]),
-    "same place": (placement_of(BUFFERS, [0, 8, 16, 8]), [Finding(Fault.OVERLAP, (1, 3))]),
-    "peak": (replace(RIGHT, peak_bytes=20), [Finding(Fault.PEAK, (3,))]),
-    "bound": (replace(RIGHT, lower_bound_bytes=25), [Finding(Fault.BOUND)]),
+    "negative": (replace(RIGHT, offset=np.array([-4, 8, 0, 16])), [Finding(PlacementFault.NEGATIVE, (0,))]),
+    "misaligned": (placement_of(BUFFERS, [0, 8, 0, 18]), [Finding(PlacementFault.MISALIGNED, (3,))]),
+    "overlap": (placement_of(BUFFERS, [0, 4, 16, 24]), [Finding(PlacementFault.OVERLAP, (0, 1))]),
+    "same place": (placement_of(BUFFERS, [0, 8, 16, 8]), [Finding(PlacementFault.OVERLAP, (1, 3))]),
+    "peak": (replace(RIGHT, peak_bytes=20), [Finding(PlacementFault.PEAK, (3,))]),
+    "bound": (replace(RIGHT, lower_bound_bytes=25), [Finding(PlacementFault.BOUND)]),
 }
 
 
 @pytest.mark.parametrize(("placement", "findings"), PLANTED.values(), ids=PLANTED)
 def test_a_planted_fault_is_found_and_named(placement, findings):
-    assert [f for f in validate(BUFFERS, placement) if f.fault is not Fault.OVERLAP or f in findings] == findings
+    assert [
+        f for f in validate(BUFFERS, placement) if f.fault is not PlacementFault.OVERLAP or f in findings
+    ] == findings
     assert all(str(finding).startswith(finding.fault.value) for finding in findings)
 
 
 def test_one_overlap_is_one_finding():
-    assert validate(BUFFERS, placement_of(BUFFERS, [0, 4, 16, 24])) == [Finding(Fault.OVERLAP, (0, 1))]
+    assert validate(BUFFERS, placement_of(BUFFERS, [0, 4, 16, 24])) == [Finding(PlacementFault.OVERLAP, (0, 1))]
 
 
 def test_a_capacity_that_is_passed_names_the_buffer():
-    assert validate(BUFFERS, RIGHT, capacity_bytes=23) == [Finding(Fault.CAPACITY, (3,))]
+    assert validate(BUFFERS, RIGHT, capacity_bytes=23) == [Finding(PlacementFault.CAPACITY, (3,))]
 
 
 def test_a_finding_names_its_buffers():
-    assert str(Finding(Fault.OVERLAP, (0, 3))).endswith("(buffers 0, 3)")
-    assert str(Finding(Fault.PEAK, (2,))).endswith("(buffer 2)")
-    assert str(Finding(Fault.COUNT)) == Fault.COUNT.value
+    assert str(Finding(PlacementFault.OVERLAP, (0, 3))).endswith("(buffers 0, 3)")
+    assert str(Finding(PlacementFault.PEAK, (2,))).endswith("(buffer 2)")
+    assert str(Finding(PlacementFault.COUNT)) == PlacementFault.COUNT.value
 
 
 @pytest.mark.parametrize(
@@ -642,13 +654,13 @@ def test_a_finding_names_its_buffers():
 )
 def test_an_overlap_after_the_end_of_a_step_is_found(rows):
     problem = problem_of(rows, period=10)
-    assert set(validate(problem, placement_of(problem, [0, 3]))) == {Finding(Fault.OVERLAP, (0, 1))}
+    assert set(validate(problem, placement_of(problem, [0, 3]))) == {Finding(PlacementFault.OVERLAP, (0, 1))}
     assert validate(problem, placement_of(problem, [0, 4])) == []
 
 
 def test_an_overlap_in_both_parts_of_a_step_is_one_finding():
     problem = problem_of([(8, 2, 4), (7, 3, 4)], period=10)
-    assert validate(problem, placement_of(problem, [0, 3])) == [Finding(Fault.OVERLAP, (0, 1))]
+    assert validate(problem, placement_of(problem, [0, 3])) == [Finding(PlacementFault.OVERLAP, (0, 1))]
 
 
 @settings(max_examples=300, deadline=None)

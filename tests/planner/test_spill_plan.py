@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_alpha import FINGERPRINT, GIB, costs_of
+from support.samples.plans import FINGERPRINT, GIB, costs_of
 
-from lightning_memo.artifacts.plan import Budget, LayerCosts, Plan, SwapPlan
-from lightning_memo.artifacts.spill_sizes import SpillSizes
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.spill_layout import SpillLayout
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.planner import HostMemoryError, plan_swap
-from lightning_memo.planner.alpha.spilled_calls import disk_keeps_up
+from lightning_memo.planner.alpha.disk_tier import disk_keeps_up
 
 CALLS = 12
 FAST = 100.0 * GIB
@@ -47,24 +49,26 @@ def test_the_fewest_calls_go_to_the_disk() -> None:
     swap = plan(costs(), host=5, disk=100).swap
     assert swap.alpha == 1.0 and swap.spilled_calls == 7  # bounce buffers take a slot's place and a bit
     assert swap.host_bytes <= 5 * GIB < replace(swap, spilled_calls=6).host_bytes
-    assert swap.spill_bytes == 7 * SpillSizes(swap.slot_bytes).region_bytes
+    assert swap.spill_bytes == 7 * SpillLayout(swap.slot_bytes).region_bytes
 
 
 def test_a_small_disk_limits_alpha() -> None:
     made = plan(costs(), host=4, disk=3)
     assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls > 0
     assert made.swap.spill_bytes <= 3 * GIB
-    assert "the host budget of 4.0 GiB and the disk's of 3.0 GiB would overflow" in made.reason
+    assert "the budget of 4.0 GiB of host memory and 3.0 GiB of disk would overflow" in made.reason
 
 
 def test_room_for_the_way_to_the_disk_limits_alpha() -> None:
     made = plan(costs(), host=1, disk=100)
     assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls == 10
-    assert f"the way to the disk takes host memory, too, so alpha={made.swap.alpha:.4g} is what fits" in made.reason
+    assert f"bounce buffers take host memory, so alpha={made.swap.alpha:.4g} is the largest that fits" in made.reason
 
 
 def test_too_little_of_both_is_told() -> None:
-    told = r"alpha=0 swaps 2\.0 GiB .* and the disk 819\.2 MiB: raise host_memory or spill_memory, or shorten"
+    told = (
+        r"alpha=0 swaps 2\.0 GiB .* host memory, plus 819\.2 MiB of disk: raise host_memory or spill_memory, or shorten"
+    )
     with pytest.raises(HostMemoryError, match=told):
         plan(costs(), host=0.8, disk=0.8)
 
@@ -94,13 +98,13 @@ def test_a_disk_that_is_too_slow_for_anything_still_makes_training_possible() ->
         plan(costs(), host=1.5, disk=0)
     made = plan(costs(write=0.01 * GIB), host=1.5, disk=100)
     assert made.swap.alpha == 0.0 and made.swap.spilled_calls > 0
-    assert made.reason.endswith("; layers wait for the disk.")
+    assert made.reason.endswith(" Layers wait for the disk.")
     assert made.step_seconds > made.swap.spill_bytes / (0.01 * GIB)
 
 
 def test_a_given_alpha_is_taken_though_the_disk_is_slow() -> None:
     made = plan(costs(write=0.1 * GIB), host=5, disk=100, alpha=1.0)
-    assert made.swap.alpha == 1.0 and "layers wait for the disk" in made.reason
+    assert made.swap.alpha == 1.0 and "Layers wait for the disk" in made.reason
 
 
 @settings(max_examples=100, deadline=None)

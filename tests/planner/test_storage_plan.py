@@ -8,25 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memo.artifacts.plan import Budget, Fingerprint, LayerCosts
-from lightning_memo.artifacts.storage_costs import (
-    ALL,
-    ATTENTION,
-    INPUT,
-    PLACES,
-    CallCosts,
-    NvmeTier,
-    Product,
-    StorageBudget,
-    StorageCosts,
-)
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint
+from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Product, StorageCosts
 from lightning_memo.planner import HostMemoryError, plan_swap
-from lightning_memo.planner.alpha.sensitivity import explain
-from lightning_memo.planner.simulate_step import Fault, ScheduleError, simulate
+from lightning_memo.planner.storage.sensitivity import resource_sensitivities
+from lightning_memo.planner.storage.simulate_step import ScheduleError, ScheduleFault, simulate
 from lightning_memo.planner.storage.storage_needs import needs_of
+from lightning_memo.planner.storage.storage_planner import StorageError, plan_storage
 from lightning_memo.planner.storage.storage_program import SINGLE_ALPHA, solve_storage
-from lightning_memo.planner.storage.storage_search import StorageError, plan_storage
 
 GIB = 2**30
 FINGERPRINT = Fingerprint(
@@ -325,13 +317,16 @@ def test_a_slow_disk_holds_up_the_copies():
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
-        ([("input", "swap", 0, 99)], Fault.INPUT),
-        ([("input", "swap", 0, 100), ("c", "swap", 0, 100)], Fault.KIND),
-        ([("input", "swap", 0, 101)], Fault.RANGE),
-        ([("input", "swap", 0, 100), ("a", "keep", 5, 5)], Fault.RANGE),
-        ([("input", "swap", 0, 100), ("input", "keep", 99, 100)], Fault.TWICE),
-        ([("input", "swap", 0, 100), ("attention", "keep", 50, 100), ("all", "swap", 49, 100)], Fault.ATTENTION),
-        ([*EVERYTHING, ("all", "swap", 50, 100), ("b", "keep", 0, 51)], Fault.PRODUCT),
+        ([("input", "swap", 0, 99)], ScheduleFault.INPUT),
+        ([("input", "swap", 0, 100), ("c", "swap", 0, 100)], ScheduleFault.KIND),
+        ([("input", "swap", 0, 101)], ScheduleFault.RANGE),
+        ([("input", "swap", 0, 100), ("a", "keep", 5, 5)], ScheduleFault.RANGE),
+        ([("input", "swap", 0, 100), ("input", "keep", 99, 100)], ScheduleFault.TWICE),
+        (
+            [("input", "swap", 0, 100), ("attention", "keep", 50, 100), ("all", "swap", 49, 100)],
+            ScheduleFault.ATTENTION,
+        ),
+        ([*EVERYTHING, ("all", "swap", 50, 100), ("b", "keep", 0, 51)], ScheduleFault.PRODUCT),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(rows, fault):
@@ -356,9 +351,9 @@ def test_every_memory_is_refused_when_one_byte_over():
     exact = StorageBudget(device_bytes=1500 + 2 * 200 + 4 * 300, host_bytes=200, nvme=nvme)
     simulate(tiny(), plan, exact)
     for budget, fault in (
-        (replace(exact, device_bytes=exact.device_bytes - 1), Fault.DEVICE),
-        (replace(exact, host_bytes=199), Fault.HOST),
-        (replace(exact, nvme=replace(nvme, capacity_bytes=199)), Fault.NVME),
+        (replace(exact, device_bytes=exact.device_bytes - 1), ScheduleFault.DEVICE),
+        (replace(exact, host_bytes=199), ScheduleFault.HOST),
+        (replace(exact, nvme=replace(nvme, capacity_bytes=199)), ScheduleFault.NVME),
     ):
         with pytest.raises(ScheduleError) as caught:
             simulate(tiny(), plan, budget)
@@ -565,7 +560,7 @@ def test_prices_are_what_solving_with_a_little_more_or_less_brings():
 def test_a_table_says_what_binds_and_what_more_would_bring():
     costs, budget = analytic(MODELS["Llama-8B LoRA"], MACHINES["H100"], 64 * 1024, 32, NVME)
     plan = plan_storage(costs, budget)
-    rows = explain(plan)
+    rows = resource_sensitivities(plan)
     prices = {price.resource: price for price in plan.prices}
     assert len(rows) == len(prices) == 7
     assert [row.seconds for row in rows if row.binds] == sorted((r.seconds for r in rows if r.binds), reverse=True)

@@ -1,4 +1,4 @@
-"""The pages of the documentation: what they show runs, imports what there is, and is what the code says."""
+"""Tests of the documentation: its code runs, its imports exist, and its messages are those of the code."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_quick_start_runs(own_folder: None) -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "finetuning.md"], ids=lambda page: page.stem)
-def test_finetuning_of_the_pages_runs(page: Path, own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model and documents of the examples, and rows of 128 tokens, twice what the model knows."""
+def test_finetuning_code_on_the_pages_runs(page: Path, own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses a model and documents of the examples, and rows of 128 tokens, twice the length that the model supports."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("cache").absolute())
     tiny = importlib.import_module("tiny")
@@ -64,7 +64,7 @@ def test_finetuning_of_the_pages_runs(page: Path, own_folder: None, monkeypatch:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
-def test_python_on_the_pages_imports_what_there_is(page: Path) -> None:
+def test_imports_on_the_pages_exist(page: Path) -> None:
     for block in blocks(page):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom):
@@ -73,14 +73,14 @@ def test_python_on_the_pages_imports_what_there_is(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_links_out_of_the_root_lead_somewhere(name: str) -> None:
+def test_links_of_files_in_the_root_exist(name: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
 def estimates() -> list[str]:
-    """The commands for an estimate that the README and their page show, but those with names to fill in."""
+    """Returns the estimate commands in the README and docs/estimate.md, except those with a placeholder."""
     text = (ROOT / "README.md").read_text() + (DOCS / "estimate.md").read_text()
     found = re.findall(r"^python -m lightning_memo\.estimate (model.*)$", text, re.MULTILINE)
     return sorted({command for command in found if "FOLDER" not in command})
@@ -94,7 +94,7 @@ def test_commands_for_estimates(in_process: Callable[..., tuple[int, str, str]],
 
 
 def literals() -> list[str]:
-    """What the code may say, with a gap where it is filled in."""
+    """Returns the string literals of the code, with a NUL character for each value that is filled in."""
 
     def text(node: ast.AST) -> str:
         if isinstance(node, ast.JoinedStr):
@@ -106,7 +106,7 @@ def literals() -> list[str]:
     return [text(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
 
 
-def test_messages_of_troubleshooting_are_the_codes() -> None:
+def test_messages_of_troubleshooting_are_in_the_code() -> None:
     entries = re.findall(r'\*\*"(.+?)"\*\*', (DOCS / "troubleshooting.md").read_text(), re.DOTALL)
     said = "\n".join(literals())
     unknown = []
@@ -118,7 +118,7 @@ def test_messages_of_troubleshooting_are_the_codes() -> None:
     assert len(entries) > 90
 
 
-def test_the_tables_for_choosing_are_what_estimates_say(
+def test_tables_for_choosing_match_the_estimates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["choosing.py", "--check"])
@@ -127,12 +127,13 @@ def test_the_tables_for_choosing_are_what_estimates_say(
     assert status == 0, capsys.readouterr().err
 
 
-def test_every_picture_is_made_by_the_script_or_by_hand_and_shown() -> None:
+def test_every_picture_has_a_source_and_is_shown() -> None:
     with benchmark_modules():
         made = set(importlib.import_module("pictures")._PICTURES)
     there = {path.name for path in (DOCS / "images").iterdir()}
     assert {name for name in there if not name.startswith("performance-")} == made | {
         "alpha.svg",
+        "memory_by_length.png",  # by benchmarks/memory_by_length.py
         "stages.svg",
         "streams.svg",
     }

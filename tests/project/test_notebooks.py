@@ -112,7 +112,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.data import TextDataModule
 from lightning_memo.models import CausalLM
-from lightning_memo.planner.placement.one_pass import load_library
+from lightning_memo.planner.placement.placement_core import load_library
 
 CONFIG = {"model_type": "llama", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None}
@@ -139,7 +139,7 @@ print("loss", trainer.callback_metrics["train_loss"].item())
 LEFT = """
 del trainer, strategy
 gc.collect()
-big = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.numel() >= 512 * 64]
+big = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.numel() >= 512 * 64]
 print("tensors", len(big), "threads", threading.active_count())
 """
 

@@ -1,4 +1,4 @@
-"""The documentation's site: it builds, leads nowhere that is not there, and needs no network."""
+"""Tests of the documentation site: it builds, has no broken links, and needs no network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {"src", "href", "poster", "srcset", "data"}
 
 
 class Links(HTMLParser):
-    """What a page loads, where it leads, and which places it has."""
+    """Collects what a page loads, its links, and its anchors."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert {page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")} <= made
 
 
-def test_examples_are_shown_whole(site: Path) -> None:
+def test_examples_are_shown_in_full(site: Path) -> None:
     page = (site / "examples.html").read_text()
     text = html.unescape(re.sub(r"<[^>]+>", "", page))
     for script in ("one_line.py", "finetune_documents.py", "fabric.py", "torchrun.sh", "slurm.sbatch", "two_hosts.sh"):

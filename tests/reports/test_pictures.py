@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from lightning.pytorch import Callback
 from PIL import Image
+from support.samples.plans import small_step, step_of
 from support.trainer_harness import LanguageModel, fit, loader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import PhasePlacement, StepPlacement
-from lightning_memo.artifacts.trace import NEVER, Trace
+from lightning_memo.artifacts.buffer_placement import PhasePlacement
+from lightning_memo.artifacts.trace import NEVER
 from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.reports.memory_page import memory_page
@@ -30,39 +31,6 @@ EVERY = [memory_map, memory_curve, memory_page]
 SIZE = (1680, 960)
 
 each_picture = pytest.mark.parametrize("draw", EVERY, ids=lambda draw: draw.__name__)
-
-
-def step_of(rows, phases, peak=100, bound=90):
-    """A trace and its placement from rows of (phase, size, death, lane, offset)."""
-    columns = (
-        [np.array(column, np.int64) for column in zip(*rows, strict=True)] if rows else [np.zeros(0, np.int64)] * 5
-    )
-    phase, size, death, lane, offset = columns
-    trace = Trace(phases=tuple(phases), phase=phase, size=size, death=death, lane=lane)
-    placed = []
-    for number, name in enumerate(phases):
-        rows_in_phase = (phase == number) & (lane == 0)
-        places = tuple(offset[rows_in_phase].tolist())
-        placed.append(PhasePlacement(name=name, sizes=tuple(size[rows_in_phase].tolist()), offsets=places))
-    placement = StepPlacement(
-        phases=tuple(placed), peak_bytes=peak, lower_bound_bytes=bound, min_bytes=0, threads=1,
-        method="<i>by hand</i>", seconds=0.0,
-    )  # fmt: skip
-    return trace, placement
-
-
-def small_step(phases=("input", "layer 0 forward", "backward", "layer 0 backward", "optimizer")):
-    return step_of(
-        [
-            (0, 10, 6, 0, 0),
-            (1, 30, 3, 0, 10),
-            (1, 7, 3, 1, -1),
-            (2, 5, NEVER, 0, -1),
-            (3, 20, 1, 0, 40),  # over the end of the step
-            (4, 40, 0, 0, 60),
-        ],
-        phases,
-    )
 
 
 @pytest.fixture(scope="module")

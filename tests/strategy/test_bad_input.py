@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from support import warm
 from support.families import PlainBlock, PlainModel, make_batch
 from support.paths import ROOT
+from support.samples.messages import assert_one_line
 from support.trainer_harness import (
     LanguageModel,
     batches,
@@ -31,14 +32,6 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-def assert_one_line(error: BaseException, *words: str) -> None:
-    message = str(error)
-    assert message
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 # ---- settings

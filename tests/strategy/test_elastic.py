@@ -128,13 +128,13 @@ def test_the_command_goes_on_in_its_folder(tmp_path: Path) -> None:
     for name in ("whole", "lost"):
         (tmp_path / name).mkdir()
         command = torchrun(*settings)
-        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": f"{ROOT}:{TESTS}:{Path(__file__).parent}"}
         if name == "whole":
             command.remove(LOST)
         status, out, err = run([command[0], "--max-restarts=1", *command[1:]], tmp_path / name, **variables)
         assert status == 0, err
         (folders[name],) = (tmp_path / name / "outputs" / "train" / "runs").iterdir()
-        assert out.count("goes on from") == (name == "lost")
+        assert out.count("resuming from") == (name == "lost")
     whole, lost = (saved(folders[name], tmp_path / name / "state") for name in ("whole", "lost"))
     assert whole.keys() == lost.keys()
     for name, value in whole.items():
@@ -184,14 +184,14 @@ def test_a_launch_of_torchrun_is_known_by_its_name(tmp_path: Path, monkeypatch: 
         launch = restarts.Launch.here(["seed=1"])
         assert launch == restarts.Launch.here(["seed=1"])
         launch.save(tmp_path / name)
-        assert launch.was_in(tmp_path / name) and launch.goes_on_in(tmp_path / name)
+        assert launch.was_in(tmp_path / name) and launch.resumes_in(tmp_path / name)
         assert not restarts.Launch.here(["seed=2"]).was_in(tmp_path / name)
         names += launch.names
     assert len(set(names)) == 3 and names[2].startswith("torchrun ") and str(os.getppid()) in names[2]
     (tmp_path / "none" / "summary.json").touch()
-    assert not launch.goes_on_in(tmp_path / "none"), "a name that is used again, for another run of the same"
+    assert not launch.resumes_in(tmp_path / "none"), "a name that is used again, for another run of the same"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert launch.goes_on_in(tmp_path / "none")
+    assert launch.resumes_in(tmp_path / "none")
 
 
 if __name__ == "__main__":

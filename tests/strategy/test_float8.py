@@ -12,8 +12,8 @@ from support.extras import extra
 from support.families import FAMILIES
 from support.parallel_training import MODELS, Outcome, Run, train, train_alone
 from support.processes import ProcessError, run_in_processes
+from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
-from test_quantised import Gradients
 from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy

@@ -10,8 +10,8 @@ import datasets
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
-from test_documents_data import TEXTS
-from test_models import TINY
+from support.samples.documents import TEXTS
+from support.samples.models import TINY
 
 from lightning_memo import MemoStrategy
 from lightning_memo.data import DocumentsDataModule

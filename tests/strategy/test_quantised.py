@@ -12,9 +12,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lightning.pytorch import Callback
 from support.extras import extra
 from support.families import FAMILIES
+from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from torch import Tensor, nn
 from typing_extensions import override
@@ -85,20 +85,6 @@ class Adapters(LanguageModel):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=1e-2)
-
-
-class Gradients(Callback):
-    """Notes the gradients of the last step, and what has found no room in the plan."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        trained = ((name, p.grad) for name, p in pl_module.named_parameters())
-        self.last: dict[str, Tensor] = {name: g.clone() for name, g in trained if g is not None}
-
-    @override
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        engine = getattr(trainer.strategy, "engine", None)
-        self.overflow_bytes = 0 if engine is None or engine.memory is None else engine.memory.stats.overflow_bytes
 
 
 @functools.cache

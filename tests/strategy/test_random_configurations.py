@@ -1,20 +1,18 @@
 """Configurations drawn at random either train as plain training does, or are refused in one clear line.
 
-`RANDOM_CONFIGURATIONS=5000 pytest tests/strategy/test_random_configurations.py` draws so many, other ones each time.
+`DRAWS=50 pytest tests/strategy/test_random_configurations.py` draws 50 times as many, other ones each time.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from support.draws import REPEATABLE, draws
 from support.families import FAMILIES
 from support.random_training import PARTS, STEPS, Configuration, assert_as_plain, train, train_with_memo
-
-DEEP = int(os.environ.get("RANDOM_CONFIGURATIONS", "0"))
 
 
 def one_of(*values: Any) -> st.SearchStrategy[Any]:
@@ -119,7 +117,7 @@ def test_trains_as_plain_training_or_refuses() -> None:
     trained: list[bool] = []
 
     @settings(
-        max_examples=DEEP or 200, deadline=None, derandomize=not DEEP, database=None, print_blob=False,
+        max_examples=draws(60), deadline=None, derandomize=REPEATABLE, database=None, print_blob=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(configuration=configurations())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ import torch
 from lightning.pytorch import Callback
 from support.families import PlainBlock, PlainModel
 from support.parallel_training import Run, train_together
+from support.samples.spilled import spill_threads
 from support.trainer_harness import LanguageModel, Result, fit, listening, shorten_measurements
 from torch import nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.spill_sizes import SpillSizes
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.spill_layout import SpillLayout
 from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.utils.units import format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +44,10 @@ def train(max_steps: int = 3, callbacks: tuple[Callback, ...] = (), **settings: 
     return fit(strategy, LanguageModel(eight_blocks), max_steps=max_steps, callbacks=list(callbacks))
 
 
-def spill_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "spill" in thread.name]
-
-
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     expected = train()
     slot_bytes = expected.plan.swap.slot_bytes
-    host_memory = 2 * slot_bytes + SpillSizes(slot_bytes).bounce_bytes
+    host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
     spilled = train(host_memory=host_memory, spill_path=disk)
     assert spilled.losses == expected.losses
     assert spilled.plan.swap.spilled_calls == 4
@@ -91,7 +87,7 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
     slot_bytes = train(max_steps=1).plan.swap.slot_bytes
 
     def refuse(_: int, __: int, size_bytes: int) -> None:
-        if size_bytes > 2 * SpillSizes(slot_bytes).region_bytes:
+        if size_bytes > 2 * SpillLayout(slot_bytes).region_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:

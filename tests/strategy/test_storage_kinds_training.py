@@ -10,16 +10,16 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from support.parallel_training import Run, train_alone, train_together
+from support.samples.storage_problems import ALWAYS, CALL, COSTS, LABEL, LAYERS, MIB, planned, rounded
 from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.plan import Fingerprint, LayerCosts, Plan, StoredBytes
-from lightning_memo.artifacts.storage_costs import CallCosts, NvmeTier, Product, StorageBudget, StorageCosts
-from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.config import MemoConfig
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
-from lightning_memo.planner.storage.storage_search import StorageError
+from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
 
 KIB = 1024
@@ -106,51 +106,6 @@ def test_unknown_storage() -> None:
 
 
 # ---- planning
-
-TOKENS = 4096
-CALL = CallCosts(
-    input_bytes=1000 * TOKENS, attention_bytes=1010 * TOKENS, other_bytes=20_000 * TOKENS,
-    products=(Product(name="up", size_bytes=4000 * TOKENS, seconds=0.02),),
-    forward_seconds=0.1, backward_seconds=0.2, attention_seconds=0.03, elementwise_seconds=0.01,
-)  # fmt: skip
-CALLS = 6
-LAYERS = LayerCosts(
-    batch=1, tokens=TOKENS, input_bytes=(CALL.input_bytes,) * CALLS, attention_bytes=(CALL.attention_bytes,) * CALLS,
-    other_bytes=(CALL.other_bytes,) * CALLS, forward_seconds=(0.1,) * CALLS, backward_seconds=(0.2,) * CALLS,
-    recompute_seconds=(0.03,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8, prefetch_bytes_per_second=2e8,
-    fixed_device_bytes=1000, transient_device_bytes=500,
-)  # fmt: skip
-COSTS = StorageCosts(
-    tokens=TOKENS, classes=(CALL,), call_classes=(0,) * CALLS, outside_seconds=0.1, offload_bytes_per_second=2e8,
-    prefetch_bytes_per_second=2e8, fixed_device_bytes=1000,
-    transient_device_bytes=LAYERS.working_bytes(1.0),
-)  # fmt: skip
-LABEL = Fingerprint(model="m", batch=1, tokens=TOKENS, precision="bf16", device="cuda", torch="2.13", parallel="1")
-MIB = 2**20
-ALWAYS = COSTS.fixed_device_bytes + COSTS.transient_device_bytes
-
-
-def rounded(unit: int) -> Any:
-    """Bytes of a plan whose ranges are aligned to `unit`."""
-
-    def of(plan: StoragePlan) -> StoredBytes:
-        (stored,) = plan.calls
-        sizes = dict(zip(CALL.kinds, CALL.sizes, strict=True))
-
-        def total(place: str) -> int:
-            ranges = (r for r in stored.ranges if r.place == place)
-            return sum(-(-sizes[r.kind] * (r.stop - r.start) // TOKENS // unit) * unit for r in ranges)
-
-        return StoredBytes(
-            slot=total("swap") + total("spill"), host=(CALLS - 2) * total("swap"), kept=CALLS * total("keep"),
-            spill=(total("spill"),) * CALLS,
-        )  # fmt: skip
-
-    return of
-
-
-def planned(budget: StorageBudget, unit: int = 1) -> Plan:
-    return plan_kinds(LAYERS, COSTS, budget, LABEL, tile_tokens=1, stored_bytes=rounded(unit))
 
 
 @pytest.mark.parametrize("unit", [1, 64, 2**20])

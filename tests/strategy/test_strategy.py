@@ -38,11 +38,12 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.engine import TestMode
 
 # fp32 rounds a slice's part of a weight gradient before it is added to the others' (relative error of at most 6e-7 per
-# step). AdamW bounds what a step can make of that, so along training it adds up, at most linearly: over 100 steps to
-# 100 * 6e-7 * (the loss's change per step, at most 0.1) = 6e-6. Measured over three families: 9.6e-7, two units in the
-# last place of a loss of 4. A wrong gradient is 1000 times as far off: see `test_bound_tells_wrong_training_apart`.
-CURVE_BOUND = 6e-6
-CURVE_STEPS = 100
+# step). AdamW bounds what a step can make of that, so along training it adds up, at most linearly: over 40 steps to
+# 40 * 6e-7 * (the loss's change per step, at most 0.1) = 2.4e-6. Measured over 100 steps and three families: 9.6e-7,
+# two units in the last place of a loss of 4. A wrong gradient is 1000 times as far off: see
+# `test_bound_tells_wrong_training_apart`.
+CURVE_BOUND = 2.4e-6
+CURVE_STEPS = 40
 CURVE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 ALPHAS = [0.0, 0.125, 0.25, 0.5, 1.0]
 DELAYS = TestMode(seed=3, longest_delay_seconds=0.0003)
@@ -234,7 +235,7 @@ def test_wrong_plan_costs_no_correctness(wrong):
 
 @pytest.fixture(scope="module")
 def plain_curve():
-    return plain(data=loader(400), max_steps=CURVE_STEPS, **CURVE)
+    return plain(data=loader(160), max_steps=CURVE_STEPS, **CURVE)
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +245,8 @@ def curves():
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_loss_curve(alpha, plain_curve, curves):
-    """100 optimizer steps with dropout, accumulation and clipping lie on plain training's."""
-    result = fit(MemoStrategy(alpha=alpha), data=loader(400), max_steps=CURVE_STEPS, **CURVE)
+    """40 optimizer steps with dropout, accumulation and clipping lie on plain training's."""
+    result = fit(MemoStrategy(alpha=alpha), data=loader(160), max_steps=CURVE_STEPS, **CURVE)
     assert len(result.losses) == 2 * CURVE_STEPS
     assert plain_curve.losses[-1] < plain_curve.losses[0] - 1
     assert_as_plain(result, plain_curve, alpha, CURVE_BOUND)
@@ -259,7 +260,7 @@ def test_loss_curve_in_test_mode(family, alpha, plain_curve, curves):
     """Delayed copies and poisoned buffers change no bit: no copy is used too early, no buffer too late."""
     steps = 15
     result = fit(
-        MemoStrategy(alpha=alpha, test_mode=DELAYS), LanguageModel(family), loader(400), max_steps=steps, **CURVE
+        MemoStrategy(alpha=alpha, test_mode=DELAYS), LanguageModel(family), loader(160), max_steps=steps, **CURVE
     )
     if family == "block_dropout":
         expected = curves.get(alpha) if alpha in curves else plain_curve.losses
@@ -267,13 +268,13 @@ def test_loss_curve_in_test_mode(family, alpha, plain_curve, curves):
         assert largest_difference(result.losses, expected[: 2 * steps]) <= bound
     else:
         assert result.plan.swap.schedule == "nest"
-        assert_as_plain(result, plain(LanguageModel(family), loader(400), max_steps=steps, **CURVE), alpha, CURVE_BOUND)
+        assert_as_plain(result, plain(LanguageModel(family), loader(160), max_steps=steps, **CURVE), alpha, CURVE_BOUND)
     assert set(result.held) == {0}
 
 
 def test_bound_tells_wrong_training_apart(plain_curve):
     """Updates that are wrong by a thousandth leave the bound of the curves within ten steps."""
-    wrong = plain(LanguageModel(lr=3e-3 * 1.001), loader(400), max_steps=10, **CURVE)
+    wrong = plain(LanguageModel(lr=3e-3 * 1.001), loader(160), max_steps=10, **CURVE)
     assert largest_difference(wrong.losses, plain_curve.losses[:20]) > 10 * CURVE_BOUND
 
 

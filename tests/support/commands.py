@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from lightning_memo.cli.hydra_command import config_dir
 from support import warm
 from support.paths import ROOT, TESTS
 
 TINY_RUN = (
+    f"data.path={ROOT / 'lightning_memo'}",  # few files: the default is the source of the standard library
     "data.max_bytes=100000",
     "data.seq_len=32",
     "model.config.hidden_size=16",
@@ -29,6 +35,10 @@ TINY_RUN = (
     "+trainer.enable_progress_bar=false",
     "+trainer.enable_model_summary=false",
 )
+
+"""Settings that make a training run small."""
+WITHOUT_REPORT = ("callbacks.report=null",)
+"""Leaves out `report.html`: drawing its curves takes longer than a small run does."""
 
 MODULE = ["-m", "lightning_memo.train"]
 _NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
@@ -67,13 +77,14 @@ def environment(cold: bool = False) -> dict[str, str]:
 
 
 def lightning(*settings: str) -> list[str]:
-    """The command as one process that starts another."""
-    return ["python", *MODULE, *TINY_RUN, "trainer.devices=2", *settings]
+    """The training command in one process that starts another."""
+    return ["python", *MODULE, *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2", *settings]
 
 
-def torchrun(*settings: str) -> list[str]:
-    """The command in two processes of torchrun."""
-    return ["torchrun", "--standalone", "--nproc_per_node", "2", *MODULE, *TINY_RUN, "trainer.devices=2", *settings]
+def torchrun(*settings: str, report: bool = False) -> list[str]:
+    """The training command in two processes of torchrun, by default without a report."""
+    tiny = TINY_RUN if report else (*TINY_RUN, *WITHOUT_REPORT)
+    return ["torchrun", "--standalone", "--nproc_per_node", "2", *MODULE, *tiny, "trainer.devices=2", *settings]
 
 
 def errors(stderr: str) -> list[str]:
@@ -86,3 +97,18 @@ def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+SWEEP = "outputs/train/sweeps/last"
+"""Folder of the newest sweep of the training command."""
+
+
+def python(environ: dict[str, str]) -> str | None:
+    """Return the path of the interpreter that commands with this environment start."""
+    return shutil.which("python", path=environ["PATH"])
+
+
+def composed(name: str, *overrides: str) -> DictConfig:
+    """Return a configuration of `conf/` with overrides."""
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return compose(name, list(overrides))

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.plan import HostBacked, SwapPlan
+from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha, slot_bytes, unit_bytes
+from lightning_memo.planner.token_slices import TokenRange, slice_slot_bytes, slice_tokens_by_alpha, slot_bytes
 from lightning_memo.utils.find_layers import find_layers
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ class EngineUnderTest:
             state_host_bytes=sizes.states, staging_bytes=sizes.staging,
         )  # fmt: skip
         self.engine.load(plan, profile.batch * slices[-1].stop)
-        return tuple(sum(unit_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
+        return tuple(sum(slice_slot_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
 
     def assert_as_planned(self) -> None:
         """Everything found its place in the slots that were planned."""

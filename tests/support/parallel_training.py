@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.parallel.gradients import total_norm
+from lightning_memo.parallel.clip_gradients import total_norm
 from support.families import FAMILIES, VOCABULARY
 from support.processes import run_in_processes
 from support.trainer_harness import LanguageModel, make_trainer

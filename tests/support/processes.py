@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime as dt
+import gc
 import multiprocessing
 import multiprocessing.context
 import os
@@ -183,6 +184,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
         WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported is never garbage
     os.chdir(folder)  # what trainers write by default
     costs._BANDWIDTH_SECONDS = 0.005  # of no interest to tests of what is computed
     distributed_c10d.ProcessGroupGloo = _SharedLoop

@@ -28,7 +28,8 @@ from lightning_memo.cli.runs.assemble import build_strategy, module_settings
 from lightning_memo.longest import main
 from lightning_memo.trials import longest_sequence as find
 from lightning_memo.trials.length_search import Attempt, LengthSearch
-from lightning_memo.trials.trial import RandomTokens, Trial
+from lightning_memo.trials.random_tokens import RandomTokens
+from lightning_memo.trials.training_trial import Trial
 from lightning_memo.trials.trial_process import TrialProcess
 
 TRAINER = {"accelerator": "cpu", "devices": 1}
@@ -58,7 +59,17 @@ def batch_with_accidents(tokens):
 
 def trial(**settings):
     batch_of, module = RandomTokens(vocabulary=WORDS), LanguageModel(build)
-    return Trial(**{"module": module, "batch_of": batch_of, "trainer": TRAINER, "steps": 2, "settings": {}, **settings})
+    return Trial(
+        **{
+            "strategy_factory": MemoStrategy,
+            "module": module,
+            "batch_of": batch_of,
+            "trainer": TRAINER,
+            "steps": 2,
+            "settings": {},
+            **settings,
+        }
+    )
 
 
 def test_attempts_that_run_out_of_memory_are_survived():
@@ -119,7 +130,7 @@ def test_the_search_finds_what_trying_all_lengths_finds(monkeypatch):
     assert search.longest.tokens == max(made.tokens for made in scan if made.fits)
     assert 32 < search.longest.tokens < 256
     assert [made.fits for made in scan] == sorted((made.fits for made in scan), reverse=True)
-    assert "device_memory is 1.1 MiB" in scan[-1].reason
+    assert "more than device_memory=1.1 MiB" in scan[-1].reason
 
 
 def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeypatch, capsys):
@@ -142,7 +153,7 @@ def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeyp
     # All is known already: nothing is tried.
     monkeypatch.setattr(TrialProcess, "__call__", None)
     assert MemoStrategy(**BUDGET).max_sequence_length(module, **arguments, resume=True) == 64
-    with pytest.raises(ValueError, match="had another strategy: search anew"):
+    with pytest.raises(ValueError, match="used another strategy: start a new search"):
         MemoStrategy().max_sequence_length(module, **arguments, resume=True)
 
 
@@ -160,7 +171,7 @@ def test_a_search_goes_on_with_another_logger(monkeypatch, tmp_path):
     assert MemoStrategy().max_sequence_length(NoTokens(), build, **arguments) == 300
     arguments |= {"resume": True, "enable_progress_bar": True, "max_steps": 7}
     assert MemoStrategy().max_sequence_length(NoTokens(), build, **arguments, logger=True) == 300
-    with pytest.raises(ValueError, match="had another trainer"):
+    with pytest.raises(ValueError, match="used another trainer"):
         MemoStrategy().max_sequence_length(NoTokens(), build, **arguments, precision="bf16-true")
 
 
@@ -203,15 +214,15 @@ class NoTokens(LightningModule):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (NoTokens, {}, "NoTokens holds no Hugging Face model that takes tokens"),
-        (NoTokens, {"batch_of": lambda tokens: None}, "what it needs can't be sent there"),
+        (NoTokens, {}, "NoTokens holds no Hugging Face model with a vocabulary"),
+        (NoTokens, {"batch_of": lambda tokens: None}, "module or batch_of cannot be pickled"),
         (NoTokens, {"batch_of": build, "low": 10, "high": 5}, "high=5 is below low=10"),
         (NoTokens, {"batch_of": build, "devices": 2}, "searched in one process"),
         (NoTokens, {"batch_of": build, "steps_per_trial": 1}, "steps_per_trial=1: give 2 or more"),
         (
             NoTokens,
             {"batch_of": build, "precison": 32},
-            "precison: no argument of the search or of Lightning's Trainer",
+            "precison: not an argument of the search or of Lightning's Trainer",
         ),
     ],
 )
@@ -243,7 +254,7 @@ def test_the_command(monkeypatch, tmp_path, capfd):
     # Nothing fits: the first attempt is what was searched before.
     assert command(monkeypatch, tmp_path, *lengths, "strategy.device_memory=512KiB") == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: not even low=32 tokens train (a step takes")
+    assert error.startswith("error: not even low=32 tokens fit (a step needs")
 
 
 def test_commands_of_the_docs_are_understood():

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.callbacks.planning.plan_after_first_step import PlanAfterFirstStep
 from lightning_memo.callbacks.planning.step_meter import MeteringCallback, meter_step
 from lightning_memo.engine import Engine

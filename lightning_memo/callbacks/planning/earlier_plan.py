@@ -7,11 +7,13 @@ from dataclasses import replace
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import Budget, Plan
-from lightning_memo.config import MemoConfig, format_bytes
+from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.profiler.measured_costs import available_budget, run_fingerprint, state_bytes
+from lightning_memo.utils.units import format_bytes
 
 # What a process has of its own in a plan that all of them run.
 _OWN_SIZES = (

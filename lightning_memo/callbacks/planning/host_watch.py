@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.callbacks.planning.plan_after_first_step import PlanAfterFirstStep
-from lightning_memo.config import format_bytes
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.machine import available_host_bytes
+from lightning_memo.utils.units import format_bytes
 
 _CHECK_BATCHES = 10
 _RESERVE_BYTES = 2**30

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_memo.artifacts.plan import HostBacked, Plan, StreamedBytes
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
 from lightning_memo.callbacks.planning.earlier_plan import EarlierPlan
 from lightning_memo.callbacks.planning.plan_storage import plan_by_kind
 from lightning_memo.callbacks.planning.step_meter import MeteringCallback, meter_step
@@ -23,8 +24,9 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.spill_file import SpillError
-from lightning_memo.parallel.agree import on_first_rank
-from lightning_memo.parallel.ranks import Ranks, agree_on_plan
+from lightning_memo.parallel.agree_on_plan import agree_on_plan
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.run_on_ranks import on_first_rank
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.profiler.measured_costs import (

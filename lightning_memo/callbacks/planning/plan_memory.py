@@ -16,15 +16,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
-from lightning_memo.artifacts.plan import Plan, StepPlacement
+from lightning_memo.artifacts.buffer_placement import StepPlacement
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.plan_cache import PlanCache, cache_folder
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.callbacks.planning.allocator_report import memory_metrics, memory_use, summary
 from lightning_memo.callbacks.planning.plan_after_first_step import PlanAfterFirstStep
 from lightning_memo.callbacks.planning.step_marks import StepMarks
 from lightning_memo.engine import Engine
-from lightning_memo.planner.placement.one_pass import load_library
 from lightning_memo.planner.placement.phase_offsets import place_step
+from lightning_memo.planner.placement.placement_core import load_library
 from lightning_memo.planner.placement.step_placement import plan_memory
 from lightning_memo.profiler.step_trace import RecordedStep, trace_of
 from lightning_memo.reports.memory_use import MemoryUse

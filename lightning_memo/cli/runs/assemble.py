@@ -15,7 +15,7 @@ from lightning_memo.cli.hydra_command import plain_settings
 from lightning_memo.cli.launch import started_processes
 from lightning_memo.config import PRECISIONS
 from lightning_memo.data import SequenceDataModule
-from lightning_memo.parallel.sizes import resolve_sizes
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.strategy import MemoStrategy
 
 
@@ -68,7 +68,7 @@ def check_data(data: SequenceDataModule, trainer: Trainer) -> None:
         )
 
 
-def find_checkpoint(cfg: DictConfig) -> str | None:
+def checkpoint_to_resume(cfg: DictConfig) -> str | None:
     """Returns the checkpoint to resume from; ``last`` is the newest one of the runs of this name.
 
     Raises:

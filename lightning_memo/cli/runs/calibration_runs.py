@@ -13,7 +13,7 @@ from typing import Any
 from lightning_memo.artifacts.plan import Plan
 
 
-def fastest(model: Mapping[str, Any], tokens: int, repeats: int) -> Plan:
+def fastest_run(model: Mapping[str, Any], tokens: int, repeats: int) -> Plan:
     """The fastest of some runs: what else a machine does only adds time.
 
     Args:
@@ -43,7 +43,7 @@ def run(model: Mapping[str, Any], tokens: int) -> Plan:
 
     from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
     from lightning_memo.strategy import MemoStrategy
-    from lightning_memo.trials.trial import RandomTokens
+    from lightning_memo.trials.random_tokens import RandomTokens
 
     batch_of = RandomTokens(vocabulary=load_hf_config(ModelConfig(**model)).get_text_config().vocab_size)
     # A first step is cold; a longer batch is profiled anew.

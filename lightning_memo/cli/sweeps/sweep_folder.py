@@ -1,4 +1,4 @@
-"""The folder of a sweep: what was done in it before, and whether a command may go on there."""
+"""The folder of a sweep: starts a sweep in it, or checks that an earlier sweep can continue there."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_memo.cli.run_summary import FILE_NAME, RunSummary
+from lightning_memo.cli.run_summary import SUMMARY_FILE, RunSummary
 
 LAST = "last"
-_COMMAND = "multirun.yaml"  # Hydra's own record
-_BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+_COMMAND_FILE = "multirun.yaml"  # Hydra's record of the sweep's command
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
-def enter(config: DictConfig) -> None:
-    """Lets a sweep begin in a new folder, or go on in one that is there; afterwards, `last` leads to it.
+def prepare_sweep_folder(config: DictConfig) -> None:
+    """Prepares the folder of a sweep that starts or continues, and makes the link `last` point to a new folder.
 
     Args:
-        config: Of the whole sweep, with Hydra's part.
+        config: Configuration of the sweep, including Hydra's section.
 
     Raises:
-        ValueError: `sweep` is several names, or `last` without an earlier sweep; or the folder has other jobs.
+        ValueError: `sweep` has several values, or is `last` without an earlier sweep, or the folder contains the
+            results of other jobs.
     """
     folder = Path(config.hydra.sweep.dir)
     overrides = _parsed(config)
     if any(override.get_key_element() == "sweep" and override.is_sweep_override() for override in overrides):
-        raise ValueError("sweep: give one name; all jobs of a sweep lie in its folder")
+        raise ValueError("sweep: give one name, because all jobs of a sweep share one folder")
     last = folder.with_name(LAST)
     if folder == last:
         if not folder.is_dir():
@@ -38,13 +39,13 @@ def enter(config: DictConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if last.is_symlink() or not last.exists():
             _link(last, folder.name)
-    if (folder / _COMMAND).is_file():
-        _check_jobs(OmegaConf.load(folder / _COMMAND), config, folder)
+    if (folder / _COMMAND_FILE).is_file():
+        _check_jobs(OmegaConf.load(folder / _COMMAND_FILE), config, folder)
 
 
-def finished(folder: Path) -> RunSummary | None:
-    """Returns what a job left in its folder if it came to its end; one that failed did not."""
-    if not (folder / FILE_NAME).is_file():
+def finished_job(folder: Path) -> RunSummary | None:
+    """Returns the summary of a job that has finished successfully, otherwise None."""
+    if not (folder / SUMMARY_FILE).is_file():
         return None
     summary = RunSummary.load(folder)
     return summary if summary.status == "ok" else None
@@ -58,9 +59,11 @@ def _link(link: Path, target: str) -> None:
 
 
 def _check_jobs(earlier: Any, config: DictConfig, folder: Path) -> None:
-    """Refuses jobs whose numbers, which are the names of their folders, were other jobs' before."""
-    if config.hydra.sweeper._target_ != _BASIC or earlier.hydra.sweeper._target_ != _BASIC:
-        raise ValueError(f"sweep={folder.name}: only sweeps of Hydra's basic sweeper go on; start another one")
+    """Refuses a sweep that would give the number of an earlier job, which names its folder, to another job."""
+    if config.hydra.sweeper._target_ != _BASIC_SWEEPER or earlier.hydra.sweeper._target_ != _BASIC_SWEEPER:
+        raise ValueError(
+            f"sweep={folder.name}: only sweeps of Hydra's basic sweeper can be continued; start a new sweep"
+        )
     before, now = _jobs(earlier), _jobs(config)
     for number, old in enumerate(before):
         new = now[number] if number < len(now) else None
@@ -68,15 +71,15 @@ def _check_jobs(earlier: Any, config: DictConfig, folder: Path) -> None:
             was = _differing(old, before if new is None else [new])
             would_be = "missing" if new is None else _differing(new, [old])
             raise ValueError(
-                f"sweep={folder.name}: job {number} was {was}, and would be {would_be}; give the same command, new "
-                "values after all of before, or start another sweep"
+                f"sweep={folder.name}: job {number} was {was}, but would now be {would_be}; repeat the same command, "
+                "add new values after all earlier ones, or start a new sweep"
             )
 
 
 def _differing(job: dict[str, str], others: list[dict[str, str]]) -> str:
-    """The settings of a job that not all of some others have so."""
+    """The settings of a job that differ from at least one of the others, as text."""
     names = [name for name in job if any(other.get(name) != job[name] for other in others)]
-    return " ".join(f"{name}={job[name]}" for name in names) or "without"
+    return " ".join(f"{name}={job[name]}" for name in names) or "without it"
 
 
 def _jobs(config: DictConfig) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""One picture over all jobs of a sweep."""
+"""Draws the results of all jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.sweeps.sweep_results import COLUMNS, Column, setting_values, swept_settings
+from lightning_memo.cli.sweeps.job_settings import differing_settings, setting_values
+from lightning_memo.cli.sweeps.sweep_results import COLUMNS, Column
 from lightning_memo.utils.files import replacing
 
 _PER_ROW = 4
-_LONG_LABELS = 14  # characters
+_LONG_LABEL_CHARACTERS = 14
 
 
-def draw(runs: Sequence[RunSummary], path: Path) -> None:
-    """Draws each result that is not zero throughout: lines over a setting that has numbers, else a bar for each job.
+def draw_sweep(runs: Sequence[RunSummary], path: Path) -> None:
+    """Draws one diagram for each result that is not zero in all jobs.
 
-    Of several such settings the one with most values is the axis; each combination of all others is a line. Failed jobs
-    leave gaps.
+    The x axis is the numeric setting with the most values, with one line for each combination of the other settings.
+    Without a numeric setting, each job has a bar. Failed jobs leave gaps.
 
     Args:
-        runs: The jobs, at least one of which succeeded.
-        path: The PNG to write.
+        runs: Summaries of the jobs, at least one of which succeeded.
+        path: PNG file to write.
     """
-    from matplotlib.figure import Figure  # takes a second, and only sweeps draw
+    from matplotlib.figure import Figure  # the import takes a second, and only sweeps need it
 
-    names = swept_settings(runs)
+    names = differing_settings(runs)
     numeric = [name for name in names if all(_number(run, name) is not None for run in runs)]
     axis = max(numeric, key=lambda name: len({_number(run, name) for run in runs}), default=None)
     shown = [column for column in COLUMNS if any(column.value(run) for run in runs)]
@@ -67,7 +68,7 @@ def _draw_bars(axes: Any, column: Column, runs: Sequence[RunSummary], names: Seq
     positions = range(len(runs))
     if column.from_zero:
         axes.bar(positions, [_height(column, run) for run in runs], width=0.6)
-    else:  # a bar's length is its number
+    else:  # the length of a bar would be misleading
         axes.plot(positions, [_height(column, run) for run in runs], marker="o", linestyle="none")
     labels = [", ".join(setting_values(run, names)) + ("\nfailed" if run.status == "failed" else "") for run in runs]
     _label_jobs(axes, labels)
@@ -75,7 +76,7 @@ def _draw_bars(axes: Any, column: Column, runs: Sequence[RunSummary], names: Seq
 
 
 def _label_jobs(axes: Any, labels: Sequence[str]) -> None:
-    crowded = sum(map(len, labels)) > 2 * _LONG_LABELS
+    crowded = sum(map(len, labels)) > 2 * _LONG_LABEL_CHARACTERS
     axes.set_xticks(range(len(labels)), labels, rotation=30 if crowded else 0, ha="right" if crowded else "center")
     axes.set_xlim(-0.5, len(labels) - 0.5)
 

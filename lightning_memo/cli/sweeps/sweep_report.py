@@ -1,4 +1,4 @@
-"""Where a sweep begins or goes on, and one table and one picture over all its jobs, as a Hydra callback."""
+"""Hydra callback that prepares a sweep's folder, and shows all its jobs in one table and one picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +13,13 @@ from rich.text import Text
 
 from lightning_memo.callbacks.step_stats import METERED_STEP
 from lightning_memo.cli.hydra_command import exit_for_user
-from lightning_memo.cli.run_summary import FILE_NAME, RunSummary
-from lightning_memo.cli.sweeps import sweep_folder
-from lightning_memo.cli.sweeps.sweep_picture import draw
-from lightning_memo.cli.sweeps.sweep_results import COLUMNS, setting_values, swept_settings
+from lightning_memo.cli.run_summary import SUMMARY_FILE, RunSummary
+from lightning_memo.cli.sweeps.job_settings import differing_settings, setting_values
+from lightning_memo.cli.sweeps.sweep_folder import prepare_sweep_folder
+from lightning_memo.cli.sweeps.sweep_picture import draw_sweep
+from lightning_memo.cli.sweeps.sweep_results import COLUMNS
 
-PICTURE_NAME = "sweep.png"
+PICTURE_FILE = "sweep.png"
 _WIDTH = 140
 
 
@@ -26,45 +27,45 @@ class SweepReport(Callback):
     """Prints a table of a sweep's jobs when it ends, and draws ``sweep.png`` into its folder."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Looks whether the sweep can begin or go on in its folder.
+        """Checks that the sweep can start or continue in its folder.
 
         Raises:
-            SystemExit: It can't, with status 2; Hydra would make a warning of other exceptions.
+            SystemExit: It cannot; the status is 2. Hydra turns other exceptions into warnings.
         """
         try:
-            sweep_folder.enter(config)
+            prepare_sweep_folder(config)
         except Exception as error:
             exit_for_user(error)
             raise
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Reads what the jobs left in the sweep's folder, and reports.
+        """Shows the results of all jobs in the sweep's folder.
 
         Raises:
-            SystemExit: A job failed, with status 1.
+            SystemExit: A job failed; the status is 1.
         """
-        folder = Path(config.hydra.sweep.dir).resolve()  # `last` may lead elsewhere tomorrow
+        folder = Path(config.hydra.sweep.dir).resolve()  # the link `last` may point to another sweep later
         runs = load_runs(folder)
         console = Console()
-        if not console.is_terminal:  # a file or a pipe has no width; without one rich takes 80
+        if not console.is_terminal:  # for a file or a pipe, rich assumes a width of 80
             console.width = max(console.width, _WIDTH)
-        console.print(sweep_table(runs))
+        console.print(sweep_results_table(runs))
         if any(run.status == "ok" for run in runs):
-            draw(runs, folder / PICTURE_NAME)
-            console.print(f"Picture of the sweep: {folder / PICTURE_NAME}", soft_wrap=True, highlight=False)
+            draw_sweep(runs, folder / PICTURE_FILE)
+            console.print(f"Picture of the sweep: {folder / PICTURE_FILE}", soft_wrap=True, highlight=False)
         if any(run.status == "failed" for run in runs):
             raise SystemExit(1)
 
 
 def load_runs(folder: Path) -> list[RunSummary]:
     """Returns the summaries in the order of the jobs' numbers."""
-    jobs = sorted((path.parent for path in folder.glob(f"*/{FILE_NAME}")), key=lambda job: (len(job.name), job.name))
+    jobs = sorted((path.parent for path in folder.glob(f"*/{SUMMARY_FILE}")), key=lambda job: (len(job.name), job.name))
     return [RunSummary.load(job) for job in jobs]
 
 
-def sweep_table(runs: Sequence[RunSummary]) -> Table:
-    """Returns one row per job, what was swept and the results, and below why jobs failed or lack results."""
-    names = swept_settings(runs)
+def sweep_results_table(runs: Sequence[RunSummary]) -> Table:
+    """Returns a table with the differing settings and the results of each job, and reasons for missing results."""
+    names = differing_settings(runs)
     table = Table(title="Sweep", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     for name in names:
         table.add_column(name.rpartition(".")[2], justify="right", overflow="fold")

@@ -1,12 +1,12 @@
-"""What a sweep shows of its jobs: the settings that differ, and the results."""
+"""Results of a training run that the table and the picture of a sweep show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.config import format_bytes
+from lightning_memo.utils.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Column:
     value: Callable[[RunSummary], float | None]
     text: Callable[[float], str]
     axis: str | None = None
-    """Title in the picture, where it is another."""
+    """Title in the picture, if it differs from the table's."""
     axis_unit: float = 1
     from_zero: bool = True
-    """Whether the picture's axis begins at zero."""
+    """Whether the axis in the picture starts at zero."""
 
 
 COLUMNS = (
@@ -32,16 +32,3 @@ COLUMNS = (
     Column("train loss", lambda run: run.train_loss, "{:.3f}".format, "train loss (nats)", from_zero=False),
     Column("val loss", lambda run: run.val_loss, "{:.3f}".format, "validation loss (nats)", from_zero=False),
 )
-
-
-def swept_settings(runs: Sequence[RunSummary]) -> list[str]:
-    """Returns the names of the settings that differ between the jobs."""
-    settings = [dict(override.split("=", 1) for override in run.overrides) for run in runs]
-    names = dict.fromkeys(name for job in settings for name in job)
-    return [name for name in names if len({job.get(name) for job in settings}) > 1]
-
-
-def setting_values(run: RunSummary, names: Sequence[str]) -> list[str]:
-    """Returns what a job had for each of some settings, as the command line said it."""
-    settings = dict(override.split("=", 1) for override in run.overrides)
-    return [settings.get(name, "-") for name in names]

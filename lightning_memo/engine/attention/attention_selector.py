@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.plan import Attention, AttentionTrial
+from lightning_memo.artifacts.plan import AttentionTrial
+from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.copies.clock import Clock
 from lightning_memo.engine.memory.block_reader import BlockReader
@@ -18,8 +19,8 @@ from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backe
 from lightning_memo.kernels.select_kernel import candidate_kernels, check_available
 from lightning_memo.kernels.time_kernels import ProbeInputs, Timer, agreed, fastest_kernel, try_kernels
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
-from lightning_memo.parallel.context.ulysses import HeadExchange
-from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.context.ulysses_attention import HeadExchange
+from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.planner.alpha.streamed_sizes import BLOCK_TOKENS
 from lightning_memo.planner.token_slices import TokenRange
 

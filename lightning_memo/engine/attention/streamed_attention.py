@@ -13,7 +13,7 @@ from lightning_memo.engine.memory.block_reader import BlockParts, BlockReader, D
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention_kernel import merge, repeat_heads, sum_head_groups, sums_dtype
-from lightning_memo.parallel.context.ulysses import HeadExchange
+from lightning_memo.parallel.context.ulysses_attention import HeadExchange
 from lightning_memo.planner.alpha.streamed_sizes import blocks_of
 from lightning_memo.planner.token_slices import TokenRange
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_memo.artifacts.storage_costs import Place
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.attention.sliced_attention import SlicedAttention
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.copies.step_recorder import Subject

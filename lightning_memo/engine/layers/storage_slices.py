@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, INPUT, Place
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, share
 
 

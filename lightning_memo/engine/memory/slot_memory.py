@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES, whole_blocks
+from lightning_memo.artifacts.spill_layout import BLOCK_BYTES, whole_blocks
 from lightning_memo.engine.copies.copy_events import AllOf, CopyError, CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
 from lightning_memo.engine.copies.step_recorder import StepRecorder

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.spill_sizes import SpillSizes, whole_blocks
+from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
 from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
 from lightning_memo.engine.copies.step_recorder import NOBODY, StepRecorder, Subject
@@ -207,7 +207,7 @@ class Spill:
         self,
         folder: Path,
         size_bytes: int,
-        sizes: SpillSizes,
+        sizes: SpillLayout,
         device: torch.device,
         test_mode: TestMode | None = None,
         recorder: StepRecorder | None = None,

@@ -12,8 +12,8 @@ from typing import IO
 
 from torch import Tensor
 
-from lightning_memo.config import format_bytes
 from lightning_memo.engine.memory.host_arena import FreeSpace
+from lightning_memo.utils.units import format_bytes
 
 
 class SpillError(OSError):

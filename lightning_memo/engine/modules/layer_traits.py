@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.plan import Schedule
+from lightning_memo.artifacts.swap_plan import Schedule
 from lightning_memo.engine.attention.hugging_face import collecting_nothing
 from lightning_memo.engine.forward.intercept import current_layout
 from lightning_memo.engine.layers.layer_run import LayerCall

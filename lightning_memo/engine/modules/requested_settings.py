@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 
 
@@ -16,7 +16,7 @@ class Wishes:
     Attributes:
         schedule: "auto", "layer", "nest" or "slice".
         slice_tokens: Longest slice; `None`: no limit.
-        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`; "auto" is
+        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; "auto" is
             "attention" where `slice_tokens` are given and the layers can run slice after slice.
         divided: Whether processes share the tokens of a sequence.
         by_kind: Whether plans say kind by kind what is stored.

@@ -32,7 +32,7 @@ from lightning_memo.kernels import RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.positions import largest_position, packed_documents
 from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.parallel.zero import as_one_forward
+from lightning_memo.parallel.zero_sharding import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
 
 if TYPE_CHECKING:

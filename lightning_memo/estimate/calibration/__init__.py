@@ -1,1 +1,1 @@
-"""Fitting the constants of the cost model to measured runs."""
+"""Fits the constants of the cost model to measured runs."""

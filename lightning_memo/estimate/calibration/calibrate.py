@@ -1,4 +1,4 @@
-"""``python -m lightning_memo.estimate calibrate [overrides]``: fits constants to what runs have measured."""
+"""Command line ``python -m lightning_memo.estimate calibrate [overrides]``: fits constants to measured runs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasu
 from lightning_memo.estimate.calibration.measurements import read_measurements
 from lightning_memo.estimate.inputs.constants import Constants, constants_of
 from lightning_memo.estimate.inputs.presets import cluster_of, model_of
-from lightning_memo.estimate.question.request import read_count
+from lightning_memo.estimate.request.command_settings import read_count
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import read_length
 
 
 def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple[Residual, ...]]:
-    """Measure or read, fit, and write the file of constants.
+    """Run or read measurements, fit the constants, and write them to a file.
 
     Args:
-        settings: those of `conf/calibrate.yaml`.
-        model: what a model without a path is called.
+        settings: Settings of `conf/calibrate.yaml`.
+        model: Name for a model without a path.
 
     Raises:
-        ValueError: a setting is not allowed, nothing was measured, or peaks are exceeded.
-        OSError: a file can't be read or written.
+        ValueError: A setting is not allowed, there are no measurements, or they exceed the peaks of the cluster.
+        OSError: A file cannot be read or written.
     """
     cluster, shape = cluster_of(settings["cluster"]), model_of(settings["model"], model)
     if settings["files"]:
@@ -48,8 +48,9 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
         measurements = [m for path in files for m in _read(path, shape)]
         if not measurements:
             raise ValueError(
-                f"files={settings['files']}: none of {len(files)} files has a measured model: give a run's "
-                "memo_plan.json with the model= that was run, or results of benchmarks/engine.py"
+                f"files={settings['files']}: no measurements in any of {len(files)} files: give the "
+                "memo_plan.json of a run "
+                "with the model= of that run, or results of benchmarks/engine.py"
             )
         devices = [str(path) for path in files]
     else:
@@ -70,56 +71,58 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
 
 
 def _files(given: Any) -> list[Path]:
-    """Files, and the JSON files of folders.
+    """Lists the files, and the JSON files of folders.
 
     Raises:
-        ValueError: it is no list of names.
+        ValueError: The setting is not a list of names.
     """
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ValueError(f"files={given!r}: give a list of files or folders, like [benchmarks/results]")
+        raise ValueError(f"files={given!r}: give a list of files or folders, for example [benchmarks/results]")
     paths = [Path(name) for name in given]
     return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 
 
 def _read(path: Path, shape: ModelShape) -> tuple[Measurement, ...]:
-    """What a file holds.
+    """Reads the measurements in a file.
 
     Raises:
-        ValueError: see `read_measurements`, or it can't be read.
+        ValueError: The file cannot be read, or see `read_measurements`.
     """
     try:
         return read_measurements(path, shape)
     except OSError as error:
-        raise ValueError(f"files: {path}: {error.strerror or error}; give plans, results, or folders of them") from None
+        raise ValueError(
+            f"files: {path}: {error.strerror or error}; give saved plans, results of benchmarks, or folders of these"
+        ) from None
 
 
 def _lengths(given: Any) -> list[int]:
-    """Tokens of sequences.
+    """Reads the sequence lengths.
 
     Raises:
-        ValueError: it is no list of lengths, or one is too short.
+        ValueError: The setting is not a list of lengths, or a length is too short.
     """
     if not isinstance(given, list) or not given:
-        raise ValueError(f"seq_lens={given!r}: give a list of lengths, like [4K,8K]")
+        raise ValueError(f"seq_lens={given!r}: give a list of lengths, for example [4K,8K]")
     lengths = [read_length("seq_lens", each) for each in given]
     if min(lengths) < 2:
-        raise ValueError(f"seq_lens has {min(lengths)}: give lengths of at least 2 tokens")
+        raise ValueError(f"seq_lens contains {min(lengths)}: give lengths of at least 2 tokens")
     return lengths
 
 
 def _run(
     model: Mapping[str, Any], shape: ModelShape, lengths: Sequence[int], repeats: int
 ) -> tuple[list[Measurement], list[str]]:
-    """Measurements of this machine, and what its device is called."""
-    from lightning_memo.cli.runs.calibration_runs import fastest
+    """Measures this machine; returns the measurements and the names of its devices."""
+    from lightning_memo.cli.runs.calibration_runs import fastest_run
 
     measurements: list[Measurement] = []
     devices: dict[str, None] = {}
     console = Console(stderr=True)
     for number, tokens in enumerate(lengths, 1):
-        told = f"length {number} of {len(lengths)}: {shape.name}, {tokens:,} tokens, {repeats} runs"
-        console.print(told, highlight=False, soft_wrap=True)
-        plan = fastest(model, tokens, repeats)
+        progress = f"length {number} of {len(lengths)}: {shape.name}, {tokens:,} tokens, {repeats} runs"
+        console.print(progress, highlight=False, soft_wrap=True)
+        plan = fastest_run(model, tokens, repeats)
         devices[plan.fingerprint.device] = None
         origin = f"{shape.name}, {plan.costs.batch} x {tokens} tokens"
         measurements.append(LayerMeasurement(origin=origin, shape=shape, costs=plan.costs))
@@ -127,14 +130,15 @@ def _run(
 
 
 def _source(devices: Sequence[str], cluster: str) -> str:
-    """How the constants were made."""
+    """Describes the origin of the constants."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = shlex.join(["python", "-m", "lightning_memo.estimate", "calibrate", *sys.argv[1:]])
     return (
         f"{command}: {made}, Python {platform.python_version()}, lightning_memo {__version__}, {versions}, "
         f"measured on {', '.join(devices)}. "
-        f"Efficiencies are shares of cluster {cluster}; what is not measured is from its own constants."
+        f"Efficiencies are relative to the peaks of cluster {cluster}; constants that are not measured "
+        "are its defaults."
     )[:2000]
 
 
@@ -146,21 +150,21 @@ def _print(constants: Constants, residuals: Sequence[Residual], output: str) -> 
         grid.add_row(r.what, f"{r.measured_seconds:.4g} s", f"{r.fitted_seconds:.4g} s", f"{r.percent:+.1f} %")
     console = Console()
     console.print(grid)
-    told = ", ".join(f"{name} {getattr(constants, name):.4g}" for name in (*EFFICIENCIES, "host_efficiency"))
+    fitted = ", ".join(f"{name} {getattr(constants, name):.4g}" for name in (*EFFICIENCIES, "host_efficiency"))
     console.print(
-        f"{told}\nSaved, in place of what was there: use it with constants={output}", highlight=False, soft_wrap=True
+        f"{fitted}\nSaved to {output}. Use the constants with constants={output}", highlight=False, soft_wrap=True
     )
 
 
 def main() -> None:
-    """Calibrates; a user's mistake ends it with one line on stderr and exit status 2."""
+    """Runs the calibration. A user's mistake ends it with one line on stderr and exit status 2."""
 
     def task(cfg: DictConfig) -> None:
         try:
             settings = plain_settings(cfg)
             constants, residuals = calibrate(settings, str(HydraConfig.get().runtime.choices.get("model")))
         except Exception as error:
-            exit_for_user(error)  # before Hydra says that a job failed
+            exit_for_user(error)  # before Hydra prints a message about a failed job
             raise
         _print(constants, residuals, str(settings["output"]))
 

@@ -13,7 +13,7 @@ from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.constants import Constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
 from lightning_memo.estimate.step.layer_times import LayerTimes, head_seconds, layer_times
 from lightning_memo.planner.alpha.step_time import steady
 from lightning_memo.shapes.model_shape import ModelShape
@@ -24,10 +24,10 @@ _DENSE, _ATTENTION_FORWARD, _ATTENTION_BACKWARD = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMeasurement:
-    """What a run's first step measured of its layers, on one device."""
+    """Layer costs that the first step of a run measured, on one device."""
 
     origin: str
-    """Which run."""
+    """Name of the run."""
 
     shape: ModelShape
     costs: LayerCosts
@@ -35,14 +35,15 @@ class LayerMeasurement:
     def __post_init__(self) -> None:
         if self.costs.calls != self.shape.layers:
             raise ValueError(
-                f"{self.origin} has {self.costs.calls} layer calls, and {self.shape.name} {self.shape.layers} layers: "
-                "give the model that was run"
+                f"{self.origin} has {self.costs.calls} layer calls, but {self.shape.name} has "
+                f"{self.shape.layers} layers: "
+                "give the model of the run"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasurement:
-    """Seconds of forward and backward of plain training, on one device."""
+    """Time of forward and backward in plain training, on one device."""
 
     origin: str
     shape: ModelShape
@@ -56,7 +57,7 @@ Measurement = LayerMeasurement | StepMeasurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """How far the fit is from what was measured."""
+    """Difference between a measurement and its fit."""
 
     what: str
     measured_seconds: float
@@ -72,7 +73,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Seconds at the peak by what they are spent on, and as measured."""
+    """A measured time, and the times of its parts at the peak, in seconds."""
 
     what: str
     at_peak: dict[int, float]
@@ -82,25 +83,25 @@ class _Row:
 def fit(
     measurements: Sequence[Measurement], cluster: Cluster, base: Constants
 ) -> tuple[Constants, tuple[Residual, ...]]:
-    """Constants by which the cost model gives the measured seconds as nearly as it can.
+    """Fit the constants with which the cost model predicts the measured times most closely.
 
-    Whole steps alone do not tell attention's forward from its backward: their ratio is then that of `base`. Bandwidth
-    is the median of what runs measured, and that of `base` without them.
+    Measurements of full steps alone do not separate attention's forward from its backward. In this case, their ratio is
+    taken from `base`. The bandwidth is the median of the measured layers, or that of `base` without such measurements.
 
     Args:
-        measurements: of this kind of machine.
-        cluster: whose peaks efficiencies are shares of.
-        base: constants for what is not measured.
+        measurements: Measurements of one kind of machine.
+        cluster: Cluster to whose peaks the efficiencies are relative.
+        base: Constants for everything that is not measured.
 
     Returns:
-        The constants, which still say of `base` how they were made; and what they leave unexplained.
+        The constants, with the source text of `base`, and the residuals.
 
     Raises:
-        ValueError: nothing was measured, or more than the cluster's peaks was.
+        ValueError: There are no measurements, or they exceed the peaks of the cluster.
     """
     rows = [row for m in measurements for row in _rows(m, cluster, base) if row.seconds > 0]
     if not rows:
-        raise ValueError("nothing is measured: give files of runs, or lengths to run")
+        raise ValueError("there are no measurements: give files of runs, or lengths to run")
     layers = [m for m in measurements if isinstance(m, LayerMeasurement)]
     slowness = _solve(rows, None if layers else base)
     constants = _with_efficiencies(base, [1 / value for value in slowness])
@@ -128,10 +129,10 @@ def _with_efficiencies(base: Constants, values: Sequence[float]) -> Constants:
 
 
 def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
-    """The reciprocals of the efficiencies.
+    """Returns the reciprocals of the efficiencies.
 
     Raises:
-        ValueError: one would have to be below 1.
+        ValueError: An efficiency is not between 0 and 1.
     """
     relative = np.array([[row.at_peak.get(column, 0.0) / row.seconds for column in range(3)] for row in rows])
     free = np.eye(3)
@@ -142,8 +143,9 @@ def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
     for name, value in zip(EFFICIENCIES, values, strict=True):
         if value < 1.0:
             raise ValueError(
-                f"{name} would have to be {'infinite' if value <= 0 else f'{1 / value:.3g}'}, above 1: measure longer "
-                "sequences, or give the cluster.peak_flops of the machine that ran"
+                f"{name} would be {'infinite' if value <= 0 else f'{1 / value:.3g}'}, but cannot exceed "
+                "1: measure longer "
+                "sequences, or give the cluster.peak_flops of the measured machine"
             )
     return values
 
@@ -175,7 +177,7 @@ def _rows(measurement: Measurement, cluster: Cluster, base: Constants) -> Iterat
 
 
 def _at_peak(shape: ModelShape, cluster: Cluster, base: Constants, tokens: int) -> tuple[LayerTimes, float]:
-    """A layer's times and those of the head, were the peak reached."""
+    """Times of a layer and of the head at the peak of the cluster."""
     ideal = _with_efficiencies(base, [1.0] * len(EFFICIENCIES))
     question = Question(
         shape=shape, cluster=cluster, constants=ideal, method="memo", gpus=1, seq_len=tokens, batch_size=1
@@ -188,7 +190,7 @@ def _host_efficiency(layers: Sequence[LayerMeasurement], cluster: Cluster) -> fl
     alone = cluster.host_bandwidth_of(1)
     if copied > alone:
         raise ValueError(
-            f"copies ran at {copied:.3g} bytes per second, above cluster.host_bandwidth={alone:.3g}: give that of the "
-            "machine that ran"
+            f"copies ran at {copied:.3g} bytes per second, above cluster.host_bandwidth={alone:.3g}: give the "
+            "host_bandwidth of the measured machine"
         )
     return copied / alone

@@ -1,4 +1,4 @@
-"""Reads what runs and benchmarks have measured."""
+"""Reads measurements from saved plans and from results of benchmarks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _PLAIN = "plain"
 
 
 def read_measurements(path: Path, shape: ModelShape) -> tuple[Measurement, ...]:
-    """What a file holds: a plan, which every run of MemoStrategy saves, or results of `benchmarks/engine.py`.
+    """Read a file: a plan, which every run of MemoStrategy saves, or results of `benchmarks/engine.py`.
 
     Args:
-        path: the file.
-        shape: the model that a plan was made for; results of benchmarks name their own.
+        path: File to read.
+        shape: Model of a plan. Results of benchmarks contain their model.
 
     Returns:
-        Nothing for results of other benchmarks.
+        The measurements; none for results of other benchmarks.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is no JSON, or a plan that is broken or of another model.
+        OSError: The file cannot be read.
+        ValueError: The file is not JSON, or a plan that is invalid or of another model.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise ValueError(f"{path}: no JSON: give saved plans, or results of benchmarks/engine.py") from None
+        raise ValueError(f"{path}: not JSON: give saved plans, or results of benchmarks/engine.py") from None
     if isinstance(content, dict) and "fingerprint" in content:
         costs = Plan.load(path).costs
         origin = f"{shape.name}, {costs.batch} x {costs.tokens} tokens"
@@ -41,7 +41,7 @@ def read_measurements(path: Path, shape: ModelShape) -> tuple[Measurement, ...]:
 
 
 def _steps(path: Path, content: Any) -> Iterator[StepMeasurement]:
-    """Plain training among the methods that a benchmark compared."""
+    """Yields the measurements of plain training in the results of a benchmark."""
     try:
         settings = content["model"]
         seconds = [row["median_seconds"] for row in content["results"] if row["method"]["name"] == _PLAIN]

@@ -1,1 +1,1 @@
-"""What an estimate starts from: clusters, presets, parallelism, precision and fitted constants."""
+"""Inputs of an estimate: clusters, presets, parallelism, precision and calibrated constants."""

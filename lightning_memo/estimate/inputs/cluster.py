@@ -1,4 +1,4 @@
-"""The machines: devices, their links, and the memory of their hosts."""
+"""Hardware of a cluster: devices, the links between them, and host memory."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ from typing import Final
 
 from lightning_memo.artifacts.json_documents import check_range
 
-MOST_DEVICES: Final = 64
+MAX_DEVICES: Final = 64
 DISK: Final = ("disk_write_bandwidth", "disk_read_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes that are alike. Bandwidths are those of one device in one direction, in bytes per second, as specified.
+    """A cluster of equal nodes.
+
+    Bandwidths are the specified bandwidths of one device in one direction, in bytes per second.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: A number is out of range.
     """
 
     name: str
     device: str
-    """What the device is called by its maker."""
+    """Product name of the device."""
 
     peak_flops: float
-    """Of dense bf16 matrix products, per second; what MFU is a share of."""
+    """Peak of dense bf16 matrix products in FLOP/s, to which MFU is relative."""
 
     device_bytes: int
-    """Memory of a device that a process can use."""
+    """Device memory that a process can use."""
 
     devices_per_node: int
     host_bytes: int
-    """Memory of a node."""
+    """Host memory per node."""
 
     host_bandwidth: float
-    """Between a device and its host, when it alone copies."""
+    """Between a device and its host, if no other device copies."""
 
     host_bandwidth_shared: float
-    """The same when all devices of a node copy at once."""
+    """Between a device and its host, if all devices of the node copy at once."""
 
     node_bandwidth: float
     """Between the devices of a node."""
@@ -46,9 +48,10 @@ class Cluster:
     """Between nodes."""
 
     disk_write_bandwidth: float | None = None
-    """Of a node's disk, when it writes and reads at once; None: not known."""
+    """Write bandwidth of a node's disk while it also reads, or None if unknown."""
 
     disk_read_bandwidth: float | None = None
+    """Read bandwidth of a node's disk while it also writes, or None if unknown."""
 
     def __post_init__(self) -> None:
         check_range(self, {"devices_per_node": 1, "device_bytes": 1, "peak_flops": 1})
@@ -59,10 +62,10 @@ class Cluster:
 
     @property
     def device_counts(self) -> list[int]:
-        """How many devices can be asked for: some of a node, or whole nodes."""
+        """Possible numbers of devices: up to one node, or whole nodes."""
         node = self.devices_per_node
-        return [count for count in range(1, MOST_DEVICES + 1) if count <= node or count % node == 0]
+        return [count for count in range(1, MAX_DEVICES + 1) if count <= node or count % node == 0]
 
     def host_bandwidth_of(self, devices: int) -> float:
-        """What each of some devices of a node gets when all of these copy: its link's, or its part of the host's."""
+        """Bandwidth of each device if that many devices of a node copy at once."""
         return min(self.host_bandwidth, self.host_bandwidth_shared * self.devices_per_node / devices)

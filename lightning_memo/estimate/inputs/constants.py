@@ -1,4 +1,4 @@
-"""What no data sheet tells: how much of the peaks is reached. Fitted, and kept in files that say how."""
+"""Calibrated constants: the fractions of the specified peaks that are reached, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from lightning_memo.artifacts.json_documents import check_range, read_json
 
 VERSION: Final = 1
 _FOLDER: Final = Path(__file__).parent / "calibrated"
-_FOR_OTHERS: Final = "default"
+_DEFAULT: Final = "default"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """Calibrated numbers of a kind of machine and of the software on it.
+    """Calibrated constants of a kind of machine and its software.
 
     Raises:
-        ValueError: an efficiency outside 0 to 1, or a negative number.
+        ValueError: An efficiency is not between 0 and 1, or a number is negative.
     """
 
     source: str
-    """How the file was made."""
+    """Origin of the constants, as sentences for the user."""
 
     dense_efficiency: float
-    """Share of the peak FLOP/s in matrix products."""
+    """Fraction of the peak FLOP/s that matrix products reach."""
 
     attention_forward_efficiency: float
-    """The same in the forward of causal attention, masked pairs not counted."""
+    """Fraction of the peak FLOP/s in the forward of causal attention, without masked pairs."""
 
     attention_backward_efficiency: float
-    """The same in its backward, which has 2.5 times the FLOPs."""
+    """Fraction of the peak FLOP/s in the backward of attention, which has 2.5 times the FLOPs of the forward."""
 
     host_efficiency: float
-    """Share of `Cluster.host_bandwidth_of` that copies reach beside computing."""
+    """Fraction of `Cluster.host_bandwidth_of` that copies reach during computation."""
 
     merged_bytes_per_second: float
-    """Attention outputs that ring attention merges: what each of its steps adds to attention without a ring."""
+    """Rate at which ring attention merges partial attention outputs, one per step of the ring."""
 
     reorganised_bytes_per_second: float
-    """Skeletal activations that an allocator without a plan moves to other segments, once they are fragmented."""
+    """Rate at which an allocator without a plan reorganizes fragmented skeletal activations."""
 
     device_share: float
-    """Share of the device's memory that is left beside the context, communication buffers and libraries."""
+    """Fraction of device memory that is usable next to the CUDA context, communication buffers and libraries."""
 
     host_share: float
-    """Share of the host's memory that copies can use."""
+    """Fraction of host memory that is usable for copies."""
 
     fragmentation: float
-    """What activations take beyond their bytes where memory is not planned, as a share of them."""
+    """Memory lost to fragmentation without planned memory, as a fraction of the activations."""
 
     cache_growth: float
-    """Free memory below which an allocator without a plan has to reorganise, over what the loss and a layer's backward
-    take."""
+    """Free memory below which an allocator without a plan reorganizes, relative to the memory of the loss and a layer's
+    backward."""
 
     program: Literal["lightning_memo", "published"]
-    """What runs MEMO: this project, or the paper's program, with whole logits and few alphas (`published_alpha`)."""
+    """Program that runs MEMO: this package, or the paper's, with full logits and few alphas (`published_alpha`)."""
 
     cluster: str = ""
-    """Whose peaks they are shares of; empty: any."""
+    """Cluster to whose peaks the efficiencies are relative; empty for any cluster."""
 
     measurements: tuple[str, ...] = ()
-    """What they were fitted to, each with what is left unexplained."""
+    """Measurements that the constants were fitted to, each with its residual."""
 
     version: int = VERSION
 
@@ -81,11 +81,11 @@ class Constants:
 
 
 def read_constants(path: Path) -> Constants:
-    """Constants from a file.
+    """Read constants from a file.
 
     Raises:
-        OSError: the file can't be read.
-        ValueError: it is no such file; one line names the field.
+        OSError: The file cannot be read.
+        ValueError: The file does not contain constants. The message names the field.
     """
     try:
         return read_json(Constants, path.read_text(encoding="utf-8"), VERSION)
@@ -94,6 +94,6 @@ def read_constants(path: Path) -> Constants:
 
 
 def constants_of(cluster: str) -> Constants:
-    """Those that are kept for a cluster by its name; for others, the ones that stand for all."""
+    """Return the constants of a cluster by its name, or the default constants for other clusters."""
     path = _FOLDER / f"{cluster}.json"
-    return read_constants(path if path.is_file() else _FOLDER / f"{_FOR_OTHERS}.json")
+    return read_constants(path if path.is_file() else _FOLDER / f"{_DEFAULT}.json")

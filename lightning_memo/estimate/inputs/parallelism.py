@@ -1,4 +1,4 @@
-"""How the work is divided over devices."""
+"""Sizes of a parallelism, and what they do not divide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH: Final = "batch"
 
 @dataclass(frozen=True, order=True, slots=True)
 class Obstacle:
-    """A size, and what it does not divide."""
+    """A size, and the property that it does not divide."""
 
     size: int
     of: str
@@ -26,13 +26,13 @@ class Obstacle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """Sizes of tensor, context, data and pipeline parallelism, and the stage of ZeRO.
+    """Sizes of tensor, context, data and pipeline parallelism, and the ZeRO stage.
 
-    Tensor parallelism divides heads, feed-forward and (as sequence parallelism) what lies between them; context
-    parallelism the tokens. ZeRO shards over data and context ranks.
+    Tensor parallelism divides heads and feed-forward, and the tokens in between (sequence parallelism). Context
+    parallelism divides the tokens. ZeRO shards over data- and context-parallel ranks.
 
     Raises:
-        ValueError: a size below 1, or a stage outside 0 to 3.
+        ValueError: A size is below 1, or the stage is not from 0 to 3.
     """
 
     tp: int = 1
@@ -51,7 +51,7 @@ class Parallelism:
         return self.tp * self.cp * self.dp * self.pp
 
     def obstacles(self, shape: ModelShape, seq_len: int, batch_size: int) -> tuple[Obstacle, ...]:
-        """What of a model, sequences and a batch can't be divided so; none if all can."""
+        """Return the properties of a model, its sequences and a batch that the sizes do not divide."""
         return tuple(
             Obstacle(size, of, count)
             for size, of, count in (

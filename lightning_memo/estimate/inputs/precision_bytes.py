@@ -1,4 +1,4 @@
-"""How many bytes numbers take: by Lightning's precision here, by their own ways in the papers' programs."""
+"""Sizes of weights, gradients and activations, by precision or for the papers' programs."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ _FP32: Final = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementBytes:
-    """Bytes of each weight as it is kept, and of each element that is computed with."""
+    """Bytes per element of the model state and of activations."""
 
     weight: int
     gradient: int
     optimizer: int
-    """Of each weight: two moments, and fp32 weights where those that are computed with are not."""
+    """Optimizer state per weight: two moments, and an fp32 weight if the model's weights are not in fp32."""
 
     product: int
-    """Of what matrix products read and give, weights included."""
+    """Inputs, outputs and weights of matrix products."""
 
     stream: int
-    """Of the hidden states that layers add to, and of norms."""
+    """Hidden states of the residual stream, and norms."""
 
     reduced: int
-    """Of a gradient on its way between devices."""
+    """Gradients in communication between devices."""
 
     whole_copies: bool
-    """Whether FSDP2 shards state from ZeRO 1 on, and holds whole copies of what products read beside the shards."""
+    """Whether FSDP2 shards the state from ZeRO 1 on and holds full copies of weights in addition to the shards."""
 
     @property
     def copies_weights(self) -> bool:
-        """Whether each product copies its weight to the type it computes in."""
+        """Whether each product casts a copy of its weight to the type of the computation."""
         return self.weight != self.product
 
     @property
     def rate(self) -> float:
-        """Share of the peak in bf16 at which products run: those of fp32 at half of it, where they may use TF32."""
+        """Speed of products relative to the bf16 peak. Products in fp32 may use TF32 and run at half of it."""
         return 2 / self.product
 
 
 def program_bytes(gradient: int = 2) -> ElementBytes:
-    """Of programs that compute in bf16 and keep fp32 weights and moments for the optimizer (ZeRO, section 3).
+    """Return the sizes of programs that compute in bf16 with fp32 weights and moments (ZeRO, section 3).
 
     Args:
-        gradient: Megatron-LM's are in fp32.
+        gradient: Bytes per gradient. Megatron-LM has 4.
     """
     return ElementBytes(
         weight=2, gradient=gradient, optimizer=12, product=2, stream=2, reduced=gradient, whole_copies=False
@@ -55,12 +55,12 @@ def program_bytes(gradient: int = 2) -> ElementBytes:
 
 
 def bytes_of(precision: Precision, devices: int) -> ElementBytes:
-    """Of training by this project, with AdamW.
+    """Return the sizes of training with this package and AdamW.
 
     Args:
-        precision: Lightning's. bf16-mixed is autocast on one device, where hidden states stay in fp32; FSDP2 casts
-            weights and inputs on several.
-        devices: that share the work.
+        precision: Precision of Lightning. On one device, bf16-mixed is autocast and hidden states stay in fp32. On
+            several devices, FSDP2 casts weights and inputs.
+        devices: Number of devices.
     """
     if precision == "bf16-mixed":
         stream = _FP32 if devices == 1 else _BF16

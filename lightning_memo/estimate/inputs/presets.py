@@ -1,4 +1,4 @@
-"""Clusters and models by name: the files under `conf/cluster` and `conf/model`, and settings like theirs."""
+"""Builds clusters and model shapes from the presets in `conf/cluster` and `conf/model`, or from settings."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from typing import Any, Final
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
-from lightning_memo.config import parse_bytes
 from lightning_memo.estimate.inputs.cluster import DISK, Cluster
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import load_shape, shape_of
 from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.units import parse_bytes
 
 _SIZES: Final = ("device_bytes", "host_bytes")
 _BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK)
-_CALLED: Final = ("name", "device")
+_TEXTS: Final = ("name", "device")
 _COUNT: Final = "devices_per_node"
 
 
 def preset_names(group: str) -> list[str]:
-    """What files there are in a group of `conf`."""
+    """Return the names of the presets in a group of `conf`."""
     return sorted(file.stem for file in (Path(config_dir()) / group).glob("*.yaml") if file.stem != "default")
 
 
 def load_preset(group: str, name: str) -> dict[str, Any]:
-    """The settings in a file of a group of `conf`.
+    """Return the settings of a preset.
 
     Raises:
-        ValueError: there is no such file; one line lists those that there are.
+        ValueError: The preset does not exist. The message lists all presets.
     """
     names = preset_names(group)
     if name not in names:
-        raise ValueError(f"{group}={name!r} is not there: give {', '.join(names)}")
+        raise ValueError(f"{group}={name!r} does not exist: give {', '.join(names)}")
     settings = OmegaConf.load(Path(config_dir()) / group / f"{name}.yaml")
     assert isinstance(settings, DictConfig)
     return plain_settings(settings)
 
 
 def load_cluster(name: str) -> Cluster:
-    """The cluster of a file in `conf/cluster`.
+    """Return the cluster of a preset in `conf/cluster`.
 
     Raises:
-        ValueError: there is no such file; one line lists those that there are.
+        ValueError: The preset does not exist. The message lists all presets.
     """
     return cluster_of(load_preset("cluster", name))
 
 
 def load_model(name: str) -> ModelShape:
-    """The shape of a model of a file in `conf/model`.
+    """Return the model shape of a preset in `conf/model`.
 
     Raises:
-        ValueError: there is no such file; one line lists those that there are.
+        ValueError: The preset does not exist. The message lists all presets.
     """
     return model_of(load_preset("model", name), name)
 
 
 def cluster_of(settings: Mapping[str, Any]) -> Cluster:
-    """A cluster as settings tell it, with sizes like "80GiB", and bandwidths like "25GB" in a second.
+    """Build a cluster from settings, with sizes such as "80GiB" and bandwidths per second such as "25GB".
 
     Raises:
-        ValueError: a setting is missing, unknown, or not allowed; one line.
+        ValueError: A setting is missing, unknown or not allowed.
     """
     names = [field.name for field in fields(Cluster)]
     for name in names:
         if settings.get(name) is None and name not in DISK:
-            raise ValueError(f"cluster.{name} is missing: give one, or a cluster of the presets")
+            raise ValueError(f"cluster.{name} is missing: give a value, or choose a preset with cluster=")
     for name in settings:
         if name not in names:
-            raise ValueError(f"cluster.{str(name)[:40]} is no setting: give {', '.join(names)}")
+            raise ValueError(f"cluster.{str(name)[:40]} is not a setting: give {', '.join(names)}")
     try:
         given = {name: settings[name] for name in names if settings.get(name) is not None}
         return Cluster(**{name: _cluster_value(name, value) for name, value in given.items()})
@@ -80,14 +80,14 @@ def cluster_of(settings: Mapping[str, Any]) -> Cluster:
 
 
 def model_of(settings: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape of a model as `conf/model` tells it: by `path`, or else by `config`.
+    """Build the shape of a model from the settings of the group `model`: from `path`, or otherwise from `config`.
 
     Args:
-        settings: those of the model group.
-        name: what a model without a path is called.
+        settings: Settings of the group.
+        name: Name for a model without a path.
 
     Raises:
-        ValueError: neither is given, what is given tells no shape, or not one that `lora` is known for; one line.
+        ValueError: Neither is given, the shape is incomplete, or adapters (`lora`) are not supported for it.
     """
     shape = _shape_of(settings, name)
     adapters = adapters_of(settings.get("lora") or {})
@@ -102,7 +102,7 @@ def _shape_of(settings: Mapping[str, Any], name: str) -> ModelShape:
         return load_shape(Path(str(settings["path"])))
     config = settings.get("config")
     if not isinstance(config, Mapping):
-        raise ValueError("model: give one of the presets, model.path (a folder or a config.json), or model.config")
+        raise ValueError("model: give a preset, model.path (a folder or a config.json) or model.config")
     try:
         return shape_of(config, name)
     except ValueError as error:
@@ -110,14 +110,14 @@ def _shape_of(settings: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _cluster_value(name: str, value: Any) -> Any:
-    if name in _CALLED:
+    if name in _TEXTS:
         return str(value)
     if name in _SIZES:
         return parse_bytes(value)
     if name in _BANDWIDTHS and isinstance(value, str):
         return float(parse_bytes(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name}={value!r} is no number")
+        raise ValueError(f"{name}={value!r} is not a number")
     if name == _COUNT and value != int(value):
-        raise ValueError(f"{name}={value!r} is no whole number")
+        raise ValueError(f"{name}={value!r} is not a whole number")
     return value

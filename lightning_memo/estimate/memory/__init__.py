@@ -1,1 +1,1 @@
-"""Bytes of a training step: activations, buffers with lifetimes, and peaks."""
+"""Memory of a training step: saved activations, buffers with lifetimes, and peaks."""

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward, tensor by tensor: S_input, S_attn and S_others of MEMO, section 4.2."""
+"""Tensors that a layer saves for its backward: S_input, S_attn and S_others of MEMO, section 4.2."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FP32: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor that a layer keeps."""
+    """A tensor that a layer saves for its backward."""
 
     name: str
     width: int
-    """Elements for each token."""
+    """Elements per token."""
 
     element_bytes: int
     kind: Literal["input", "attention", "other"] = "other"
@@ -30,13 +30,13 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes for each token of what a layer keeps."""
+    """Bytes per token of the tensors that a layer saves."""
 
     input: int
     """S_input."""
 
     attention: int
-    """S_attn: the output of attention, and its log-sum-exp."""
+    """S_attn: the output of attention and its log-sum-exp."""
 
     others: int
     """S_others."""
@@ -47,12 +47,12 @@ class LayerActivations:
 
 
 def layer_activations(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> LayerActivations:
-    """What a layer of a model keeps for each token, undivided by any parallelism.
+    """Return the bytes per token that a layer saves, without any parallelism.
 
     Args:
-        shape: The model.
-        kernels: See there.
-        sizes: Of elements.
+        shape: Shape of the model.
+        kernels: Implementation of the layers.
+        sizes: Sizes of elements.
     """
     sums = {"input": 0, "attention": 0, "other": 0}
     for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes):
@@ -61,7 +61,7 @@ def layer_activations(shape: ModelShape, *, kernels: Kernels, sizes: ElementByte
 
 
 def saved_tensors(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> tuple[SavedTensor, ...]:
-    """The same tensor by tensor, in the order in which a layer makes them; see `layer_activations`."""
+    """Return the tensors that a layer saves, in the order of its operations. See `layer_activations`."""
     layer = _Layer(shape, kernels, sizes)
     return (
         SavedTensor("input", shape.hidden, sizes.stream, "input"),
@@ -80,7 +80,7 @@ class _Layer:
     sizes: ElementBytes
 
     def adapters(self) -> Iterator[SavedTensor]:
-        """What lies between the two matrices of each adapter, and what attention gives where one copies it."""
+        """Intermediate results of the adapters, and the copy of attention's output for the output adapter."""
         adapters, product = self.shape.adapters, self.sizes.product
         if adapters is None:
             return
@@ -90,11 +90,11 @@ class _Layer:
             yield SavedTensor("attention output for output", self.shape.heads * self.shape.head_dim, product)
 
     def reads(self, product: str) -> bool:
-        """Whether a product keeps what it reads, for the gradient of its weight or of its adapter's."""
+        """Whether a product saves its input for the gradient of its weight or of its adapter."""
         return self.shape.adapters is None or self.shape.adapts(product)
 
     def norm(self, name: str, products: Sequence[str], reads_input: bool) -> Iterator[SavedTensor]:
-        """A norm, with what it reads, unless that is the layer's input, and with its output, which products read."""
+        """A norm: its input, unless that is the layer's input, its statistics, and its output for the products."""
         hidden, stream = self.shape.hidden, self.sizes.stream
         separate = self.kernels in ("llama", "qwen3")
         if separate:
@@ -105,14 +105,14 @@ class _Layer:
             if self.kernels != "fused":
                 yield SavedTensor(f"{name} mean", 1, stream)
                 yield SavedTensor(f"{name} deviation", 1, stream)
-        if separate and stream != self.sizes.product:  # each product makes a copy for itself
+        if separate and stream != self.sizes.product:  # each product casts a copy of its own
             for product in filter(self.reads, products):
                 yield SavedTensor(f"{name} for {product}", hidden, self.sizes.product)
         elif any(map(self.reads, products)):
             yield SavedTensor(name, hidden, self.sizes.product)
 
     def attention(self) -> Iterator[SavedTensor]:
-        """Queries, keys and values as attention reads them, and what it gives."""
+        """Queries, keys and values as attention reads them, and its output."""
         shape = self.shape
         counts = {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}
         for name, heads in counts.items():
@@ -120,11 +120,11 @@ class _Layer:
                 yield from self._rms_norm(f"{name} norm", heads * shape.head_dim, heads, self.sizes.product)
             yield SavedTensor(name, heads * shape.head_dim, self.sizes.product)
         yield SavedTensor("attention output", shape.heads * shape.head_dim, self.sizes.product, "attention")
-        if self.kernels != "fused":  # the paper leaves it out
+        if self.kernels != "fused":  # the paper does not count it
             yield SavedTensor("log-sum-exp", shape.heads, _FP32, "attention")
 
     def feed_forward(self) -> Iterator[SavedTensor]:
-        """Outputs of the first products, what activation functions keep, and what the last product reads."""
+        """Outputs of the first products, tensors saved by the activation, and the input of the last product."""
         names = ["up"]
         if self.shape.gated:
             names = ["gate", "up"] if self.kernels == "fused" else ["gate", "activated gate", "up"]
@@ -138,9 +138,9 @@ class _Layer:
     def _rms_norm(
         self, name: str, width: int, rows: int, element_bytes: int, copies: bool = True
     ) -> Iterator[SavedTensor]:
-        """What `weight * (x * rsqrt(mean(x^2)))` of `rows` rows keeps beside its output."""
+        """Tensors that `weight * (x * rsqrt(mean(x^2)))` saves in addition to its output."""
         if copies:
             yield SavedTensor(f"{name} input in fp32", width, _FP32)
         yield SavedTensor(f"{name} deviation", rows, _FP32)
-        if self.shape.adapters is None:  # for the gradient of its weight
+        if self.shape.adapters is None:  # needed for the gradient of the weight
             yield SavedTensor(f"{name} unweighted", width, element_bytes)

@@ -1,7 +1,7 @@
-"""The buffers of one layer of Llama as Hugging Face runs it: in its forward, and in its recomputation and backward.
+"""Buffers of a Llama layer in the implementation of Hugging Face, in its forward, recomputation and backward.
 
-Buffers are told in the order of the operations that make and free them. Operations between which nothing large lives
-are left out; norms, say, take more than what they keep for a moment, and never more than a feed-forward.
+Buffers are recorded in the order of the operations that allocate and free them. Operations that cannot reach the peak
+are left out. Norms, for example, need temporary buffers that are never larger than those of the feed-forward.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ _FP32: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuffers:
-    """A layer on some tokens.
+    """Buffers of a layer that runs on a number of tokens.
 
     Raises:
-        ValueError: layers that are not those of Llama, or experts.
+        ValueError: The layers are not Llama layers, or have experts.
     """
 
     shape: ModelShape
     sizes: ElementBytes
     tokens: int
-    """Of the hidden states on the device."""
+    """Number of tokens whose hidden states are on the device."""
 
     tensor_parallel: int = 1
-    """Devices that share each layer; products of one gather the hidden states of all."""
+    """Number of tensor-parallel devices. Matrix products gather the hidden states of all of them."""
 
     ring: bool = False
-    """Whether keys and values of other devices come by."""
+    """Whether keys and values pass around a ring of devices."""
 
     blocks: bool = False
-    """Whether keys and values of earlier slices come by, block by block."""
+    """Whether keys and values of earlier slices are read block by block."""
 
     gradients_stay: bool = False
-    """Whether gradients are there before the backward, and what it makes is added to them at once."""
+    """Whether gradients exist before the backward, which adds to them at once."""
 
     def __post_init__(self) -> None:
-        if not knows(self.shape):
-            raise ValueError(f"{self.shape.name} has no layers of Llama, the only ones whose buffers are known")
+        if not has_known_buffers(self.shape):
+            raise ValueError(f"{self.shape.name} has no Llama layers, the only ones whose buffers are known")
 
     @property
     def layer_weights(self) -> tuple[int, ...]:
@@ -65,11 +65,11 @@ class LayerBuffers:
 
     @property
     def stream(self) -> int:
-        """Bytes of hidden states."""
+        """Bytes of the hidden states on the device."""
         return self.tokens * self.shape.hidden * self.sizes.stream
 
     def product(self, width: int) -> int:
-        """Bytes of what a product reads or gives, with so many elements for each token."""
+        """Bytes of a product's input or output with `width` elements per token."""
         return self.tokens * width * self.sizes.product
 
     @property
@@ -86,7 +86,7 @@ class LayerBuffers:
 
     @property
     def gathered(self) -> int:
-        """Bytes of hidden states that products read on a device, where they come from several."""
+        """Bytes of hidden states gathered from all tensor-parallel devices, or 0 without tensor parallelism."""
         return self.product(self.shape.hidden) * self.tensor_parallel if self.tensor_parallel > 1 else 0
 
     @property
@@ -94,25 +94,25 @@ class LayerBuffers:
         return self.sizes.stream != self.sizes.product
 
     def copy(self, b: Buffers, weights: int) -> int:
-        """Autocast's copy of some weights; nothing without autocast."""
+        """Allocates autocast's copy of weights, which is empty without autocast."""
         return b.make(weights * self.sizes.product if self.autocast else 0)
 
     def run(self, b: Buffers) -> None:
-        """The layer's forward, up to its peak; attention's output stays, and what the layer reads is there."""
+        """Records the forward up to its peak. The layer's input already exists, and attention's output stays."""
         normed = [b.make(self.stream), b.make(self.gathered)]
         query = self._run(b, "query", self._query)
         key, value = (self._run(b, name, self._key) for name in ("key", "value"))
         rotated_query = self._rotate(b, self._query)
         rotated_key = self._rotate(b, self._key)
         b.free(query, key)
-        b.make(self._query)  # stored: attention's output
+        b.make(self._query)  # attention's output, which is saved
         if self.ring:
-            b.free(b.make(4 * self._key))  # keys and values of two other devices: one is read, one comes
+            b.free(b.make(4 * self._key))  # keys and values of two other devices: one is used, one is received
         projected = self._run(b, "output", self.product(self.shape.hidden))
         b.free(rotated_query, rotated_key, value, *normed)
-        b.make(self.stream)  # the residual
+        b.make(self.stream)  # residual
         b.free(projected)
-        b.make(self.stream)  # normed
+        b.make(self.stream)  # output of the norm
         b.make(self.gathered)
         gate = self._run(b, "gate", self._ffn)
         activated = b.make(self._ffn)
@@ -126,7 +126,7 @@ class LayerBuffers:
         b.free(product)
 
     def _run(self, b: Buffers, product: str, size_bytes: int) -> int:
-        """What a product gives: where it has an adapter, what that gives is scaled and added."""
+        """Records a product. The output of an adapter is scaled and added."""
         result = b.make(size_bytes)
         if not self.shape.adapts(product):
             return result
@@ -137,14 +137,14 @@ class LayerBuffers:
         return total
 
     def _rotate(self, b: Buffers, size_bytes: int) -> int:
-        """`x * cos + rotated * sin`, forward or backward: three of the size at once, of which one stays."""
+        """Records `x * cos + rotated * sin`, forward or backward: three buffers at once, one of which stays."""
         size_bytes = size_bytes * self.sizes.stream // self.sizes.product
         first, second, result = (b.make(size_bytes) for _ in range(3))
         b.free(first, second)
         return result
 
     def _gradients(self, b: Buffers, product: str, elements: int) -> None:
-        """Those of a product's weight, or of its adapter's two."""
+        """Records the gradients of a product's weight, or of its adapter's two weights."""
         if self.shape.adapters is None:
             self._gradient(b, elements)
         elif self.shape.adapts(product):
@@ -152,7 +152,7 @@ class LayerBuffers:
                 self._gradient(b, self.shape.adapters.rank * width // self.tensor_parallel)
 
     def _gradient(self, b: Buffers, elements: int) -> None:
-        """The gradient of a weight: new, or added to what is there."""
+        """Records the gradient of a weight, which is new or added to an existing one."""
         made = b.make(elements * self.sizes.product) if self.autocast or self.gradients_stay else None
         if not self.gradients_stay:
             b.make(elements * self.sizes.gradient)
@@ -160,32 +160,32 @@ class LayerBuffers:
             b.free(made)
 
     def differentiate(self, b: Buffers, dy: int) -> None:
-        """Recompute the layer and differentiate it, gradients of its weights included.
+        """Records the recomputation and the backward of the layer, including gradients of its weights.
 
         Args:
-            b: what is there before, and collects.
-            dy: the gradient of the layer's output, which is freed.
+            b: Buffers, to which those of the layer are added.
+            dy: Number of the buffer with the gradient of the layer's output, which is freed.
         """
         recomputed = saved_tensors(self.shape, kernels="llama", sizes=self.sizes)
         saved = {t.name: b.make(self.tokens * t.bytes_per_token) for t in recomputed if t.kind == "other"}
-        of_attention = b.make(self.gathered)
-        of_feed_forward = b.make(self.gathered)
-        d_residual, copies = self._backward_of_feed_forward(b, dy, saved, of_feed_forward)
-        self._backward_of_attention(b, d_residual, copies, of_attention)
+        attention_input = b.make(self.gathered)
+        feed_forward_input = b.make(self.gathered)
+        d_residual, copies = self._backward_of_feed_forward(b, dy, saved, feed_forward_input)
+        self._backward_of_attention(b, d_residual, copies, attention_input)
 
     def _backward_of_feed_forward(
         self, b: Buffers, dy: int, saved: dict[str, int], gathered: int
     ) -> tuple[int, list[int]]:
-        """The gradient that the residual hands on, and autocast's copies of weights, which stay."""
+        """Returns the gradient of the residual, and autocast's copies of weights, which stay."""
         hidden = self.product(self.shape.hidden)
         *_, gate_weight, up_weight, down_weight, _, _ = self.layer_weights
 
         def drop(*names: str) -> None:
             b.free(*(saved.pop(name) for name in names if name in saved))
 
-        if self.autocast:  # at the end of the recomputation: the norm's output, the output's copy and those of weights
+        if self.autocast:  # end of the recomputation: the norm's output, and casts of the output and of weights
             ends = [b.make(self.stream), b.make(hidden), self.copy(b, sum(self.layer_weights) + down_weight)]
-            if self.shape.adapts("down"):  # peft gives the adapter a copy in fp32 of what the product reads
+            if self.shape.adapts("down"):  # peft casts the input of the adapter to fp32
                 ends += [b.make(self._ffn), b.make(self._ffn * _FP32 // self.sizes.product)]
             b.free(*ends)
         d_output = b.make(hidden if self.autocast else self.gathered)
@@ -224,10 +224,10 @@ class LayerBuffers:
         copies = [*copies, self.copy(b, output)]
         self._gradients(b, "output", output)
         d_attended = b.make(self._query)
-        if self.blocks:  # the sum of the queries' gradients, and gradients of a block
+        if self.blocks:  # the sum of the queries' gradients, and the gradients of a block
             b.free(b.make(self.tokens * self.shape.heads * self.shape.head_dim * _FP32 + self._query + 2 * self._key))
         if self.ring:
-            b.free(b.make(6 * self._key))  # keys and values of another device, and gradients in fp32 on their way
+            b.free(b.make(6 * self._key))  # keys and values of another device, and fp32 gradients in communication
         d_query, d_key, d_value = (b.make(size) for size in (self._query, self._key, self._key))
         b.free(d_attended)
         rotated = [self._rotate(b, self._key)]
@@ -242,6 +242,6 @@ class LayerBuffers:
         b.free(d_residual, d_value, gathered, *rotated, *copies)
 
 
-def knows(shape: ModelShape) -> bool:
-    """Whether the buffers of a model's layers are known: those of Llama, without experts."""
+def has_known_buffers(shape: ModelShape) -> bool:
+    """Whether the buffers of a model's layers are known, which holds for Llama layers without experts."""
     return shape.kernels == "llama" and shape.experts == 1

@@ -1,4 +1,4 @@
-"""Slices of tokens that run through a layer one after the other: what they keep, as the planner reckons it."""
+"""Settings for layers that run slice by slice, and the memory of the slices as the planner computes it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.plan import HostBacked, StreamedBytes
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
 from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
 from lightning_memo.shapes.model_shape import Kernels, ModelShape
 
-_KINDS: Final = {"input": "input", "query": "query", "key": "key", "value": "value"} | {
+_ROLES: Final = {"input": "input", "query": "query", "key": "key", "value": "value"} | {
     "attention output": "out",
     "log-sum-exp": "lse",
 }
@@ -23,14 +23,14 @@ _FP32, _INT64 = 4, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slices:
-    """Settings of `MemoStrategy` by which layers run slice after slice.
+    """Settings of `MemoStrategy` for layers that run slice by slice.
 
     Raises:
-        ValueError: no token.
+        ValueError: The number of tokens is below 1.
     """
 
     tokens: int
-    """`slice_tokens`: most tokens that run through a layer at once."""
+    """`slice_tokens`: maximum number of tokens that run through a layer at once."""
 
     host_backed: HostBacked = "attention"
     schedule: Literal["layer", "slice"] = "layer"
@@ -43,29 +43,29 @@ class Slices:
         return f"slice_tokens={self.tokens} {backed}"
 
     def key_value_gradient_bytes(self, shape: ModelShape) -> int:
-        """Of a token: they are added up in fp32."""
+        """Bytes per token of the gradients of keys and values, which are accumulated in fp32."""
         return 2 * shape.kv_heads * shape.head_dim * _FP32
 
     @property
     def states_on_host(self) -> bool:
-        """Whether hidden states between layers are on the host, and what layers read is made slice by slice."""
+        """Whether hidden states between layers are on the host, and layers compute their tables slice by slice."""
         return self.host_backed == "all" and self.schedule == "layer"
 
     def kept_tables_bytes(self, shape: ModelShape, sizes: ElementBytes) -> int:
-        """Of a token: tables of positions that each layer keeps for itself."""
+        """Bytes per token of the position tables that each layer saves for itself."""
         return tables_bytes(shape, sizes) if self.states_on_host else 0
 
     def streamed_bytes(
         self, shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tokens: int, alpha: float
     ) -> StreamedBytes:
-        """Bytes by the code that training asks.
+        """Return the sizes of host and staging buffers, by the code that training uses.
 
         Args:
-            shape: the model.
-            kernels: see there.
-            sizes: of elements.
-            tokens: of the sequence.
-            alpha: fraction of the tokens of which everything is swapped.
+            shape: Shape of the model.
+            kernels: Implementation of the layers.
+            sizes: Sizes of elements.
+            tokens: Number of tokens of the sequence.
+            alpha: Fraction of the tokens whose activations are swapped.
         """
         saved = list(saved_bytes(shape, kernels=kernels, sizes=sizes, tokens=self.tokens))
         shared = [tables_bytes(shape, sizes) // 2] * 2 + [_INT64] * 2
@@ -82,18 +82,18 @@ class Slices:
 
 
 def saved_bytes(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tokens: int) -> Iterator[SavedBytes]:
-    """What a layer keeps, as the planner takes it.
+    """Yield the tensors that a layer saves, in the form that the planner takes.
 
     Args:
-        shape: the model.
-        kernels: see there.
-        sizes: of elements.
-        tokens: of the layer's input.
+        shape: Shape of the model.
+        kernels: Implementation of the layers.
+        sizes: Sizes of elements.
+        tokens: Number of tokens in the layer's input.
     """
     for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes):
-        yield SavedBytes(_KINDS.get(tensor.name, "other"), tokens * tensor.bytes_per_token)
+        yield SavedBytes(_ROLES.get(tensor.name, "other"), tokens * tensor.bytes_per_token)
 
 
 def tables_bytes(shape: ModelShape, sizes: ElementBytes) -> int:
-    """Of a token: cosines and sines of its position, which layers keep where they are made slice by slice."""
+    """Return the bytes per token of the cosines and sines of positions."""
     return 2 * shape.head_dim * sizes.stream

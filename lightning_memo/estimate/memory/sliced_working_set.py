@@ -1,7 +1,7 @@
-"""The highest peaks of a step whose slices of tokens swap for themselves, with keys and values on the host.
+"""Peaks of a step whose layers run slice by slice, with keys and values on the host.
 
-As in `working_set.py`, of which this has the layers: what is around them is smaller. What passes the device in buffers
-that the plan sets aside (slots, blocks of keys and values) is not counted here.
+The layers are those of `working_set.py`; the buffers around them are smaller. Buffers that the plan reserves (slots,
+and blocks of keys and values) are not counted here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from lightning_memo.planner.token_slices import slice_tokens_by_alpha
 
 _FP32, _INT64 = 4, 8
 _NORM_ROWS: Final = 12
-"""Copies of a chunk of hidden states that the backward of the last norm takes, in fp32, where they come from the host.
-"""
+"""Number of fp32 copies of a chunk of hidden states in the backward of the last norm, if they are on the host."""
 
-_LOOKED_AT: Final = 2
-"""Slices on which the engine looks at a layer, where the sequence is longer."""
+_PROBED_SLICES: Final = 2
+"""Number of slices on which the engine first runs a layer, if the sequence is longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedStep(HuggingFaceStep):
-    """See `HuggingFaceStep`; its `tokens` are those of the sequence, and the device is alone with it."""
+    """A step in slices on one device, see `HuggingFaceStep`. `tokens` is the length of the sequence."""
 
     slices: Slices
 
@@ -38,22 +37,22 @@ class SlicedStep(HuggingFaceStep):
         """Highest peak in the forward, the loss and the optimizer."""
         if self.slices.schedule == "slice":
             tail = self._tail().lower_bound_bytes
-            return max(self._first_look(1), tail, self._optimizer().lower_bound_bytes)
-        peaks = (self._first_look(_LOOKED_AT), self._run_slice(), self._optimizer().lower_bound_bytes)
+            return max(self._first_run(1), tail, self._optimizer().lower_bound_bytes)
+        peaks = (self._first_run(_PROBED_SLICES), self._run_slice(), self._optimizer().lower_bound_bytes)
         return max(*peaks, self._loss_bytes)
 
     @property
     @override
     def layers_bytes(self) -> int:
-        """Highest peak in the backward of the layers: of a slice whose gradients add to those of the last one."""
+        """Highest peak in the backward of layers, in a slice whose gradients add to those of the slice before."""
         if self.slices.schedule == "slice":
             b = self._shared(self.shape.layers)
-            b.make(self._arguments)  # of the next slice
+            b.make(self._arguments)  # arguments of the next slice
             self._part().differentiate(b, b.make(self._part().stream))
             return b.lower_bound_bytes
         missing = 0
         if not self.gradients_stay and self.shape.adapters is None and not self.shape.tied:
-            missing = self._weights[0] * self.sizes.gradient  # that of the embeddings comes last
+            missing = self._weights[0] * self.sizes.gradient  # the gradient of the embeddings comes last
         if self.slices.host_backed == "attention":
             return self._around_on_device().lower_bound_bytes - missing
         return max(self._around_on_host().lower_bound_bytes - missing, self._embedding_bytes)
@@ -68,28 +67,28 @@ class SlicedStep(HuggingFaceStep):
     def _around_on_host(self) -> Buffers:
         b = self._shared(self.shape.layers)
         lengths = [part.tokens for part in slice_tokens_by_alpha(self.tokens, 0.0, self.slices.tokens)]
-        # Of the output, the gradient of the slice before is on its way; of the input, those of two slices after.
-        passing = max(sum(lengths[max(n - 1, 0) : n]) + sum(lengths[n + 1 : n + 3]) for n in range(len(lengths) - 1))
-        b.make(passing * self.shape.hidden * self.sizes.stream)
+        # In copies: the gradient of the output of the slice before, and those of the input of two slices after.
+        in_copies = max(sum(lengths[max(n - 1, 0) : n]) + sum(lengths[n + 1 : n + 3]) for n in range(len(lengths) - 1))
+        b.make(in_copies * self.shape.hidden * self.sizes.stream)
         b.make(tables_bytes(self.shape, self.sizes) * self.slices.tokens)
         self._part().differentiate(b, b.make(self._part().stream))
         return b
 
-    # ---- what is around a layer
+    # ---- buffers around a layer
 
     @property
     def _count(self) -> int:
-        """Slices."""
+        """Number of slices."""
         return -(-self.tokens // self.slices.tokens)
 
     def _part(self, count: int = 1) -> LayerBuffers:
-        """A layer on some slices, whose gradients meet those of others."""
+        """A layer on a number of slices, whose gradients add to those of other slices."""
         tokens = min(count * self.slices.tokens, self.tokens)
         return LayerBuffers(shape=self.shape, sizes=self.sizes, tokens=tokens, blocks=True, gradients_stay=True)
 
     @property
     def _arguments(self) -> int:
-        """Bytes of what the layers of a slice share: tables of positions, and positions twice."""
+        """Bytes of the arguments that all layers of a slice use: position tables, and positions twice."""
         return self.slices.tokens * (tables_bytes(self.shape, self.sizes) + 2 * _INT64)
 
     @override
@@ -97,7 +96,7 @@ class SlicedStep(HuggingFaceStep):
         if self.slices.schedule == "layer" and self.slices.host_backed == "attention":
             return super()._shared(calls)
         b = Buffers()
-        if self.slices.schedule == "slice":  # which draws a state of the generator for all layers and slices
+        if self.slices.schedule == "slice":  # one generator state for all layers and slices
             b.make(self._arguments if calls else 0)
             b.make(RNG_STATE_BYTES if calls else 0)
         else:
@@ -107,24 +106,24 @@ class SlicedStep(HuggingFaceStep):
 
     # ---- forward
 
-    def _first_look(self, count: int) -> int:
+    def _first_run(self, count: int) -> int:
         part = self._part(count)
         b = self._shared(3)
         if self.slices.states_on_host:
             b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
         whole = self.slices.schedule == "layer" and self.slices.host_backed == "attention"
         b.make(self.stream if whole else part.stream)  # embeddings
-        b.make(part.stream)  # a copy of the layer's input
+        b.make(part.stream)  # copy of the layer's input
         part.run(b)
         return b.lower_bound_bytes
 
     def _run_slice(self) -> int:
-        """The forward of a slice, between what the layer reads and what it gives."""
+        """Peak of the forward of a slice, with the layer's input and output."""
         part = self._part()
         b = self._shared(self.shape.layers)
         if self.slices.host_backed == "all":
             b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
-            b.make(4 * part.stream)  # this slice and the next one, and outputs on their way to the host
+            b.make(4 * part.stream)  # this slice, the next one, and outputs that are copied to the host
         else:
             b.make(2 * self.stream)
         part.run(b)
@@ -139,13 +138,13 @@ class SlicedStep(HuggingFaceStep):
         return max(self._streamed_loss(), self._streamed_norm())
 
     def _streamed_loss(self) -> int:
-        """A chunk of the loss, of hidden states that are on the host."""
+        """Peak of a chunk of the loss, with hidden states on the host."""
         b = self._shared(self.shape.layers)
         tokens = self._chunk_tokens
-        b.make(6 * tokens * self.shape.hidden * self.sizes.stream)  # of the chunk, of the next one, and their gradients
+        b.make(6 * tokens * self.shape.hidden * self.sizes.stream)  # the chunk, the next one, and their gradients
         trained = self.shape.adapters is None
         if trained:
-            b.make(self._weights[0] * _FP32)  # the head's gradient, which all chunks add to
+            b.make(self._weights[0] * _FP32)  # gradient of the head, to which all chunks add
         self.copy(b, self._weights[0])
         b.make(tokens * self.shape.vocab * _FP32)
         if self.sizes.product != _FP32:
@@ -165,19 +164,19 @@ class SlicedStep(HuggingFaceStep):
 
     @property
     def _embedding_bytes(self) -> int:
-        """The gradient of the embeddings, which all slices add to in fp32; their own ones are as large."""
+        """Bytes of the gradient of the embeddings, to which all slices add in fp32."""
         if self.shape.adapters is not None:
             return 0
         part = self._part()
-        summed = _FP32 - self.sizes.gradient  # beside the gradient that comes of it
+        summed = _FP32 - self.sizes.gradient  # in addition to the final gradient
         return self._weights[0] * (self.sizes.gradient + summed) + 4 * part.stream
 
     def _tail(self) -> Buffers:
-        """Norm, head and loss of a slice, differentiated at once."""
-        of_slice = replace(self, tokens=self.slices.tokens)
-        beside = self._arguments  # of the slice before
+        """Forward and backward of norm, head and loss of a slice."""
+        one_slice = replace(self, tokens=self.slices.tokens)
+        extra_bytes = self._arguments  # arguments of the slice before
         if self.shape.adapters is None and self.sizes.gradient != _FP32:
-            beside += self._weights[0] * _FP32  # the head's gradient, summed over slices
-        if of_slice._chunked:
-            return of_slice._chunked_loss(beside)
-        return of_slice._loss(True, beside + of_slice.product(self.shape.vocab))  # the model's output has logits
+            extra_bytes += self._weights[0] * _FP32  # gradient of the head, summed over slices
+        if one_slice._chunked:
+            return one_slice._chunked_loss(extra_bytes)
+        return one_slice._loss(True, extra_bytes + one_slice.product(self.shape.vocab))  # the model's output has logits

@@ -1,7 +1,7 @@
-"""The highest peaks of a step, from buffers with lifetimes: those of Llama's layers as Hugging Face runs them.
+"""Peaks of a training step with Llama layers of Hugging Face, computed from buffers with lifetimes.
 
-A step recomputes every layer; inputs of layers and what attention gives are in host slots. As in training, peaks count
-what is alive above weights, all gradients and the optimizer's state: gradients that are not there yet leave room.
+The step recomputes every layer; layer inputs and attention outputs are in host slots. As in training, peaks are
+measured above the weights, all gradients and the optimizer state: gradients that do not exist yet are subtracted.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
 from lightning_memo.estimate.memory.layer_buffers import LayerBuffers
 
 RNG_STATE_BYTES: Final = 5056
-"""Of PyTorch's generator on a CPU; a layer call keeps one."""
+"""Size of the state of PyTorch's CPU generator. Each layer call saves one."""
 
 CHUNK_BYTES: Final = 512 * 2**20
-"""Of the fp32 logits of a chunk, where the loss is chunked: that of `lightning_memo.loss`, which needs torch."""
+"""Size of the fp32 logits of a chunk, as in `lightning_memo.loss`, which cannot be imported without torch."""
 
-_LOOKS: Final = 3
-"""States of the generator alive when the engine first looks at a layer."""
+_FIRST_RUN_STATES: Final = 3
+"""Number of generator states that exist when the engine first runs a layer."""
 
 _FP32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceStep(LayerBuffers):
-    """A step of a model of Hugging Face with Llama's layers, with AdamW; see `LayerBuffers`."""
+    """A training step of a Hugging Face model with Llama layers and AdamW, see `LayerBuffers`."""
 
     optimizer_shards: int = 1
-    """Devices that share the optimizer."""
+    """Number of devices that the optimizer state is sharded over."""
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients, two moments and a count of steps for each; and frequencies of positions, kept twice."""
+        """Bytes of weights, gradients, optimizer state with a step count per weight, and rotary frequencies."""
         sizes, counts = self.sizes, len(self._trained) * _FP32
-        of_trained = (sizes.gradient + sizes.optimizer) * sum(self._trained) + counts
-        return sizes.weight * (sum(self._weights) + self.shape.head_dim) + of_trained
+        trained_bytes = (sizes.gradient + sizes.optimizer) * sum(self._trained) + counts
+        return sizes.weight * (sum(self._weights) + self.shape.head_dim) + trained_bytes
 
     @property
     def outside_bytes(self) -> int:
         """Highest peak in the forward, the loss and the optimizer."""
-        of_optimizer = self._optimizer().lower_bound_bytes
-        return max(self._forward().lower_bound_bytes, self._peak_of_loss, of_optimizer)
+        optimizer = self._optimizer().lower_bound_bytes
+        return max(self._forward().lower_bound_bytes, self._peak_of_loss, optimizer)
 
     @property
     def layers_bytes(self) -> int:
-        """Highest peak in the backward of the layers: that of the first one, when all others have their gradients."""
+        """Highest peak in the backward of layers: in the first layer, when all others have their gradients."""
         if self.gradients_stay:
             return self._backward().lower_bound_bytes
         missing = self.trained_in_a_layer
@@ -56,7 +56,7 @@ class HuggingFaceStep(LayerBuffers):
 
     @property
     def _weights(self) -> tuple[int, ...]:
-        """Elements of each weight, in order."""
+        """Number of elements of each weight, in order."""
         shape = self.shape
         embedding = shape.vocab * shape.hidden // self.tensor_parallel
         head = () if shape.tied else (embedding,)
@@ -65,11 +65,11 @@ class HuggingFaceStep(LayerBuffers):
 
     @property
     def _trained(self) -> tuple[int, ...]:
-        """Those of them that get a gradient."""
+        """Number of elements of each weight that gets a gradient."""
         return self._weights if self.shape.adapters is None else self.adapter_weights * self.shape.layers
 
     def _shared(self, calls: int) -> Buffers:
-        """What lives through all layers: positions, their cosines and sines, and states of the generator."""
+        """Buffers that live through all layers: positions, their cosines and sines, and generator states."""
         buffers = Buffers()
         buffers.make(self.tokens * _INT64)
         for _ in ("cosines", "sines"):
@@ -79,7 +79,7 @@ class HuggingFaceStep(LayerBuffers):
 
     @property
     def _logits(self) -> int:
-        """Bytes of logits in fp32; tensor parallelism divides the vocabulary, not the tokens."""
+        """Bytes of the logits in fp32. Tensor parallelism divides the vocabulary, not the tokens."""
         return self.tokens * self.shape.vocab * _FP32
 
     @property
@@ -91,17 +91,17 @@ class HuggingFaceStep(LayerBuffers):
         if self._chunked:
             return self._chunked_loss().lower_bound_bytes
         missing = 0 if self.gradients_stay else self.sizes.gradient * sum(self._trained)
-        of_backward = self._loss(backward=True).lower_bound_bytes - missing
-        return max(self._loss(backward=False).lower_bound_bytes, of_backward)
+        backward_peak = self._loss(backward=True).lower_bound_bytes - missing
+        return max(self._loss(backward=False).lower_bound_bytes, backward_peak)
 
-    def _loss(self, backward: bool, beside: int = 0) -> Buffers:
-        """Loss of all tokens at once, and its backward; gradients of weights excluded. `beside`: other bytes."""
+    def _loss(self, backward: bool, extra_bytes: int = 0) -> Buffers:
+        """Loss of all tokens at once and its backward, without gradients of weights."""
         b, sizes = self._shared(self.shape.layers), self.sizes
-        b.make(beside)
+        b.make(extra_bytes)
         for _ in ("output", "unweighted", "normed"):
             b.make(self.stream)
         if sizes.stream != _FP32:
-            b.make(self.tokens * self.shape.hidden * _FP32)  # the norm's copy
+            b.make(self.tokens * self.shape.hidden * _FP32)  # fp32 copy of the norm
         self.copy(b, self.tokens * self.shape.hidden + self._weights[0])
         head_output = b.make(self.product(self.shape.vocab))
         copy = b.make(self._logits) if sizes.product != _FP32 else head_output
@@ -109,7 +109,7 @@ class HuggingFaceStep(LayerBuffers):
         b.free(*{head_output, copy})
         if not backward:
             return b
-        picked = b.make(self._logits)  # the gradient of each token's loss
+        picked = b.make(self._logits)  # gradient of each token's loss
         gradient = b.make(self._logits)
         b.free(probabilities, picked)
         if sizes.product != _FP32:
@@ -117,25 +117,25 @@ class HuggingFaceStep(LayerBuffers):
             b.free(gradient)
         return b
 
-    def _chunked_loss(self, beside: int = 0) -> Buffers:
-        """A chunk of the loss, whose gradients are made in the forward; what is left of it goes into the backward."""
+    def _chunked_loss(self, extra_bytes: int = 0) -> Buffers:
+        """A chunk of the loss, whose gradients are computed in the forward."""
         b = self._shared(self.shape.layers)
-        b.make(beside)
-        b.make(self.stream)  # the last layer's output
-        b.make(self.stream)  # its gradient
+        b.make(extra_bytes)
+        b.make(self.stream)  # output of the last layer
+        b.make(self.stream)  # gradient of this output
         trained = self.shape.adapters is None
         if trained:
-            b.make(self._weights[0] * _FP32)  # the head's gradient, which all chunks add to
+            b.make(self._weights[0] * _FP32)  # gradient of the head, to which all chunks add
         self.copy(b, self._weights[0])
         b.make(CHUNK_BYTES)
         if self.sizes.product != _FP32:
             b.make(CHUNK_BYTES * self.sizes.product // _FP32)
         if trained:
-            b.make(self._weights[0] * self.sizes.product)  # the chunk's part of the head's gradient
+            b.make(self._weights[0] * self.sizes.product)  # gradient of the head from this chunk
         return b
 
     def _optimizer(self) -> Buffers:
-        """AdamW, weight after weight: a root and a quotient, the latter lives into the next one's turn."""
+        """AdamW, weight by weight: a root and a quotient, which lives until the next weight's."""
         b = self._shared(0)
         last: list[int] = []
         for elements in self._trained:
@@ -145,10 +145,10 @@ class HuggingFaceStep(LayerBuffers):
         return b
 
     def _forward(self) -> Buffers:
-        """The engine's first look at a layer, in the first step: the layer runs with what it stores on the device."""
-        b = self._shared(_LOOKS)
-        b.make(self.stream)  # embeddings, which the model holds
-        b.make(self.stream)  # stored: the layer's input
+        """The engine's first run of a layer, in the first step, with saved tensors on the device."""
+        b = self._shared(_FIRST_RUN_STATES)
+        b.make(self.stream)  # embeddings, referenced by the model
+        b.make(self.stream)  # the layer's input, which is saved
         self.run(b)
         return b
 

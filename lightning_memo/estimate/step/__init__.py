@@ -1,1 +1,1 @@
-"""Seconds and bytes of one training step, by method."""
+"""Time and memory of one training step, for each training method."""

@@ -1,4 +1,4 @@
-"""Seconds of a layer for one sequence on one device, and of what lies outside of the layers."""
+"""Times of a layer, of the head and of data-parallel communication, for one sequence on one device."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Final
 
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.methods import TRAITS, sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes
 from lightning_memo.shapes.model_shape import ModelShape
 
 BF16: Final = 2
 FP32: Final = 4
 
 BACKWARD_OF_ATTENTION: Final = 2.5
-"""FLOPs over those of the forward: five products instead of two."""
+"""FLOPs of attention's backward relative to its forward: five matrix products instead of two."""
 
 _FORWARD_COLLECTIVES: Final = 4
 _BACKWARD_COLLECTIVES: Final = 6
 _BACKWARD_CONTEXTS: Final = 2
-"""What a backward sends over the context-parallel devices, over what a forward does."""
+"""Context-parallel communication of the backward, relative to the forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Of one layer call for a sequence, on one of the devices that it is divided over."""
+    """Times of one layer call in seconds, for a sequence that is divided over several devices."""
 
     dense: float
-    """Forward of its matrix products with weights."""
+    """Forward of the matrix products with weights."""
 
     dense_backward: float
-    """Of these products: gradients of what they read, and of the weights that are trained."""
+    """Backward of these products: gradients of their inputs and of trained weights."""
 
     recomputed_dense: float
-    """Of those that have to run again; the last one's output is not needed."""
+    """Recomputation of these products. The output of the last one is not needed again."""
 
     attention_forward: float
     attention_backward: float
@@ -42,40 +42,40 @@ class LayerTimes:
     """One all-gather or reduce-scatter of hidden states over the tensor-parallel devices."""
 
     context: float
-    """What context parallelism adds to the forward: what attention does not hide."""
+    """Context-parallel communication of the forward that attention does not hide."""
 
     network: float
-    """Of the forward: what it waits for links between nodes."""
+    """Part of the forward that waits for the network between nodes."""
 
     @property
     def forward(self) -> float:
-        """With a gather before, and a scatter after, attention and feed-forward."""
+        """Forward, with an all-gather before and a reduce-scatter after both attention and feed-forward."""
         return self.dense + self.attention_forward + _FORWARD_COLLECTIVES * self.collective + self.context
 
     @property
     def backward(self) -> float:
-        """Nothing recomputed. The inputs of both parts are gathered anew for the weights' gradients."""
-        passed = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
-        return self.dense_backward + self.attention_backward + passed
+        """Backward without recomputation. The inputs of both parts are gathered again for the gradients of weights."""
+        communication = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
+        return self.dense_backward + self.attention_backward + communication
 
     @property
     def tensor_parallel(self) -> float:
-        """Of forward and backward."""
+        """Tensor-parallel communication of forward and backward."""
         return (_FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES) * self.collective
 
     @property
     def context_parallel(self) -> float:
-        """Of forward and backward."""
+        """Context-parallel communication of forward and backward."""
         return (1 + _BACKWARD_CONTEXTS) * self.context
 
     @property
     def computing(self) -> float:
-        """Of forward and backward, with nothing sent."""
+        """Forward and backward without communication."""
         return self.forward + self.backward - self.tensor_parallel - self.context_parallel
 
     @property
     def recompute(self) -> float:
-        """All but attention and the last product, for all tokens."""
+        """Recomputation of everything but attention and the last product, for all tokens."""
         return self.recomputed_dense + 3 * self.collective
 
     @property
@@ -84,18 +84,18 @@ class LayerTimes:
 
 
 def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
-    """What a layer call takes.
+    """Compute the times of a layer call.
 
-    Products and attention are a share of the device's peak, collectives run at the links' bandwidth.
+    Matrix products and attention run at a fraction of the device's peak, collectives at the bandwidth of the links.
     """
     shape, cluster, constants = question.shape, question.cluster, question.constants
     tokens, divided = question.seq_len, parallel.tp * parallel.cp
-    sizes = sizes_of(question)
+    sizes = element_bytes(question)
     peak = cluster.peak_flops * sizes.rate
     dense_rate = peak * constants.dense_efficiency * divided
     attention_at_peak = shape.attention_flops(tokens) / divided / peak
     if constants.published:
-        attention_at_peak *= TRAITS[question.method].attention_time
+        attention_at_peak *= METHOD_TRAITS[question.method].attention_time
     attention_forward = attention_at_peak / constants.attention_forward_efficiency
     hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
     collective = hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp)
@@ -114,14 +114,14 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
 
 
 def ring_bandwidth(cluster: Cluster, devices: int, stride: int = 1) -> float:
-    """Bytes per second that go round a ring of devices.
+    """Return the bandwidth of a ring of devices, in bytes per second.
 
-    Where the ring leaves the node, it does so once, over the network adapters of all its devices in the node.
+    A ring that leaves the node does so once, over the network adapters of all its devices in the node.
 
     Args:
-        cluster: whose links.
-        devices: in the ring.
-        stride: from each to the next: the size of the groups that lie within.
+        cluster: Cluster of the devices.
+        devices: Number of devices in the ring.
+        stride: Distance between neighbors, which is the size of the groups within.
     """
     if devices * stride <= cluster.devices_per_node:
         return cluster.node_bandwidth
@@ -129,18 +129,18 @@ def ring_bandwidth(cluster: Cluster, devices: int, stride: int = 1) -> float:
 
 
 def _context_seconds(question: Question, parallel: Parallelism, attention_seconds: float) -> tuple[float, float]:
-    """What is waited for, and what merging takes.
+    """Return the exposed communication time of context parallelism, and the time to merge partial outputs.
 
-    A ring passes keys and values on while attention runs, and merges an output at each step.
+    A ring sends keys and values while attention runs, and merges an output at each step.
 
-    Ulysses exchanges queries, keys, values and outputs; nothing hides that.
+    Ulysses exchanges queries, keys, values and outputs, which no computation hides.
     """
     shape, bandwidth = question.shape, ring_bandwidth(question.cluster, parallel.cp, parallel.tp)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
-    product = sizes_of(question).product
+    product = element_bytes(question).product
     keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
     output = tokens * shape.heads * shape.head_dim * product
-    if TRAITS[question.method].ulysses:
+    if METHOD_TRAITS[question.method].ulysses:
         return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth, 0.0
     steps = parallel.cp - 1
     exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
@@ -148,29 +148,29 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
 
 
 def head_seconds(question: Question, parallel: Parallelism) -> float:
-    """Forward and backward of the head for one sequence."""
+    """Return the time of the head's forward and backward for one sequence."""
     shape = question.shape
-    products = 3 if shape.adapters is None else 2  # without the gradient of the weight
+    products = 3 if shape.adapters is None else 2  # the weight needs no gradient
     flops = 2 * products * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
-    return flops / (question.cluster.peak_flops * sizes_of(question).rate * question.constants.dense_efficiency)
+    return flops / (question.cluster.peak_flops * element_bytes(question).rate * question.constants.dense_efficiency)
 
 
 def has_whole_logits(question: Question) -> bool:
-    """Whether logits of all tokens are alive at once."""
-    return TRAITS[question.method].whole_logits or question.constants.published
+    """Whether the logits of all tokens exist at once."""
+    return METHOD_TRAITS[question.method].whole_logits or question.constants.published
 
 
 def data_parallel_seconds(question: Question, parallel: Parallelism, compute_seconds: float) -> float:
-    """What synchronising weights and gradients adds to a step.
+    """Return the exposed time of synchronizing weights and gradients in a step.
 
-    ZeRO 3 gathers weights for each forward and backward and reduces gradients after each, hidden by computing as far
-    as that lasts; the papers' DeepSpeed waits, as its times of short sequences show. Else gradients are reduced, and
-    weights gathered where the optimizer is sharded, once a step.
+    ZeRO 3 gathers weights for each forward and backward and reduces gradients after each backward. Computation hides
+    this communication, except in the papers' DeepSpeed, as its times for short sequences show. Otherwise gradients are
+    reduced once per step, and weights are gathered once per step if the optimizer is sharded.
 
     Args:
-        question: what is trained.
-        parallel: how.
-        compute_seconds: of all layers in a step.
+        question: Question that was asked.
+        parallel: Sizes of the parallelism.
+        compute_seconds: Computation time of all layers in a step.
     """
     ranks = parallel.dp * parallel.cp
     if ranks == 1:
@@ -179,7 +179,7 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
     weights = device_parameters(question.shape, parallel) * sent
     trained = device_trained_parameters(question.shape, parallel) * sent
     bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
-    sizes = sizes_of(question)
+    sizes = element_bytes(question)
     if parallel.zero_stage == 3:
         sequences = question.batch_size // parallel.dp
         moving = sequences * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth
@@ -188,14 +188,14 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
 
 
 def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:
-    """Weights of the fullest device before ZeRO divides them: its layers, and the embedding or the head."""
+    """Count the weights of the fullest device before ZeRO shards them: its layers, and the embedding or the head."""
     layers = shape.layers // parallel.pp * shape.layer_parameters
     embeddings = shape.vocab * shape.hidden * (2 if parallel.pp == 1 and not shape.tied else 1)
     return (layers + embeddings) / parallel.tp
 
 
 def device_trained_parameters(shape: ModelShape, parallel: Parallelism) -> float:
-    """Those of them that get a gradient."""
+    """Count the weights of the fullest device that get a gradient."""
     if shape.adapters is None:
         return device_parameters(shape, parallel)
     return shape.layers // parallel.pp * shape.trained_layer_parameters / parallel.tp

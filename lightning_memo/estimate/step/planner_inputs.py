@@ -1,4 +1,4 @@
-"""What the planner is given: costs of the layer calls of one sequence on one device, and its budget."""
+"""Inputs of the planner: costs of the layer calls of one sequence on one device, and the memory budget."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.estimate.inputs.cluster import DISK
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.memory.activations import layer_activations
-from lightning_memo.estimate.memory.layer_buffers import knows
+from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
 from lightning_memo.estimate.memory.sliced_working_set import SlicedStep
 from lightning_memo.estimate.memory.working_set import HuggingFaceStep
-from lightning_memo.estimate.question.methods import kernels_of, runs_here, sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels, runs_here
 from lightning_memo.estimate.step.device_bytes import (
     backward_bytes,
+    device_state_bytes,
     gathered_bytes,
     logits_bytes,
     loss_bytes,
-    state_of,
 )
 from lightning_memo.estimate.step.layer_times import has_whole_logits, head_seconds, layer_times
 from lightning_memo.estimate.step.streamed_times import streamed_seconds
 
 
-def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
-    """Costs of the layers of one pipeline stage for one sequence, all of them alike."""
+def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
+    """Compute the costs of the layers of one pipeline stage for one sequence. All layers have equal costs."""
     calls = question.shape.layers // parallel.pp
     tokens = question.seq_len // (parallel.tp * parallel.cp)
-    kept = layer_activations(question.shape, kernels=kernels_of(question), sizes=sizes_of(question))
+    kept = layer_activations(question.shape, kernels=layer_kernels(question), sizes=element_bytes(question))
     if question.sliced is not None:
-        kept = replace(kept, others=kept.others + question.sliced.kept_tables_bytes(question.shape, sizes_of(question)))
+        kept = replace(
+            kept, others=kept.others + question.sliced.kept_tables_bytes(question.shape, element_bytes(question))
+        )
     alive = tokens if question.sliced is None else question.sliced.tokens
     transient, in_backward = _transients(question, parallel, alive * kept.others)
     times = layer_times(question, parallel)
-    bandwidth = question.cluster.host_bandwidth_of(devices_of_node(question)) * question.constants.host_efficiency
+    bandwidth = question.cluster.host_bandwidth_of(devices_per_host(question)) * question.constants.host_efficiency
     forward, backward = times.forward, times.backward
     if question.sliced is not None:
         forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
-    # Devices of a node share its disk.
+    # All devices of a node share its disk.
     write, read = (getattr(question.cluster, name) or 0.0 for name in DISK) if question.spill_bytes else (0.0, 0.0)
     return LayerCosts(
         batch=1,
@@ -52,24 +54,24 @@ def layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
         outside_seconds=head_seconds(question, parallel),
         offload_bytes_per_second=bandwidth,
         prefetch_bytes_per_second=bandwidth,
-        fixed_device_bytes=round(state_of(question, parallel).total + gathered_bytes(question, parallel)),
+        fixed_device_bytes=round(device_state_bytes(question, parallel).total + gathered_bytes(question, parallel)),
         transient_device_bytes=transient,
         backward_device_bytes=in_backward,
-        spill_write_bytes_per_second=write / devices_of_node(question),
-        spill_read_bytes_per_second=read / devices_of_node(question),
+        spill_write_bytes_per_second=write / devices_per_host(question),
+        spill_read_bytes_per_second=read / devices_per_host(question),
     )
 
 
 def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int) -> tuple[int, int]:
-    """Highest peaks outside of the layers' backward, and in it beside what is recomputed."""
-    if not (runs_here(question) and knows(question.shape)) or has_whole_logits(question):
+    """Peaks of transient memory outside the backward of layers, and inside it without recomputed activations."""
+    if not (runs_here(question) and has_known_buffers(question.shape)) or has_whole_logits(question):
         outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
         return outside, backward_bytes(question, parallel)
     ranks, sequences = parallel.dp * parallel.cp, question.batch_size // parallel.dp
     if question.sliced is not None:
         sliced = SlicedStep(
             shape=question.shape,
-            sizes=sizes_of(question),
+            sizes=element_bytes(question),
             tokens=question.seq_len,
             gradients_stay=ranks > 1 or sequences > 1,
             optimizer_shards=ranks if parallel.zero_stage else 1,
@@ -78,7 +80,7 @@ def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int
         return sliced.outside_bytes, max(sliced.layers_bytes - recomputed_bytes, 0)
     step = HuggingFaceStep(
         shape=replace(question.shape, layers=question.shape.layers // parallel.pp),
-        sizes=sizes_of(question),
+        sizes=element_bytes(question),
         tokens=question.seq_len // (parallel.tp * parallel.cp),
         tensor_parallel=parallel.tp,
         ring=parallel.cp > 1,
@@ -88,26 +90,26 @@ def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int
     return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
 
 
-def budget(question: Question, parallel: Parallelism) -> Budget:
-    """What one device may use for one sequence: sequences that are in a pipeline at once share the host."""
+def device_budget(question: Question, parallel: Parallelism) -> Budget:
+    """Return the memory that one device may use for one sequence. Sequences in a pipeline share the host memory."""
     cluster, constants = question.cluster, question.constants
     return Budget(
         device_bytes=int(cluster.device_bytes * constants.device_share),
         host_bytes=int(
             cluster.host_bytes
             * constants.host_share
-            / devices_of_node(question)
+            / devices_per_host(question)
             / sequences_in_flight(question, parallel)
         ),
-        spill_bytes=question.spill_bytes // devices_of_node(question),
+        spill_bytes=question.spill_bytes // devices_per_host(question),
     )
 
 
-def devices_of_node(question: Question) -> int:
-    """Devices that share a host."""
+def devices_per_host(question: Question) -> int:
+    """Number of devices that share a host."""
     return min(question.gpus, question.cluster.devices_per_node)
 
 
 def sequences_in_flight(question: Question, parallel: Parallelism) -> int:
-    """Sequences of which the first stage of a pipeline holds activations at once."""
+    """Number of sequences whose activations the first pipeline stage holds at once."""
     return min(parallel.pp, question.batch_size // parallel.dp)

@@ -1,4 +1,4 @@
-"""Methods that keep what they need on the device, or compute it again; and slices whose activations are on the host."""
+"""Training methods that keep or recompute activations, and FPDT, whose activations are on the host."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.methods import TRAITS
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.layer_times import FP32, layer_times
-from lightning_memo.estimate.step.layers_outcome import Outcome
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs, sequences_in_flight
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs, sequences_in_flight
 from lightning_memo.planner.alpha.step_time import step_seconds
+from lightning_memo.utils.units import format_bytes
 
-STREAMED_UNITS: Final = 8
-"""Hidden states of all of a device's tokens that FPDT has on it: a layer's input, output and attention output, what
-the residual adds, and their gradients."""
+FPDT_HIDDEN_STATES: Final = 8
+"""Number of hidden-state tensors of all tokens that FPDT holds on a device: a layer's input, output, attention output
+and residual, and their gradients."""
 
-STREAMED_CHUNK_TOKENS: Final = 65536
-"""Of a sequence, in a chunk of FPDT (its section 5.1)."""
+FPDT_CHUNK_TOKENS: Final = 65536
+"""Tokens of the sequence in a chunk of FPDT (section 5.1 of its paper)."""
 
-STREAMED_CHUNK_UNITS: Final = 20
-"""Hidden states of a chunk: queries, keys, values and output with their gradients (8), their copies on the way
-between devices (8), and the next chunk's on the way from the host (4)."""
+FPDT_CHUNK_HIDDEN_STATES: Final = 20
+"""Number of hidden-state tensors of a chunk: queries, keys, values and output with their gradients (8), their copies
+sent between devices (8), and those of the next chunk copied from the host (4)."""
 
 ZERO_BUFFER_BYTES: Final = 4_000_000_000
-"""DeepSpeed's defaults for ZeRO 3 in bf16: 1e9 gathered weights alive at most, and two reduction buckets of 5e8."""
-
+"""DeepSpeed's default limits for ZeRO 3 in bf16: 1e9 gathered weights, and two reduction buckets of 5e8."""
 
 SEQUENCE_PARALLEL_LOSS_BYTES: Final = 2 * FP32
-"""Of a logit, beside those that all losses have: Megatron-DeepSpeed's loss of a divided sequence does not work in
-place, but makes the softmax, and its logarithm."""
+"""Additional bytes per logit: Megatron-DeepSpeed's loss of a divided sequence does not work in place, but allocates the
+softmax and its logarithm."""
 
 
-def keep(question: Question, parallel: Parallelism) -> Outcome:
-    """What a method takes by which nothing leaves the device."""
-    traits = TRAITS[question.method]
-    costs = layer_costs(question, parallel)
+def estimate_resident(question: Question, parallel: Parallelism) -> LayersEstimate:
+    """Estimate a method that copies nothing to the host."""
+    traits = METHOD_TRAITS[question.method]
+    costs = estimated_layer_costs(question, parallel)
     kept = costs.input_bytes[0] if traits.recomputes == "all" else costs.skeletal_bytes // costs.calls
     activations = kept * costs.calls
     recomputed_bytes = costs.attention_bytes[0] + costs.other_bytes[0] if traits.recomputes == "all" else 0
@@ -63,23 +62,23 @@ def keep(question: Question, parallel: Parallelism) -> Outcome:
     return _outcome(question, parallel, costs, device_bytes, 0, reorganised)
 
 
-def stream(question: Question, parallel: Parallelism) -> Outcome:
-    """FPDT: layer inputs are on the host, and so are keys and values of chunks that are not computed with."""
-    costs = layer_costs(question, parallel)
-    unit = costs.input_bytes[0]
-    chunk = unit * min(STREAMED_CHUNK_TOKENS / question.seq_len, 1.0)
+def estimate_fpdt(question: Question, parallel: Parallelism) -> LayersEstimate:
+    """Estimate FPDT, which keeps layer inputs and the keys and values of inactive chunks on the host."""
+    costs = estimated_layer_costs(question, parallel)
+    hidden_states = costs.input_bytes[0]
+    chunk = hidden_states * min(FPDT_CHUNK_TOKENS / question.seq_len, 1.0)
     device_bytes = {
-        "activations": STREAMED_UNITS * unit,
-        "transients": round(STREAMED_CHUNK_UNITS * chunk) + (ZERO_BUFFER_BYTES if parallel.zero_stage == 3 else 0),
+        "activations": FPDT_HIDDEN_STATES * hidden_states,
+        "transients": round(FPDT_CHUNK_HIDDEN_STATES * chunk) + (ZERO_BUFFER_BYTES if parallel.zero_stage == 3 else 0),
         "logits": round(logits_bytes(question, parallel)),
         "gathered": round(gathered_bytes(question, parallel)),
     }
-    return _outcome(question, parallel, costs, device_bytes, costs.calls * unit)
+    return _outcome(question, parallel, costs, device_bytes, costs.calls * hidden_states)
 
 
 def _loss_bytes(question: Question, parallel: Parallelism) -> int:
-    """What a loss takes that is not computed in place."""
-    if not TRAITS[question.method].ulysses or parallel.cp == 1:
+    """Additional bytes of a loss that is not computed in place."""
+    if not METHOD_TRAITS[question.method].ulysses or parallel.cp == 1:
         return 0
     return SEQUENCE_PARALLEL_LOSS_BYTES * question.seq_len // parallel.cp * question.shape.vocab
 
@@ -87,23 +86,23 @@ def _loss_bytes(question: Question, parallel: Parallelism) -> int:
 def _reorganisation_seconds(
     question: Question, parallel: Parallelism, costs: LayerCosts, alive: int, requested: int
 ) -> float:
-    """What the allocator of the paper's Megatron-LM loses for each sequence.
+    """Time per sequence that the allocator of the paper's Megatron-LM spends on reorganizing memory.
 
-    What others lose is not known; DeepSpeed's times show nothing.
+    The time of other programs is not known; DeepSpeed's measured times show none.
 
     Args:
-        question: what is trained.
-        parallel: how.
-        costs: of its layers.
-        alive: bytes at once, at most.
-        requested: bytes of the loss and of a layer's backward together: memory cut for one does not serve the other.
+        question: Question that was asked.
+        parallel: Sizes of the parallelism.
+        costs: Costs of the layers.
+        alive: Peak of live bytes.
+        requested: Bytes of the loss and of a layer's backward together, which cannot use the same cached segments.
     """
     constants = question.constants
-    free = budget(question, parallel).device_bytes - costs.fixed_device_bytes
+    free = device_budget(question, parallel).device_bytes - costs.fixed_device_bytes
     known = constants.published and question.method == "megatron"
     if not known or not alive < free < constants.cache_growth * requested:
         return 0.0
-    # As with a garbage collector: the fuller the memory, the more often.
+    # As with a garbage collector, fuller memory is reorganized more often.
     often = 1 / (1 - alive / free)
     return often * costs.skeletal_bytes / constants.reorganised_bytes_per_second
 
@@ -115,21 +114,22 @@ def _outcome(
     device_bytes: dict[str, int],
     host_bytes: int,
     reorganised: float = 0.0,
-) -> Outcome:
-    room, limits = budget(question, parallel), []
-    if not TRAITS[question.method].planned and host_bytes == 0:
+) -> LayersEstimate:
+    room, limits = device_budget(question, parallel), []
+    if not METHOD_TRAITS[question.method].planned and host_bytes == 0:
         device_bytes["fragmentation"] = round(question.constants.fragmentation * sum(device_bytes.values()))
     if reorganised:
-        limits.append(f"Memory is not planned: its reorganisation takes {reorganised:.3g} s for each sequence.")
+        limits.append(f"Memory is not planned: its reorganization takes {reorganised:.3g} s per sequence.")
     if host_bytes > room.host_bytes:
         limits.append(
-            f"The host would hold {format_bytes(host_bytes)} for each device, and has {format_bytes(room.host_bytes)}."
+            f"{format_bytes(host_bytes)} of host memory are needed per device, but "
+            f"{format_bytes(room.host_bytes)} are usable."
         )
-    return Outcome(
+    return LayersEstimate(
         status="oohm" if host_bytes > room.host_bytes else "ok",
         alpha=None,
         seconds=_seconds(question, parallel, costs) + reorganised,
-        recomputed=float(TRAITS[question.method].recomputes == "all"),
+        recomputed=float(METHOD_TRAITS[question.method].recomputes == "all"),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         limits=limits,
@@ -137,9 +137,11 @@ def _outcome(
 
 
 def _seconds(question: Question, parallel: Parallelism, costs: LayerCosts) -> float:
-    """Nothing is copied, so that only the times count."""
+    """Time of the layers and the head without any copies."""
     nothing = (0,) * costs.calls
-    recompute = layer_times(question, parallel).recompute_all if TRAITS[question.method].recomputes == "all" else 0.0
+    recompute = (
+        layer_times(question, parallel).recompute_all if METHOD_TRAITS[question.method].recomputes == "all" else 0.0
+    )
     computing = replace(
         costs,
         input_bytes=nothing,

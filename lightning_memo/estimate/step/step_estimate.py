@@ -1,43 +1,55 @@
-"""What a step takes in seconds and bytes, by every method: the cost model's face."""
+"""Estimates the time and memory of a training step: the entry point of the cost model."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
-from lightning_memo.config import format_bytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.question.methods import TRAITS, check_question, runs_here, sizes_of, why_not_by_method
-from lightning_memo.estimate.question.question import Estimate, Question, Status
-from lightning_memo.estimate.step.activation_shares import shares_sentence
-from lightning_memo.estimate.step.device_bytes import state_of
+from lightning_memo.estimate.request.question import Estimate, Question, Status
+from lightning_memo.estimate.request.training_methods import (
+    METHOD_TRAITS,
+    check_question,
+    element_bytes,
+    runs_here,
+    why_not_by_method,
+)
+from lightning_memo.estimate.step.activation_fractions import activations_sentence
+from lightning_memo.estimate.step.device_bytes import device_state_bytes
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds
-from lightning_memo.estimate.step.layers_outcome import Outcome
-from lightning_memo.estimate.step.planner_inputs import budget, devices_of_node, sequences_in_flight
-from lightning_memo.estimate.step.resident_methods import keep, stream
-from lightning_memo.estimate.step.swapping_methods import swap
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
+from lightning_memo.estimate.step.planner_inputs import (
+    device_budget,
+    devices_per_host,
+    sequences_in_flight,
+)
+from lightning_memo.estimate.step.resident_methods import estimate_fpdt, estimate_resident
+from lightning_memo.estimate.step.swapping_methods import estimate_swapping
+from lightning_memo.utils.units import format_bytes
 
 
 def estimate(question: Question, parallel: Parallelism) -> Estimate:
-    """What is to be expected of a question with a given parallelism.
+    """Estimate the time and memory of a training step with a given parallelism.
 
     Raises:
-        ValueError: the devices are not those of the question, something can't be divided so, or alpha is given where
-            the method has none or it is above 1.
+        ValueError: The number of devices differs from the question, the parallelism does not divide the model, or alpha
+            is above 1 or given for a method without alpha.
     """
     _refuse(question, parallel)
-    traits = TRAITS[question.method]
-    run = swap if traits.recomputes == "alpha" else stream if traits.streamed else keep
-    outcome = run(question, parallel)
+    traits = METHOD_TRAITS[question.method]
+    if traits.recomputes == "alpha":
+        outcome = estimate_swapping(question, parallel)
+    else:
+        outcome = estimate_fpdt(question, parallel) if traits.streamed else estimate_resident(question, parallel)
     device_bytes = _device_bytes(question, parallel, outcome)
-    room = budget(question, parallel)
-    limits = [*outcome.limits, *_precision_told(question)]
+    room = device_budget(question, parallel)
+    limits = [*outcome.limits, *_precision_notes(question)]
     status: Status = outcome.status
     if status == "ok" and device_bytes["total"] > room.device_bytes:
         status = "oom"
     if status == "oom":
         limits = [
-            f"The device would hold {format_bytes(device_bytes['total'])}, and has {format_bytes(room.device_bytes)} "
-            "for it.",
+            f"{format_bytes(device_bytes['total'])} of device memory are needed, but {format_bytes(room.device_bytes)} "
+            "are usable.",
             *limits,
         ]
     seconds = step_seconds_of(question, parallel, outcome) if status == "ok" else None
@@ -58,10 +70,10 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
         tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
         device_bytes=device_bytes,
-        disk_bytes=outcome.disk_bytes * devices_of_node(question),
+        disk_bytes=outcome.disk_bytes * devices_per_host(question),
         slices=question.slices,
-        host_bytes=outcome.host_bytes * devices_of_node(question) * sequences_in_flight(question, parallel),
-        limits=[shares_sentence(traits, outcome), *limits],
+        host_bytes=outcome.host_bytes * devices_per_host(question) * sequences_in_flight(question, parallel),
+        limits=[activations_sentence(traits, outcome), *limits],
     )
 
 
@@ -69,12 +81,13 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
     if parallel.devices != question.gpus:
         raise ValueError(
             f"tp={parallel.tp} x cp={parallel.cp} x dp={parallel.dp} x pp={parallel.pp} is {parallel.devices} devices, "
-            f"but gpus={question.gpus}: give sizes whose product is that"
+            f"but gpus={question.gpus}: give sizes whose product is gpus"
         )
     if question.shape.adapters is not None and not runs_here(question):
         raise ValueError(
-            f"method={question.method} on cluster={question.cluster.name}: programs of papers train all weights; give "
-            "memo, full_recompute, full_swap or plain on another cluster than a800, or model.lora.r=0"
+            f"method={question.method} on cluster={question.cluster.name}: the papers' programs train "
+            "all weights; give "
+            "method=memo, full_recompute, full_swap or plain on another cluster than a800, or model.lora.r=0"
         )
     check_question(question)
     obstacles = parallel.obstacles(question.shape, question.seq_len, question.batch_size)
@@ -84,39 +97,42 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
     if question.alpha is not None and question.alpha > 1:
         raise ValueError(f"alpha={question.alpha:g} must be from 0 to 1")
     if question.alpha is not None and question.method != "memo":
-        raise ValueError(f"alpha={question.alpha:g} has no meaning with method={question.method}: leave it out")
+        raise ValueError(f"alpha={question.alpha:g} has no effect with method={question.method}: leave it out")
 
 
-def _device_bytes(question: Question, parallel: Parallelism, outcome: Outcome) -> dict[str, int]:
-    """By kind, with the model's state, and their sum."""
-    state = {kind: round(size) for kind, size in asdict(state_of(question, parallel)).items()}
+def _device_bytes(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> dict[str, int]:
+    """Device memory by category, including the model state, and the sum as "total"."""
+    state = {kind: round(size) for kind, size in asdict(device_state_bytes(question, parallel)).items()}
     kinds = {**state, **outcome.device_bytes}
     return {**kinds, "total": sum(kinds.values())}
 
 
-def step_seconds_of(question: Question, parallel: Parallelism, outcome: Outcome) -> float:
-    """A step of all sequences. Stages of a pipeline interleave: while it fills and drains, each waits for a layer."""
+def step_seconds_of(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> float:
+    """Return the time of a step. Pipeline stages interleave: during fill and drain, each stage waits for one layer."""
     sequences = question.batch_size // parallel.dp
     layer = (outcome.seconds - head_seconds(question, parallel)) * parallel.pp / question.shape.layers
     computing = sequences * outcome.seconds + (parallel.pp - 1) * layer
     return computing + data_parallel_seconds(question, parallel, computing)
 
 
-def _recomputed_flops(question: Question, outcome: Outcome) -> float:
-    """Of one sequence: a layer's forward, or all of it but attention and the last product where tokens are swapped."""
+def _recomputed_flops(question: Question, outcome: LayersEstimate) -> float:
+    """FLOPs of recomputation for one sequence. Methods that swap do not recompute attention and the last product."""
     shape, tokens = question.shape, question.seq_len
-    if TRAITS[question.method].recomputes == "all":
+    if METHOD_TRAITS[question.method].recomputes == "all":
         forward = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
         return outcome.recomputed * shape.layers * forward
     return outcome.recomputed * shape.recomputed_flops(tokens)
 
 
-def _precision_told(question: Question) -> list[str]:
-    """That a precision has no part in the estimate, or how fast its products are taken to be."""
+def _precision_notes(question: Question) -> list[str]:
+    """Sentences about a precision that has no effect, or whose speed is an assumption."""
     if question.precision == "bf16-mixed":
         return []
     if not runs_here(question):
-        return [f"A paper's program is estimated, in its own mixed precision: {question.precision} changes nothing."]
-    if sizes_of(question).rate == 1:
+        return [
+            "The estimate is for a paper's program in its own mixed precision: "
+            f"precision={question.precision} has no effect."
+        ]
+    if element_bytes(question).rate == 1:
         return []
-    return ["Products of fp32 numbers are taken to run in TF32, at half the peak in bf16."]
+    return ["Matrix products in fp32 are assumed to use TF32, at half the peak of bf16."]

@@ -1,4 +1,4 @@
-"""Methods that swap: the planner decides, as in training."""
+"""Training methods that swap activations. The planner chooses alpha, as in training."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, StreamedBytes
-from lightning_memo.config import format_bytes
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.question.methods import kernels_of, sizes_of
-from lightning_memo.estimate.question.question import Question
+from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.layer_times import layer_times
-from lightning_memo.estimate.step.layers_outcome import Outcome
-from lightning_memo.estimate.step.planner_inputs import budget, layer_costs
+from lightning_memo.estimate.step.layers_estimate import LayersEstimate
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.planner import HostMemoryError, plan_swap
+from lightning_memo.utils.units import format_bytes
 
 _NO_LIMIT: Final = 2**62
 
 
-def swap(question: Question, parallel: Parallelism) -> Outcome:
-    """Plan what is swapped, and read off what that takes."""
-    costs, room = layer_costs(question, parallel), budget(question, parallel)
+def estimate_swapping(question: Question, parallel: Parallelism) -> LayersEstimate:
+    """Estimate a method that swaps, from the plan for it."""
+    costs, room = estimated_layer_costs(question, parallel), device_budget(question, parallel)
     # MEMO's authors lowered the linear program's alpha, not the device's share of it.
-    limits_of_alpha = replace(room, device_bytes=_NO_LIMIT) if question.constants.published else room
+    alpha_budget = replace(room, device_bytes=_NO_LIMIT) if question.constants.published else room
     try:
-        plan = _plan(question, parallel, costs, limits_of_alpha, _wanted_alpha(question))
+        plan = _plan(question, parallel, costs, alpha_budget, _wanted_alpha(question))
     except HostMemoryError as error:
-        told = str(error).replace("host_memory", "cluster.host_bytes")  # the setting of training
-        return _too_much_for_host(question, parallel, costs, told)
+        reason = str(error).replace("host_memory", "cluster.host_bytes")  # else MemoStrategy's setting
+        return _too_much_for_host(question, parallel, costs, reason)
     limits = [plan.reason]
     if question.constants.published and _wanted_alpha(question) == "auto":
         plan, rule = _as_published(question, parallel, plan)
@@ -39,12 +40,12 @@ def swap(question: Question, parallel: Parallelism) -> Outcome:
         smaller = _fitting_device(question, parallel, plan, room.device_bytes)
         if smaller is not None:
             limits.append(
-                f"With alpha={plan.swap.alpha:.4g} the device would need {format_bytes(plan.device_bytes)} of its "
-                f"{format_bytes(room.device_bytes)}, so alpha={smaller.swap.alpha:.4g} is taken."
+                f"alpha={plan.swap.alpha:.4g} needs {format_bytes(plan.device_bytes)} of device memory, but "
+                f"{format_bytes(room.device_bytes)} are usable: alpha={smaller.swap.alpha:.4g} is used instead."
             )
             plan = smaller
     fits = plan.device_bytes <= room.device_bytes
-    return Outcome(
+    return LayersEstimate(
         status="ok" if fits else "oom",
         alpha=plan.swap.alpha,
         seconds=plan.step_seconds,
@@ -81,8 +82,8 @@ def _plan(question: Question, parallel: Parallelism, costs: LayerCosts, room: Bu
         schedule="layer" if slices is None else slices.schedule,
         slice_tokens=None if slices is None else slices.tokens,
         slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
-        # MEMO's runs always swap; sequences that share a pipeline can't all be kept.
-        # What a step takes whose layers are not cut is not known to training where they are.
+        # MEMO's runs always swap, and a pipeline cannot keep the activations of all its sequences. With slices, the
+        # planner in training does not know the memory of a step without slices.
         may_be_plain=not question.constants.published and parallel.pp == 1 and slices is None,
         host_backed="none" if slices is None else slices.host_backed,
         streamed_bytes=None if slices is None else lambda fraction: _streamed_bytes(question, slices, fraction),
@@ -91,27 +92,31 @@ def _plan(question: Question, parallel: Parallelism, costs: LayerCosts, room: Bu
 
 def _streamed_bytes(question: Question, slices: Slices, alpha: float) -> StreamedBytes:
     return slices.streamed_bytes(
-        question.shape, kernels=kernels_of(question), sizes=sizes_of(question), tokens=question.seq_len, alpha=alpha
+        question.shape,
+        kernels=layer_kernels(question),
+        sizes=element_bytes(question),
+        tokens=question.seq_len,
+        alpha=alpha,
     )
 
 
 def _as_published(question: Question, parallel: Parallelism, plan: Plan) -> tuple[Plan, str]:
-    """The plan that MEMO's authors would have run in place of the linear program's, and what to say of it."""
+    """The plan that MEMO's authors would have run instead of the linear program's, and a sentence about it."""
     costs, limit = plan.costs, plan.swap.alpha
     times = layer_times(question, parallel)
-    # Network adapters are behind the same links to the host: while they are waited for, nothing is copied for free.
+    # Network adapters use the same links to the host, so copies are not free while the device waits for the network.
     hiding = times.forward - times.network
     hidden = costs.swapped_bytes(0, 1.0) <= hiding * costs.offload_bytes_per_second
     alpha = published_alpha(limit, hidden)
     rule = (
-        f"The linear program gives alpha={limit:.4g}; alpha={alpha:g} follows the runs of MEMO's paper, where alpha is "
-        "1, 1/2, 1/8 or 0, and 0 unless copies of all tokens would hide."
+        f"The linear program gives alpha={limit:.4g}. The estimate uses alpha={alpha:g}, as the runs of MEMO's paper, "
+        "whose alpha is 1, 1/2, 1/8 or 0, and 0 unless the copies of all tokens can be hidden."
     )
     return _plan(question, parallel, costs, plan.budget, alpha), rule
 
 
 def _fitting_device(question: Question, parallel: Parallelism, plan: Plan, device_bytes: int) -> Plan | None:
-    """The plan with the largest of the paper's alphas that fits the device, if that is not the plan itself."""
+    """The plan with the largest alpha of the paper that fits the device, or None if the given plan fits."""
     if plan.device_bytes <= device_bytes:
         return None
     below = [alpha for alpha in (*(alpha for _, alpha in PUBLISHED_ALPHAS), 0.0) if alpha < plan.swap.alpha]
@@ -128,7 +133,7 @@ def _bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dic
 def _by_kind(
     question: Question, parallel: Parallelism, costs: LayerCosts, buffers: int, kept: int, working: int
 ) -> dict[str, int]:
-    """Device bytes by kind: which transients there are depends on when the peak of the working set is."""
+    """Device memory by category. Logits count only if the peak of the working set is outside the layers."""
     logits = round(logits_bytes(question, parallel)) if working == costs.transient_device_bytes else 0
     return {
         "rounding_buffers": buffers,
@@ -139,8 +144,8 @@ def _by_kind(
     }
 
 
-def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCosts, reason: str) -> Outcome:
-    """What there would be on the device and on the host, were there a plan."""
+def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCosts, reason: str) -> LayersEstimate:
+    """Memory that would be needed on the device and the host without the host limit."""
     alpha = question.alpha if question.alpha is not None else float(question.method == "full_swap")
     buffers, working = 2 * costs.swapped_bytes(0, alpha), costs.working_bytes(1.0 - alpha)
     host_bytes = max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha)
@@ -148,7 +153,7 @@ def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCo
         streamed = _streamed_bytes(question, question.sliced, alpha)
         buffers, host_bytes = 2 * streamed.slot + streamed.staging, streamed.host
         working = costs.working_bytes(min(question.sliced.tokens / question.seq_len, 1.0 - alpha))
-    return Outcome(
+    return LayersEstimate(
         status="oohm",
         alpha=alpha,
         seconds=0.0,

@@ -1,1 +1,1 @@
-"""Sweeps of estimates."""
+"""Table, CSV file and pictures of a sweep of estimates."""

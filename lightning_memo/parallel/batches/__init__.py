@@ -1,1 +1,1 @@
-"""Batches that several processes share: layout of the tokens, division, and loss weighting."""
+"""Division of batches over ranks: token layout, loaders, batches and the arguments of the loss."""

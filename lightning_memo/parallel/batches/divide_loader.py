@@ -1,55 +1,62 @@
-"""Which batches a data-parallel process gets from loaders that have no sampler to divide their data.
+"""Divides loaders of iterable datasets over data-parallel ranks.
 
-Lightning divides map-style datasets by a distributed sampler, and leaves datasets that are streams alone.
+Lightning divides map-style datasets by a distributed sampler and does not divide iterable datasets.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memo.parallel.batches.divide_batch import same_on_all
 
 
 def split_iterable(loader: Any, rank: int, count: int, group: dist.ProcessGroup | None = None) -> Any:
-    """A loader of which each data-parallel process gets every `count`-th batch, if its dataset is a stream.
+    """Returns a loader of every `count`-th batch if the dataset is a stream.
 
-    Every process reads the whole stream, which must be the same for all, and keeps its own batches of it.
+    Every rank reads the whole stream, which has to be the same on all ranks, and keeps its own batches.
 
     Args:
-        loader: Any loader; one without an `IterableDataset` is returned as it is.
+        loader: Any loader. It is returned unchanged if its dataset is no `IterableDataset`.
         rank: Data-parallel rank of this process.
         count: Data-parallel size.
-        group: The data-parallel processes, to check that they read the same stream; `None` checks nothing.
+        group: Process group of the data-parallel ranks, which compare their first batches; `None` skips this check.
     """
-    if count == 1 or not (isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)):
+    if count == 1 or not _is_stream(loader):
         return loader
-    seed_workers(loader, 0)  # the stream is the same for all, so its random numbers are, too
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (StatefulSplitLoader if stateful else SplitLoader)(loader, rank, count, group)
 
 
-def seed_workers(loader: Any, rank: int) -> None:
-    """Seeds a loader's workers by `rank` where Lightning would by global rank (`seed_everything(workers=True)`).
+def seeding_rank(loader: Any, rank: int, count: int) -> int:
+    """Returns the rank that seeds a loader's workers: 0 for a stream that is split, because all ranks read it whole.
 
-    Processes that share a batch must draw the same random numbers for it.
+    Args:
+        loader: Loader before :func:`split_iterable`.
+        rank: Data-parallel rank of this process.
+        count: Data-parallel size by which the loader is split; 1 if it is not split.
     """
-    wanted = int(os.environ.get("PL_SEED_WORKERS", 0))
-    if wanted and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+    return 0 if count > 1 and _is_stream(loader) else rank
+
+
+def _is_stream(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 class SplitLoader:
-    """Batches `rank`, `rank + count`, ... of a loader, whose attributes it has.
+    """Batches `rank`, `rank + count`, ... of a loader. Other attributes are those of the loader.
 
-    All processes get the same number of batches: those left over at the end are dropped, as a process without a batch
-    would leave the others waiting.
+    All ranks get the same number of batches. Remaining batches at the end are dropped, because a rank without a batch
+    would let the others wait forever.
+
+    Args:
+        loader: Loader of an iterable dataset.
+        rank: Data-parallel rank of this process.
+        count: Data-parallel size.
+        group: As for :func:`split_iterable`.
     """
 
     _own = frozenset({"_loader", "_rank", "_count", "_group"})
@@ -74,12 +81,12 @@ class SplitLoader:
         return len(self._loader) // self._count
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._own:  # not there yet, while an object is copied or unpickled
+        if name in self._own:  # missing while the object is copied or unpickled
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets attributes of loaders, as to end their workers.
+        # Lightning sets attributes of loaders, for example to end their workers.
         if name in self._own:
             object.__setattr__(self, name, value)
         else:
@@ -89,18 +96,18 @@ class SplitLoader:
         if self._group is not None and not same_on_all(batch, self._group):
             raise ValueError(
                 f"the dataset {type(self._loader.dataset).__name__} gives data-parallel processes different batches, "
-                "but each of them keeps its share of one stream: make the stream the same for all (seed its shuffling),"
-                " or, if the dataset divides its data by itself, set Trainer(use_distributed_sampler=False)"
+                "but each process keeps its share of one stream: give all processes the same stream (seed its "
+                "shuffling), or set Trainer(use_distributed_sampler=False) if the dataset divides its data itself"
             )
 
 
 class StatefulSplitLoader(SplitLoader):
-    """A :class:`SplitLoader` whose place in the stream Lightning saves: methods, because it looks for them by class."""
+    """A :class:`SplitLoader` whose state Lightning saves. Lightning looks for these methods in the class."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state."""
+        """Returns the state of the inner loader."""
         return self._loader.state_dict()  # type: ignore[attr-defined, no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the loader's state was saved."""
+        """Restores the state of the inner loader."""
         self._loader.load_state_dict(state)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a Hugging Face model has to be told of a divided batch, also where a step passes it entries by name."""
+"""Passes the positions and loss arguments of a divided batch to a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _ADDED = ("position_ids", "shift_labels", "num_items_in_batch")
 
 
 class LossArguments:
-    """Completes a model's arguments from the batch of the step.
+    """Adds missing arguments of a model call from the batch of the step.
 
-    A step that calls `self.model(input_ids=batch["input_ids"], labels=batch["labels"])` leaves out what was added to
-    the batch when it was divided: positions would be wrong, labels shifted twice, and the loss weighted by this
-    process's tokens. And FSDP2 casts floating-point arguments, while counts have to stay exact.
+    A step that calls `self.model(input_ids=batch["input_ids"], labels=batch["labels"])` omits the entries that were
+    added when the batch was divided. Positions would be wrong, labels would be shifted twice, and the loss would be
+    weighted by this rank's tokens. In addition, FSDP2 casts floating-point arguments, but the item count must be exact.
     """
 
     def __init__(self) -> None:
         self._batch: Mapping[str, Any] = {}
 
     def use(self, batch: Any) -> None:
-        """Take the divided batch of the step that comes next."""
+        """Set the divided batch of the next step; `None` for none."""
         self._batch = batch if isinstance(batch, Mapping) else {}
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        """Complete every call of `model`; returns what undoes it."""
+        """Complete the arguments of every call of `model`. Returns a function that undoes this."""
         handle = model.register_forward_pre_hook(self._complete, with_kwargs=True)
         return handle.remove
 
@@ -42,20 +42,20 @@ class LossArguments:
             names = [name for name in names if name == "position_ids" and cut]
         if cut and labels is not None and labels is not batch.get("labels"):
             raise ValueError(
-                f"{type(model).__name__} is given labels that are not the batch's, which were shifted before the batch "
-                'was divided: pass batch["labels"] as it is, or compute the loss from logits and batch["shift_labels"]'
+                f"{type(model).__name__} got labels other than the batch's, which were shifted before the batch "
+                'was divided: pass batch["labels"] unchanged, or compute the loss from logits and batch["shift_labels"]'
             )
         positions = kwargs.get("position_ids")
         if cut and positions is not None and not _same(positions, batch.get("position_ids")):
             raise ValueError(
-                f"{type(model).__name__} is given position_ids that are not the batch's, which are of this process's "
-                "tokens: leave them out, or have the loader put position_ids [batch, tokens] into the batch"
+                f"{type(model).__name__} got position_ids other than the batch's, which belong to this process's "
+                "tokens: omit them, or let the loader put position_ids [batch, tokens] into the batch"
             )
         return args, kwargs | {name: batch[name] for name in names}
 
 
 def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
-    """Whether positions are those of a batch, maybe repeated for all its rows."""
+    """Whether positions equal those of the batch, possibly expanded to all rows."""
     if of_batch is None or positions is of_batch:
         return True
     return positions.shape[-1] == of_batch.shape[-1] and bool((positions == of_batch).all())

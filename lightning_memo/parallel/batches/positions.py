@@ -1,4 +1,4 @@
-"""What the positions of a batch tell: which documents were packed into a row, and how far positions go."""
+"""Reads the position ids of a batch: packed documents and the largest position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 
 def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
-    """Where packed documents start in each row; as in transformers, where positions jump and there is no mask."""
+    """Returns the positions at which packed documents start in each row; `None` if rows are not packed.
+
+    As in transformers, a document starts where position ids do not increase by one and the batch has no attention mask.
+
+    Args:
+        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any.
+        rows: Number of rows of the batch.
+    """
     positions = batch.get("position_ids")
     if positions is None or batch.get("attention_mask") is not None:
         return None
@@ -19,6 +26,6 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ..
 
 
 def largest_position(batch: Mapping[str, Any], tokens: int) -> int:
-    """The largest position of a batch; without `position_ids`, tokens are counted from 0."""
+    """Returns the largest position of a batch. Without `position_ids`, positions count from 0."""
     positions = batch.get("position_ids")
     return tokens - 1 if positions is None else int(positions.max())

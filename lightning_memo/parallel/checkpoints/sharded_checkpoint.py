@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from lightning_memo.parallel.agree import is_first_rank, on_every_rank, on_first_rank
-from lightning_memo.parallel.checkpoints import publish
-from lightning_memo.parallel.checkpoints.checkpoint_source import (
+from lightning_memo.parallel.checkpoints import atomic_replace
+from lightning_memo.parallel.checkpoints.open_checkpoint import (
     REST_FILE,
     CheckpointSource,
     check_complete,
     open_checkpoint,
 )
+from lightning_memo.parallel.run_on_ranks import is_first_rank, on_every_rank, on_first_rank
 
 Sizes = Mapping[str, torch.Size | None]
 """Of a state's tensors, by name; None where something else is saved."""
@@ -36,7 +35,7 @@ _SHOWN = 3  # names in an error
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper: part of no name
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
+def sharded_model_state(model: nn.Module) -> dict[str, Any]:
     """Returns the model's state by names, sharded as it is and where it is: saving copies tensor by tensor."""
     return get_model_state_dict(model)
 
@@ -60,8 +59,9 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     A reader sees the old checkpoint or the new one, and a killed save leaves one that :func:`load_sharded` finds.
 
     Args:
-        checkpoint: As Lightning gives it to `Strategy.save_checkpoint`, with "state_dict" from :func:`model_state` and
-            "optimizer_states" from :func:`optimizer_state`. Of the rest, rank 0's is written.
+        checkpoint: Checkpoint as Lightning passes it to `Strategy.save_checkpoint`, with "state_dict" from
+            :func:`sharded_model_state` and "optimizer_states" from :func:`optimizer_state`. Other entries are written
+            by rank 0.
         path: Folder to be, on a file system that all ranks share.
 
     Raises:
@@ -73,13 +73,13 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     target = on_first_rank(lambda: _target(path))
-    unfinished = on_first_rank(lambda: publish.begin(target))
+    unfinished = on_first_rank(lambda: atomic_replace.begin(target))
     try:
         on_every_rank(lambda: _write(state, rest, unfinished))
-        on_first_rank(lambda: publish.publish(unfinished, target))
+        on_first_rank(lambda: atomic_replace.commit(unfinished, target))
     except Exception:
         if is_first_rank():
-            publish.abandon(target)
+            atomic_replace.abort(target)
         raise
 
 
@@ -105,30 +105,30 @@ def load_sharded(
     Raises:
         ValueError: There is no checkpoint, or it is incomplete, or of another model or optimizer.
     """
-    found = on_first_rank(lambda: find_checkpoint(path))
+    found = on_first_rank(lambda: existing_checkpoint(path))
     return on_every_rank(lambda: _read(found, model, optimizers, strict, weights_only))
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def existing_checkpoint(path: str | Path) -> Path:
     """Returns `path`, or its predecessor where a save was killed just when the new one took its place.
 
     Raises:
         ValueError: There is neither.
     """
-    found = publish.find(Path(path))
+    found = atomic_replace.find_complete(Path(path))
     if found is None:
         raise ValueError(f"{path}: no such checkpoint; give the folder or file of one")
-    if found != Path(path):
-        rank_zero_warn(f"{path}: a save was interrupted; taking the checkpoint before it, {found}")
+    if found != Path(path) and is_first_rank():
+        warnings.warn(f"{path}: a save was interrupted; taking the checkpoint before it, {found}", stacklevel=2)
     return found
 
 
 def remove_checkpoint(path: str | Path) -> None:
     """Removes a checkpoint, folder or file, such that nobody sees half of it; rank 0 calls it."""
-    publish.remove(Path(path))
+    atomic_replace.remove(Path(path))
 
 
-def sizes_of(state: Mapping[str, Any]) -> Sizes:
+def tensor_sizes(state: Mapping[str, Any]) -> Sizes:
     """Sizes of the tensors of a state dict, by name."""
     return {name: value.size() if isinstance(value, Tensor) else None for name, value in state.items()}
 
@@ -194,7 +194,7 @@ def _read_model(source: CheckpointSource, model: nn.Module, strict: bool) -> Non
     own = get_model_state_dict(model)
     saved = {path[1]: entry for path, entry in source.entries("state_dict").items()}
     sizes = {name: entry.size if isinstance(entry, TensorStorageMetadata) else None for name, entry in saved.items()}
-    refuse_other_model(source.path, sizes, sizes_of(own), strict)
+    refuse_other_model(source.path, sizes, tensor_sizes(own), strict)
     shared = {name: value for name, value in own.items() if name in saved}
     read = source.read({("state_dict", name): value for name, value in shared.items()})
     # The tensors are the model's own. This is for modules that do more on loading, and for other values.

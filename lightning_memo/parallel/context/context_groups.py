@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionResult, AttentionSpec
-from lightning_memo.parallel.context.ring import RingAttention, Select
-from lightning_memo.parallel.context.ulysses import UlyssesAttention
+from lightning_memo.parallel.context.ring_attention import RingAttention, Select
+from lightning_memo.parallel.context.ulysses_attention import UlyssesAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The fraction of tokens whose activations are swapped (MEMO, section 4.2)."""
+"""Which fraction of the tokens is swapped and which is recomputed (MEMO, section 4.2)."""

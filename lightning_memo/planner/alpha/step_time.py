@@ -1,4 +1,4 @@
-"""How long a step takes in which alpha says what is swapped."""
+"""Expected time of a step whose plan has a single alpha (MEMO, section 4.2)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from dataclasses import replace
 from statistics import median
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.planner.alpha.spilled_calls import disk_seconds
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.planner.alpha.disk_tier import disk_seconds
 
 
 def steady(costs: LayerCosts) -> LayerCosts:
-    """Replace the times of each layer call by the median over the calls that have the same sizes.
+    """Replace the times of each layer call by the median over the calls of the same sizes.
 
-    A first step is cold: kernels are chosen, caches filled, pages touched, and that falls on single calls, the first
-    above all. Layers of one size do the same work, so their median is what each takes once warm, and the LP, which
-    the worst layer decides, is not ruled by one cold call.
+    In a first step, kernels are selected, caches are filled and pages are touched for the first time, which slows down
+    single calls, above all the first. Layers of the same sizes do the same work, so the median is the time of each once
+    warm, and a single cold call does not decide the plan through the overlap constraint of the slowest layer.
+
+    Args:
+        costs: Costs as measured in the first step.
     """
     sizes = list(zip(costs.input_bytes, costs.attention_bytes, costs.other_bytes, strict=True))
 
@@ -35,9 +38,14 @@ def steady(costs: LayerCosts) -> LayerCosts:
 
 
 def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
-    """Expected seconds of a step: each layer's compute or its copy, whichever takes longer (MEMO, section 4.2).
+    """Expected seconds of a step: for each layer the longer of its computation and its copy (MEMO, section 4.2).
 
-    All forwards together last at least as long as the disk writes; it reads while one backward runs, or that waits.
+    All forwards together last at least as long as all writes to the disk. Each read overlaps one backward, which waits
+    if the read takes longer.
+
+    Args:
+        costs: Seconds, bytes and bandwidths of the layer calls.
+        swap: The plan to evaluate.
     """
     forward_seconds, backward_seconds = 0.0, 0.0
     writing, reading = disk_seconds(costs, swap.slot_bytes) if swap.spilled_calls else (0.0, 0.0)

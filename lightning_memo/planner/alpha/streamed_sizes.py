@@ -1,23 +1,20 @@
-"""How much memory slices take that swap for themselves, and which of them come back from the host together.
-
-Pure: imports neither torch nor Lightning.
-"""
+"""Memory of plans with `host_backed`: each slice swaps into its own slot, and keys and values arrive in blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_memo.artifacts.plan import HostBacked, StreamedBytes
-from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, unit_bytes
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
-"""Hidden states on the host at once: a layer's input and output, or their gradients, and what the last norm was
-given."""
+"""Hidden states on the host at the same time: a layer's input and output, or their gradients, and the input of the
+final norm."""
 
 BLOCK_TOKENS: Final = 2048
-"""Keys and values that come from the host at once: a kernel call should have work for a whole GPU, and a copy be worth
-its launch."""
+"""Tokens whose keys and values are fetched at once: enough for one kernel call to fill a GPU, and for the copy to
+outweigh its launch."""
 
 
 def streamed_sizes(
@@ -30,32 +27,34 @@ def streamed_sizes(
     schedule: str = "layer",
     shared: Sequence[SavedBytes] = (),
 ) -> StreamedBytes:
-    """Bytes for all slices of all layer calls, alignment included.
+    """Memory of all slices of all layer calls, alignment included.
 
     Args:
-        calls: What each layer call saves, and for how many tokens.
-        slices: The slices to be run.
-        host_backed: As in :class:`~lightning_memo.artifacts.plan.SwapPlan`; not "none".
-        gradient_bytes: Of a token, in the type in which gradients of keys and values are added up.
-        block_tokens: Tokens whose keys and values come from the host at once.
-        schedule: "layer", or "slice": gradients of all layers' keys and values are alive at once, and for each slice
-            one of the last layer's output.
-        shared: With "slice", what layers get beside their input, for as many tokens as the first call's.
+        calls: For each layer call, the tensors that it saves and the number of tokens for which they were measured.
+        slices: Slices of the plan.
+        host_backed: See :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; not "none".
+        gradient_bytes: Bytes per token of the gradients of keys and values, in the type in which they are accumulated.
+        block_tokens: Minimum number of tokens whose keys and values are fetched at once.
+        schedule: "layer", or "slice". With "slice", the gradients of all layers' keys and values are alive at once,
+            and so is one gradient of the last layer's output per slice.
+        shared: With "slice", the arguments that layers receive in addition to their input, for as many tokens as in
+            the first call.
     """
-    units = {id(saved): unit_bytes(saved, tokens, slices) for saved, tokens in calls}  # alike calls may share theirs
+    # Equal calls may share one list of tensors.
+    slots = {id(saved): slice_slot_bytes(saved, tokens, slices) for saved, tokens in calls}
     largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
     block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
-    gradients = beside = states = 0
+    gradients = outside = states = 0
     if host_backed == "all":
         block, buffers, gradients = block + gradient_bytes * largest, 3, gradient_bytes * slices[-1].stop
         states = STATES * max(_per_token(*call, "input") for call in calls) * slices[-1].stop
     if schedule == "slice":
         output = [item for item in calls[-1][0] if item.kind == "input"]
         gradients, states = gradients * len(calls), 0
-        beside = sum(unit_bytes([*output, *shared], calls[-1][1], slices))
+        outside = sum(slice_slot_bytes([*output, *shared], calls[-1][1], slices))
     return StreamedBytes(
-        slot=max(max(sizes) for sizes in units.values()),
-        host=sum(sum(units[id(saved)]) for saved, _ in calls) + beside + gradients + states,
+        slot=max(max(sizes) for sizes in slots.values()),
+        host=sum(sum(slots[id(saved)]) for saved, _ in calls) + outside + gradients + states,
         gradients=gradients,
         staging=buffers * aligned(block),
         states=states,
@@ -67,7 +66,15 @@ def _per_token(saved: Sequence[SavedBytes], tokens: int, *kinds: str) -> int:
 
 
 def blocks_of(slices: Sequence[TokenRange], least_tokens: int) -> list[range]:
-    """Slices that are fetched together: as few as have so many tokens."""
+    """Group consecutive slices into blocks that are fetched together.
+
+    Args:
+        slices: Slices of a layer call, in order.
+        least_tokens: Minimum number of tokens of a block; the last one may have fewer.
+
+    Returns:
+        Ranges of indices into `slices`.
+    """
     blocks, first, tokens = [], 0, 0
     for n, part in enumerate(slices):
         tokens += part.tokens

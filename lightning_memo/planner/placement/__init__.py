@@ -2,6 +2,6 @@
 
 from lightning_memo.planner.placement.problem import Placement, Problem
 from lightning_memo.planner.placement.solve import Progress, place
-from lightning_memo.planner.placement.validate import Fault, Finding, validate
+from lightning_memo.planner.placement.validate import Finding, PlacementFault, validate
 
-__all__ = ["Fault", "Finding", "Placement", "Problem", "Progress", "place", "validate"]
+__all__ = ["Finding", "Placement", "PlacementFault", "Problem", "Progress", "place", "validate"]

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.planner.placement.problem import Integers
+from lightning_memo.utils.arrays import Integers
 
 EDGE_LAYERS: Final = 3
 """The first and the last layers differ from those in between, which are alike: the last two stay on the device."""

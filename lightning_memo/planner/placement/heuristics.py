@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.one_pass import NativeCore, PythonCore, Ranks
-from lightning_memo.planner.placement.problem import Integers
+from lightning_memo.planner.placement.placement_core import NativeCore, PythonCore, Ranks
 from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.utils.arrays import Integers
 
 # Letters of an order: Z size, W width in time (duration), A area, T largest load met (contention), S start.
 ORDERS: Final = ("Z", "A", "W", "S", "WAT", "TAW", "TWA", "TZ")

@@ -9,8 +9,8 @@ from typing import Any, Final
 import highspy
 import numpy as np
 
-from lightning_memo.planner.placement.problem import Integers
 from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.utils.arrays import Integers
 
 MOST_PAIRS: Final = 4000
 """Problems with more pairs of buffers that live at once are too large for HiGHS to gain anything in a minute."""

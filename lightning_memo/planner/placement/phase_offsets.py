@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_memo.artifacts.plan import PhasePlacement, StepPlacement
+from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement import Placement
 

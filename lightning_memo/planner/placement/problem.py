@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from lightning_memo.utils.arrays import Integers
 
 MAX_BYTES = 2**61
 """Most bytes that buffers may have together: no sum of an offset and a size overflows 64 bits."""

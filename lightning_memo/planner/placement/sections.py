@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.problem import Integers, Problem
+from lightning_memo.planner.placement.problem import Problem
+from lightning_memo.utils.arrays import Integers
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,18 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.planner.placement import heuristics, mip
-from lightning_memo.planner.placement.one_pass import NativeCore, Outcome, PythonCore, Ranks, available_library, opened
-from lightning_memo.planner.placement.problem import Integers, Placement, Problem, peak_bytes
+from lightning_memo.planner.placement.placement_core import (
+    NativeCore,
+    PythonCore,
+    Ranks,
+    SearchOutcome,
+    available_library,
+    opened,
+)
+from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes
 from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
 from lightning_memo.planner.placement.validate import validate
+from lightning_memo.utils.arrays import Integers
 
 MOST_SEARCHED: Final = 5000
 """Groups with more buffers are left as the one-pass placements have them: a node costs time in proportion."""
@@ -217,9 +225,9 @@ class _Solver:
         assert isinstance(group.core, NativeCore)
         seconds = max(self._clock.left, 0.0)
         outcome, offset = group.core.search(target, attempt.rank, attempt.nodes, seconds, attempt.weight)
-        if outcome is Outcome.FOUND:
+        if outcome is SearchOutcome.FOUND:
             group.offer(offset, "search")
-        elif outcome is Outcome.INFEASIBLE:
+        elif outcome is SearchOutcome.INFEASIBLE:
             group.bound = target + 1
 
     # ---- HiGHS

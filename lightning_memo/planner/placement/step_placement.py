@@ -11,8 +11,9 @@ import numpy as np
 
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement import Placement, Problem, Progress, place
-from lightning_memo.planner.placement.problem import Integers, peak_bytes
+from lightning_memo.planner.placement.problem import peak_bytes
 from lightning_memo.planner.placement.validate import validate
+from lightning_memo.utils.arrays import Integers
 
 SHARES: Final = (1.0, 0.5, 0.25, 0.1)
 """Buffers that live for this share of their phase, or longer, are placed in the second level, on their own."""
@@ -27,6 +28,24 @@ class _Block:
     buffers: Integers
     offset: Integers
     size: int
+
+
+def problem_of(trace: Trace, alignment: int) -> Problem:
+    """Placement problem of the planned requests of a step, in the order of the requests.
+
+    Args:
+        trace: The recorded step.
+        alignment: Bytes that offsets are multiples of.
+    """
+    upper = trace.death[trace.planned]
+    # A buffer that dies before the first request of the next step dies at the end of this one.
+    return Problem(
+        lower=trace.planned,
+        upper=np.where(upper == 0, len(trace), upper),
+        size=trace.size[trace.planned],
+        alignment=alignment,
+        period=len(trace),
+    )
 
 
 def plan_memory(
@@ -48,7 +67,7 @@ def plan_memory(
         Offsets, one for each of `trace.planned`.
     """
     start = time.perf_counter()
-    problem = trace.problem(alignment)
+    problem = problem_of(trace, alignment)
 
     def left() -> float:
         return max(time_limit_seconds - (time.perf_counter() - start), 0.0)
@@ -81,7 +100,7 @@ def place_bilevel(trace: Trace, *, alignment: int, share: float, time_limit_seco
         time_limit_seconds: When to stop.
     """
     start = time.perf_counter()
-    problem = trace.problem(alignment)
+    problem = problem_of(trace, alignment)
     blocks = list(_blocks(trace, problem, share))
     inside = np.concatenate([block.buffers for block in blocks]) if blocks else np.zeros(0, np.int64)
     single = np.setdiff1d(np.arange(len(problem)), inside)

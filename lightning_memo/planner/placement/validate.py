@@ -10,7 +10,7 @@ from enum import Enum
 from lightning_memo.planner.placement.problem import Placement, Problem
 
 
-class Fault(Enum):
+class PlacementFault(Enum):
     """What can be wrong with a placement."""
 
     COUNT = "there is not one offset for each buffer"
@@ -27,7 +27,7 @@ class Fault(Enum):
 class Finding:
     """One thing that is wrong."""
 
-    fault: Fault
+    fault: PlacementFault
     buffers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ def validate(problem: Problem, placement: Placement, capacity_bytes: int | None 
     """
     offsets = placement.offset.tolist()
     if len(offsets) != len(problem):
-        return [Finding(Fault.COUNT)]
+        return [Finding(PlacementFault.COUNT)]
     findings = list(_check_each(problem, placement, offsets, capacity_bytes))
-    if not any(finding.fault is Fault.NOT_AN_INTEGER for finding in findings):
+    if not any(finding.fault is PlacementFault.NOT_AN_INTEGER for finding in findings):
         findings += dict.fromkeys(_overlaps(problem, offsets))  # two that wrap may meet twice
     if placement.peak_bytes < placement.lower_bound_bytes:
-        findings.append(Finding(Fault.BOUND))
+        findings.append(Finding(PlacementFault.BOUND))
     return findings
 
 
@@ -62,16 +62,16 @@ def _check_each(
 ) -> Iterator[Finding]:
     for buffer, (offset, size) in enumerate(zip(offsets, problem.size.tolist(), strict=True)):
         if not isinstance(offset, int):
-            yield Finding(Fault.NOT_AN_INTEGER, (buffer,))
+            yield Finding(PlacementFault.NOT_AN_INTEGER, (buffer,))
             continue
         if offset < 0:
-            yield Finding(Fault.NEGATIVE, (buffer,))
+            yield Finding(PlacementFault.NEGATIVE, (buffer,))
         if offset % problem.alignment:
-            yield Finding(Fault.MISALIGNED, (buffer,))
+            yield Finding(PlacementFault.MISALIGNED, (buffer,))
         if offset + size > placement.peak_bytes:
-            yield Finding(Fault.PEAK, (buffer,))
+            yield Finding(PlacementFault.PEAK, (buffer,))
         if capacity_bytes is not None and offset + size > capacity_bytes:
-            yield Finding(Fault.CAPACITY, (buffer,))
+            yield Finding(PlacementFault.CAPACITY, (buffer,))
 
 
 def _overlaps(problem: Problem, offsets: list[int]) -> Iterator[Finding]:
@@ -95,5 +95,5 @@ def _overlaps(problem: Problem, offsets: list[int]) -> Iterator[Finding]:
         place = bisect_left(live, entry)
         for below, above in ((live[place - 1 : place], [entry]), ([entry], live[place : place + 1])):
             if below and above and below[0][1] > above[0][0]:
-                yield Finding(Fault.OVERLAP, (min(below[0][2], above[0][2]), max(below[0][2], above[0][2])))
+                yield Finding(PlacementFault.OVERLAP, (min(below[0][2], above[0][2]), max(below[0][2], above[0][2])))
         insort(live, entry)

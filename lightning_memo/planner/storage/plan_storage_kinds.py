@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, StoredBytes, SwapPlan
-from lightning_memo.artifacts.storage_costs import ALL, NvmeTier, StorageBudget, StorageCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
-from lightning_memo.config import format_bytes, format_seconds
-from lightning_memo.planner.alpha.sensitivity import Explanation, explain
-from lightning_memo.planner.storage.storage_search import StorageError, plan_storage
+from lightning_memo.artifacts.swap_plan import StoredBytes, SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
+from lightning_memo.planner.storage.sensitivity import ResourceSensitivity, resource_sensitivities
+from lightning_memo.planner.storage.storage_planner import StorageError, plan_storage
+from lightning_memo.utils.units import format_bytes, format_seconds
 
 # Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. The share
 # of bounce buffers hangs on what goes to the disk: a few more attempts find both.
@@ -175,7 +177,7 @@ class _Problem:
             return None
         nvme = limits.nvme
         if nvme and swap.spill_bytes:
-            sizes = swap.spill_sizes
+            sizes = swap.spill_layout
             share = max(sizes.bounce_bytes / sizes.slot_bytes, nvme.bounce_share)
             if share > nvme.bounce_share:  # with larger bounce buffers it may fit
                 host = 0
@@ -217,12 +219,12 @@ def _step_seconds(swap: SwapPlan) -> float:
 
 def _reason(plan: StoragePlan) -> str:
     """What binds, in a sentence for each resource."""
-    binding = [row for row in explain(plan) if row.binds]
+    binding = [row for row in resource_sensitivities(plan) if row.binds]
     if not binding:
         return "Nothing binds: more memory or bandwidth would not make the step shorter."
     return " ".join(_sentence(row) for row in binding)
 
 
-def _sentence(row: Explanation) -> str:
+def _sentence(row: ResourceSensitivity) -> str:
     more = f"1 {row.unit} more would save at most {format_seconds(row.seconds)} of a step ({row.percent:.1f} %)"
     return f"{row.resource[0].upper()}{row.resource[1:]} binds: {more}."

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, PLACES, CallCosts, Place, StorageBudget, StorageCosts
+from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, PLACES, CallCosts, Place, StorageCosts
 
 
 def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> StorageNeeds:

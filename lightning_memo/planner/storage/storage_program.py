@@ -7,16 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.storage_costs import (
-    ALL,
-    ATTENTION,
-    INPUT,
-    PLACES,
-    Place,
-    StorageBudget,
-    StorageCosts,
-)
+from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import Price, Resource
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, Place, StorageCosts
 from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
 
 Shares = Mapping[tuple[str, Place], float]

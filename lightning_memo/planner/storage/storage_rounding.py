@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.storage_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place
 from lightning_memo.artifacts.storage_plan import CallPlan, StoredRange
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place
 from lightning_memo.planner.storage.storage_program import Shares, StorageSolution
 
 # A tile is stored if at most this part of it is missing: rounding up, to the nearest, and down. Rounding down lets a

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.spill_sizes import SpillSizes
+from lightning_memo.artifacts.spill_layout import SpillLayout
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory import host_arena, slot_memory, spill
@@ -131,7 +131,7 @@ def strategy_of(path: str, **settings: Any) -> MemoStrategy:
     if path == "spilled":
         Path("disk").mkdir(exist_ok=True)
         slot_bytes = fit(MemoStrategy(alpha=1.0), LanguageModel(eight_blocks), max_steps=1).plan.swap.slot_bytes
-        settings["host_memory"] = 2 * slot_bytes + SpillSizes(slot_bytes).bounce_bytes
+        settings["host_memory"] = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
     return MemoStrategy(**PATHS[path][1] | settings)
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts import spill_sizes
-from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES, SpillSizes
+from lightning_memo.artifacts import spill_layout
+from lightning_memo.artifacts.spill_layout import BLOCK_BYTES, SpillLayout
 from lightning_memo.engine import TestMode
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
@@ -33,12 +33,12 @@ DELAYS = TestMode(seed=0, longest_delay_seconds=0.002)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_sizes, "_CHUNK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(spill_layout, "_CHUNK_BYTES", BLOCK_BYTES)
 
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[Spill]:
-    sizes = SpillSizes(SLOT_BYTES)
+    sizes = SpillLayout(SLOT_BYTES)
     tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, DELAYS)
     yield tier
     tier.close()
@@ -116,7 +116,7 @@ def test_a_missing_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return (HeedlessStream if name == broken else ThreadCopyStream)(name, *arguments)
 
     monkeypatch.setattr(spill, "make_copy_stream", make)
-    sizes = SpillSizes(SLOT_BYTES)
+    sizes = SpillLayout(SLOT_BYTES)
     tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, TestMode(0, 0.02))
     assert not all(map(torch.equal, there_and_back(tier, slots()), slots()))
     tier.close()
@@ -129,7 +129,7 @@ def test_without_direct_io_bytes_come_back_too_and_it_is_said(tmp_path: Path, mo
         return 0
 
     monkeypatch.setattr(spill_file.fcntl, "fcntl", refuse)
-    sizes = SpillSizes(SLOT_BYTES)
+    sizes = SpillLayout(SLOT_BYTES)
     with pytest.warns(UserWarning, match="without direct I/O"):
         tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU)
     assert all(map(torch.equal, there_and_back(tier, slots()), slots()))

@@ -5,39 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from support.families import FAMILIES, make_batch
+from support.families import make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, assert_equal
-from torch import nn
+from support.samples.spilled import SWAPPED_CALLS, Counted, build
 
-from lightning_memo.artifacts import spill_sizes
-from lightning_memo.artifacts.plan import SwapPlan
-from lightning_memo.artifacts.spill_sizes import BLOCK_BYTES
+from lightning_memo.artifacts import spill_layout
+from lightning_memo.artifacts.spill_layout import BLOCK_BYTES
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.memory.slot import Slot
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill_file import SpillError
 
 BATCH = make_batch(2, 48)
-SWAPPED_CALLS = 4
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_sizes, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
-
-
-def build(family: str = "llama") -> nn.Module:
-    """A model of six layers, of which four are swapped."""
-    torch.manual_seed(0)
-    config = FAMILIES[family].build().config
-    config.num_hidden_layers = SWAPPED_CALLS + 2
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    monkeypatch.setattr(spill_layout, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
 
 
 def profiled(folder: Path, family: str = "llama") -> EngineUnderTest:
@@ -49,17 +38,6 @@ def profiled(folder: Path, family: str = "llama") -> EngineUnderTest:
 
 def two_steps(under_test: EngineUnderTest) -> list[Step]:
     return [under_test.step(BATCH, seed=seed) for seed in (5, 6)]
-
-
-class Counted:
-    """A system call that counts the bytes it moves."""
-
-    def __init__(self, call: Callable[..., int]) -> None:
-        self._call, self.sizes = call, list[int]()
-
-    def __call__(self, *arguments: object) -> int:
-        self.sizes.append(self._call(*arguments))
-        return self.sizes[-1]
 
 
 @pytest.mark.parametrize(

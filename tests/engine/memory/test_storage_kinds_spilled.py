@@ -13,18 +13,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from support.families import make_batch
 from support.harness import DELAYS, assert_close, assert_equal
+from support.samples.spilled import Counted, build, spill_threads
+from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows
+from support.samples.storage_problems import ALWAYS, MIB, planned
 from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
-from test_spilled_layers import Counted, build
-from test_spilled_training import spill_threads
-from test_storage_kinds import BASE, TOKENS, ByKind, Rows
-from test_storage_kinds_training import ALWAYS, MIB, planned
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.spill_sizes import SpillSizes, whole_blocks
-from lightning_memo.artifacts.storage_costs import NvmeTier, StorageBudget
+from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
+from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.engine.memory.spill_file import SpillError
-from lightning_memo.planner.alpha.sensitivity import explain
+from lightning_memo.planner.storage.sensitivity import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
 from lightning_memo.reports.plan_tables import plan_tables
 
@@ -67,7 +66,7 @@ def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: py
         spilled = engine.swap.stored_spill_bytes[:-2]
         assert [size > 0 for size in spilled] == [True, False, True, False]
         assert sum(written.sizes) == sum(read.sizes) == engine.swap.spill_bytes == sum(map(whole_blocks, spilled))
-        bounce = SpillSizes(max(spilled)).bounce_bytes
+        bounce = SpillLayout(max(spilled)).bounce_bytes
         assert engine.memory.stats.peak_host_bytes == engine.host_bytes == engine.swap.stored_host_bytes + bounce
 
 
@@ -106,7 +105,7 @@ def test_host_and_disk_are_kept_to_the_byte(unit: int) -> None:
     assert plan.step_seconds < without.step_seconds
     assert plan.swap.spill_bytes > 0 and plan.budget == budget.capacities
     assert 0.9 * budget.host_bytes < plan.swap.host_bytes <= budget.host_bytes
-    assert plan.swap.host_bytes == plan.swap.stored_host_bytes + plan.swap.spill_sizes.bounce_bytes
+    assert plan.swap.host_bytes == plan.swap.stored_host_bytes + plan.swap.spill_layout.bounce_bytes
     assert plan.device_bytes <= budget.device_bytes
     assert Plan.from_json(plan.to_json()) == plan
     tight = replace_capacity(budget, plan.swap.spill_bytes // 2 + 1)
@@ -128,7 +127,7 @@ def test_a_disk_that_does_not_help_is_not_used() -> None:
 
 def test_bounce_buffers_fit_a_small_host() -> None:
     plan = planned(budget_of(24, disk_of(2e8)))
-    assert 20 * MIB < plan.swap.spill_sizes.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
+    assert 20 * MIB < plan.swap.spill_layout.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
     assert plan.step_seconds < planned(budget_of(24, None)).step_seconds
 
 
@@ -136,7 +135,7 @@ def test_bounce_buffers_fit_a_small_host() -> None:
 def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
     plan = planned(budget_of(host_mib, disk_of(2e8, gib=64)))
     assert plan.swap.storage is not None and plan.swap.spill_bytes > 0
-    rows = {row.resource: row for row in explain(plan.swap.storage)}
+    rows = {row.resource: row for row in resource_sensitivities(plan.swap.storage)}
     assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
     assert rows["host memory"].used == plan.swap.host_bytes / MIB
     assert (rows["NVMe space"].limit, rows["NVMe space"].binds) == (64, False)

@@ -1,0 +1,17 @@
+"""What a command does before it imports torch and Lightning, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+
+from lightning_memo.cli.interrupts import exit_on_interrupt
+
+
+def prepare_process() -> None:
+    """Make Ctrl-C end this process with one line, and hide torch's warnings about memory freed in measured steps.
+
+    torch reads its log level when it is imported. Child processes inherit it.
+    """
+    # While a step is measured, torch would warn about each buffer that is freed and was allocated earlier: no fault.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    exit_on_interrupt()

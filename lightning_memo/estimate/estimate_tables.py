@@ -1,0 +1,139 @@
+"""Prints an estimate and the alternative parallelisms as tables."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.parallelism_search import Ranking
+from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.step.activation_fractions import format_alpha
+from lightning_memo.estimate.step.planner_inputs import device_budget
+from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.units import format_bytes, format_seconds
+
+
+def print_answer(question: Question, ranking: Ranking, alternatives: int) -> None:
+    """Prints an estimate, its device memory, the alternatives and the limits.
+
+    Args:
+        question: Question that was asked.
+        ranking: Ranking of the parallelisms.
+        alternatives: Maximum number of alternatives in the table.
+    """
+    console = Console()
+    console.print(answer_table(question, ranking.best))
+    console.print(bytes_table(question, ranking.best))
+    if ranking.alternatives and alternatives:
+        console.print(alternatives_table(ranking, alternatives))
+    for limit in ranking.best.limits[1:]:
+        console.print(f"- {limit}", highlight=False, markup=False)
+    console.print(f"Speed constants: {question.constants.source}", highlight=False, markup=False)
+
+
+def answer_table(question: Question, answer: Estimate) -> Table:
+    """Returns a table of the question and the predictions."""
+    cluster = question.cluster
+    nodes = -(-question.gpus // cluster.devices_per_node)
+    table = Table(title="Estimate", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    where = f"{question.gpus} x {cluster.device}, {nodes} node{_plural(nodes)}"
+    rows = {
+        "model": f"{answer.model}, {_count(question.shape.parameters)} parameters{_trained(question.shape)}",
+        "cluster": where,
+        "method": answer.method if answer.slices is None else f"{answer.method}, {answer.slices}",
+        "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} per step",
+        "status": _status(question, answer),
+        "parallelism": format_parallelism(answer.parallel),
+        "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
+        "activations": answer.limits[0],
+        "step": _seconds(answer),
+        "MFU": _percent(answer.mfu, "causal attention, recomputation not counted"),
+        "HFU": _percent(answer.hfu, "recomputation counted"),
+        "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
+        "host": f"{format_bytes(answer.host_bytes)} of the {format_bytes(_usable(question))} usable on each node",
+    }
+    if question.spill_bytes:
+        room = format_bytes(question.spill_bytes)
+        rows["disk"] = f"{format_bytes(answer.disk_bytes)} of the {room} on each node, written and read in every step"
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def _status(question: Question, answer: Estimate) -> str:
+    if answer.status == "ok":
+        return "fits"
+    device = answer.device_bytes["total"] > device_budget(question, answer.parallel).device_bytes
+    names = [name for name, lacks in (("device", device), ("host", answer.status == "oohm")) if lacks]
+    return f"does not fit: out of {' and '.join(names)} memory"
+
+
+def _usable(question: Question) -> int:
+    return round(question.cluster.host_bytes * question.constants.host_share)
+
+
+def bytes_table(question: Question, answer: Estimate) -> Table:
+    """Returns a table of the memory of the fullest device by category, the largest first."""
+    room = device_budget(question, answer.parallel).device_bytes
+    table = Table(title="Device memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    kinds = sorted(answer.device_bytes.items(), key=lambda item: -item[1])
+    for kind, size in kinds:
+        if size and kind != "total":
+            table.add_row(kind.replace("_", " "), format_bytes(size))
+    table.add_section()
+    table.add_row("total", f"{format_bytes(answer.device_bytes['total'])} of the {format_bytes(room)} usable")
+    return table
+
+
+def alternatives_table(ranking: Ranking, most: int) -> Table:
+    """Returns a table of the best parallelism and its alternatives, with the reason why each is worse."""
+    table = Table(title="Alternatives", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in ("TP", "CP", "DP", "PP", "ZeRO", "alpha", "step", "MFU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    _add_row(table, ranking.best, "best" if ranking.best.status == "ok" else "needs the least memory")
+    for alternative in ranking.alternatives[:most]:
+        _add_row(table, alternative.estimate, alternative.reason)
+    hidden = len(ranking.alternatives) - most
+    table.caption = f"and {hidden} more" if hidden > 0 else None
+    return table
+
+
+def format_parallelism(parallel: Parallelism) -> str:
+    """Returns all sizes of a parallelism on one line."""
+    return f"TP {parallel.tp}, CP {parallel.cp}, DP {parallel.dp}, PP {parallel.pp}, ZeRO {parallel.zero_stage}"
+
+
+def _add_row(table: Table, answer: Estimate, remark: str) -> None:
+    parallel = answer.parallel
+    sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.zero_stage)
+    alpha = format_alpha(answer.alpha, answer.device_bytes)
+    table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
+
+
+def _trained(shape: ModelShape) -> str:
+    """The number of trained parameters as text, if not all are trained."""
+    return "" if shape.adapters is None else f", {_count(shape.layers * shape.adapter_parameters)} of them trained"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def _plural(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _seconds(answer: Estimate) -> str:
+    return "-" if answer.step_seconds is None else format_seconds(answer.step_seconds)
+
+
+def _percent(value: float | None, what: str = "") -> str:
+    return "-" if value is None else f"{value:.2f} %" + (f" ({what})" if what else "")

@@ -1,1 +1,0 @@
-"""What a user asks for: the request, the methods and the candidates to compare."""

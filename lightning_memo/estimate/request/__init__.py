@@ -1,0 +1,1 @@
+"""The requested training: its settings, the training method and the parallelisms that are possible."""

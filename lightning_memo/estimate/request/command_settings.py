@@ -1,0 +1,188 @@
+"""Reads and checks the settings of the command `python -m lightning_memo.estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from lightning_memo.estimate.inputs.cluster import MAX_DEVICES
+from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.inputs.precision_bytes import Precision
+from lightning_memo.estimate.inputs.presets import cluster_of, model_of
+from lightning_memo.estimate.memory.slice_settings import Slices
+from lightning_memo.estimate.request.candidate_parallelisms import nearest_counts
+from lightning_memo.estimate.request.question import Method, Question
+from lightning_memo.estimate.request.training_methods import check_question
+from lightning_memo.utils.units import parse_bytes, read_length
+
+HostBackedSetting = Literal["auto", "attention", "all"]
+ScheduleSetting = Literal["auto", "layer", "slice"]
+_MAX_COUNT: Final = 2**20
+SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage")
+"""Names of the settings in `parallel`."""
+
+Output = Literal["table", "json"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandRequest:
+    """A question and the form of its answer."""
+
+    question: Question
+    """Its sequence length has no meaning if `longest` is set."""
+
+    forced: dict[str, int]
+    """The settings in `parallel` that are given."""
+
+    longest: bool
+    multiple_of: int
+    output: Output
+    alternatives: int
+
+
+def read_settings(settings: Mapping[str, Any], model: str) -> CommandRequest:
+    """Read the settings of `conf/estimate.yaml`.
+
+    Args:
+        settings: Settings as plain data.
+        model: Name for a model without a path.
+
+    Raises:
+        ValueError: A setting is not allowed, or a file cannot be read. The message is one line with the given value,
+            the allowed values and what to do.
+    """
+    cluster = cluster_of(settings["cluster"])
+    gpus = read_count("gpus", settings["gpus"])
+    if gpus not in cluster.device_counts:
+        raise ValueError(
+            f"gpus={gpus}: give 1 to {MAX_DEVICES}, or whole nodes of {cluster.devices_per_node} if more than one "
+            f"node is needed, such as {' or '.join(map(str, nearest_counts(cluster.device_counts, gpus)))}"
+        )
+    longest = settings["seq_len"] == "max"
+    multiple_of = read_length("multiple_of", settings["multiple_of"])
+    constants = settings["constants"]
+    question = Question(
+        shape=model_of(settings["model"], model),
+        cluster=cluster,
+        constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
+        method=_choice("method", settings["method"], get_args(Method)),
+        gpus=gpus,
+        seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
+        batch_size=read_count("batch_size", settings["batch_size"]),
+        alpha=_alpha(settings["alpha"], settings["method"]),
+        precision=_choice("precision", settings["precision"], get_args(Precision)),
+        slices=_slices(settings),
+        spill_bytes=_spill_bytes(settings["spill_memory"]),
+    )
+    check_question(question)
+    return CommandRequest(
+        question=question,
+        forced=_forced(settings["parallel"]),
+        longest=longest,
+        multiple_of=multiple_of,
+        output=_choice("output", settings["output"], get_args(Output)),
+        alternatives=read_count("alternatives", settings["alternatives"], least=0),
+    )
+
+
+def _constants(path: str, cluster: str) -> Constants:
+    try:
+        constants = read_constants(Path(path))
+    except OSError as error:
+        raise ValueError(f"constants={path}: {error.strerror or error}; give a file written by calibrate") from None
+    if constants.cluster not in ("", cluster):
+        raise ValueError(
+            f"constants={path}: calibrated for cluster={constants.cluster}, not for cluster={cluster}: give "
+            f"cluster={constants.cluster}, or calibrate with cluster={cluster}"
+        )
+    return constants
+
+
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """Check a setting that must be an integer, and return it.
+
+    Raises:
+        ValueError: The value is not an integer, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+    if value > _MAX_COUNT:
+        raise ValueError(f"{name}={value!r}: give an integer of at most {_MAX_COUNT}")
+    return value
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: give {', '.join(allowed)}")
+    return value
+
+
+def _alpha(value: Any, method: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(
+            f"alpha={value!r}: give a fraction of the tokens from 0 to 1, or null to let the planner choose"
+        )
+    if method != "memo":
+        raise ValueError(f"alpha={value:g}: method={method} does not choose alpha; leave it out, or give method=memo")
+    return float(value)
+
+
+def _spill_bytes(value: Any) -> int:
+    if value is None:
+        return 0
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"spill_memory: {error}") from None
+
+
+def _slices(settings: Mapping[str, Any]) -> Slices | None:
+    """Reads the settings for slices, whose names and rules are those of `MemoStrategy`."""
+    if settings["host_backed"] == "none":
+        raise ValueError(
+            "host_backed=none: the first step does not run in slices without keys and values on the "
+            "host, so slices save "
+            "no memory; leave slice_tokens and host_backed out, or give host_backed=attention or all"
+        )
+    backed = _choice("host_backed", settings["host_backed"], get_args(HostBackedSetting))
+    schedule = _choice("schedule", settings["schedule"], get_args(ScheduleSetting))
+    if settings["slice_tokens"] == "auto":
+        if backed != "auto" or schedule == "slice":
+            raise ValueError(
+                f"host_backed={backed} schedule={schedule}: needs slices; give slice_tokens as well, for example "
+                "slice_tokens=64K"
+            )
+        return None
+    if settings["method"] != "memo":
+        raise ValueError(
+            f"slice_tokens={settings['slice_tokens']}: method={settings['method']} does not run in slices; leave "
+            "slice_tokens out, or give method=memo"
+        )
+    tokens = read_length("slice_tokens", settings["slice_tokens"], ", or auto")
+    if schedule == "slice":
+        if backed == "attention":
+            raise ValueError(
+                "schedule=slice contradicts host_backed=attention: it keeps everything "
+                "but one slice on the host; give "
+                "host_backed=all, or leave it out"
+            )
+        return Slices(tokens=tokens, host_backed="all", schedule="slice")
+    return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)
+
+
+def _forced(settings: Any) -> dict[str, int]:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"parallel={str(settings)[:40]}: give the sizes one by one, for example parallel.tp=4")
+    for name in settings:
+        if name not in SIZES:
+            raise ValueError(f"parallel.{str(name)[:40]} is not a setting: give {', '.join(SIZES)}")
+    forced = {name: value for name, value in settings.items() if value is not None}
+    for name, value in forced.items():
+        read_count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
+    if forced.get("zero_stage", 0) > 3:
+        raise ValueError(f"parallel.zero_stage={forced['zero_stage']}: give 0 to 3, or null for the fastest")
+    return forced

@@ -1,0 +1,94 @@
+"""The question, which is a training to estimate, and the estimate that answers it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning_memo.artifacts.json_documents import check_range
+from lightning_memo.estimate.inputs.cluster import Cluster
+from lightning_memo.estimate.inputs.constants import Constants
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.precision_bytes import Precision
+from lightning_memo.estimate.memory.slice_settings import Slices
+from lightning_memo.shapes.model_shape import ModelShape
+
+Status = Literal["ok", "oom", "oohm"]
+"""Whether the training fits ("ok"), or the device ("oom") or the host ("oohm") is out of memory."""
+
+Method = Literal["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A training to estimate: model, cluster, method and batch, without the parallelism."""
+
+    shape: ModelShape
+    cluster: Cluster
+    constants: Constants
+    method: Method
+    gpus: int
+    seq_len: int
+    batch_size: int
+    """Sequences per optimizer step, over all devices."""
+
+    alpha: float | None = None
+    """Fraction of the tokens whose activations are swapped, or None to let the planner choose."""
+
+    precision: Precision = "bf16-mixed"
+    """Precision of training with this package."""
+
+    slices: Slices | None = None
+    """Settings for layers that run slice by slice, or None to run layers on whole sequences."""
+
+    spill_bytes: int = 0
+    """Disk space per node for layer calls that do not fit in host memory."""
+
+    def __post_init__(self) -> None:
+        check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
+
+    @property
+    def sliced(self) -> Slices | None:
+        """The slices if the sequence is longer than one slice, otherwise None."""
+        return self.slices if self.slices is not None and self.seq_len > self.slices.tokens else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Prediction for a question. If the status is not "ok", times are None, and sizes are what would be needed."""
+
+    status: Status
+    method: Method
+    model: str
+    seq_len: int
+    gpus: int
+    parallel: Parallelism
+    alpha: float | None
+    """Fraction of the tokens whose activations are swapped, or None if the method does not swap."""
+
+    step_seconds: float | None
+    mfu: float | None
+    """Model FLOPs utilization in percent: causal attention, without recomputation."""
+
+    hfu: float | None
+    """Hardware FLOPs utilization in percent: including recomputation."""
+
+    tokens_per_gpu_per_second: float | None
+    device_bytes: dict[str, int]
+    """Memory of the fullest device by category, with the sum as "total"."""
+
+    host_bytes: int
+    """Host memory per node."""
+
+    disk_bytes: int
+    """Disk space per node, which is written and read in every step."""
+
+    slices: Slices | None
+    """Slices of the question."""
+
+    limits: list[str]
+    """Sentences: what happens to activations, what limits alpha, and which rules besides the linear program apply."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the estimate as plain data for JSON."""
+        return asdict(self)

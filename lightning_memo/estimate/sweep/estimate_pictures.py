@@ -1,0 +1,245 @@
+"""Pictures of a sweep of estimates: memory and MFU by sequence length, and longest sequence by number of GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from matplotlib.figure import Figure
+
+from lightning_memo.cli.sweeps.job_settings import differing_settings
+from lightning_memo.estimate.request.question import Method
+from lightning_memo.estimate.sweep.job_estimates import JobEstimate
+from lightning_memo.utils.files import replacing
+
+BYTES_FILE, MFU_FILE, LONGEST_FILE = "device_bytes.png", "mfu.png", "longest.png"
+
+# The palette of Okabe and Ito, which color-blind people can distinguish, with grey and black.
+_BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _YELLOW, _GREY, _BLACK = _COLORS = (
+    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#7f7f7f", "#000000"
+)  # fmt: skip
+CATEGORY_COLORS: Final = {
+    "parameters": _BLUE, "gradients": _ORANGE, "optimizer": _GREEN, "rounding_buffers": _RED, "activations": _PINK,
+    "transients": _SKY, "logits": _YELLOW, "gathered": _GREY, "fragmentation": _BLACK,
+}  # fmt: skip
+"""Colors of the categories of memory, from the bottom of a bar to the top."""
+
+METHOD_COLORS: Final[dict[Method, str]] = {
+    "memo": _BLUE, "full_recompute": _ORANGE, "full_swap": _GREEN, "megatron": _RED, "deepspeed_ulysses": _PINK,
+    "fpdt": _SKY, "plain": _GREY,
+}  # fmt: skip
+_MARKERS: Final = "osD^vP*X"
+_LINES: Final = ("-", "--", ":", "-.")
+_MAX_PANELS: Final = 9
+_BAR_LIMIT: Final = 2.0
+"""Height at which bars are cut, in multiples of the usable memory, to keep the other bars readable."""
+
+_MAX_TICKS: Final = 9
+_MIN_TICK_RATIO: Final = 1.35
+"""Least ratio of two ticks of a logarithmic axis whose labels do not overlap."""
+
+_GIB: Final = 2**30
+
+Series = dict[str, list[JobEstimate]]
+"""Jobs by the label of their other settings, in the order of the x axis."""
+
+
+def draw_estimates(jobs: Sequence[JobEstimate], folder: Path) -> list[Path]:
+    """Draws the pictures of a sweep that has at least two sequence lengths, or two numbers of GPUs.
+
+    Args:
+        jobs: Jobs of the sweep.
+        folder: Folder for the PNG files.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    names = differing_settings(jobs)
+    lengths = _series([job for job in jobs if not job.longest], names, "seq_len")
+    most = _series([job for job in jobs if job.longest], names, "gpus")
+    files = []
+    if lengths:
+        files += [draw_bytes(lengths, folder / BYTES_FILE), draw_mfu(lengths, folder / MFU_FILE)]
+    if most:
+        files.append(draw_longest(most, folder / LONGEST_FILE))
+    return files
+
+
+def draw_bytes(series: Series, path: Path) -> Path:
+    """Draws device memory by category and sequence length, one panel for each of the first nine series."""
+    shown = dict(list(series.items())[:_MAX_PANELS])
+    columns = min(len(shown), 3)
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(max(4.2 * columns, 6.5), 3.4 * rows + 0.9), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    top = _top(shown)
+    for place, axes in enumerate(panels):
+        if place >= len(shown):
+            axes.set_axis_off()
+            continue
+        label, jobs = list(shown.items())[place]
+        _draw_stacks(axes, jobs, _kinds(shown), top)
+        axes.set_title(label, fontsize="medium")
+        axes.set_xlabel("sequence length (tokens)" if place + columns >= len(shown) else "")
+        axes.set_ylabel("" if place % columns else "GiB")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    more = f"; {len(series) - len(shown)} more in the table" if len(series) > len(shown) else ""
+    figure.suptitle(f"Memory of the fullest device (x: does not fit, with the GiB needed{more})")
+    figure.legend(handles, labels, loc="outside lower center", ncols=5 if columns > 1 else 3, frameon=False)
+    return _save(figure, path)
+
+
+def draw_mfu(series: Series, path: Path) -> Path:
+    """Draws MFU by sequence length, one line for each series. Lengths that do not fit leave gaps."""
+    figure, axes = _lines(series, lambda job: _answer(job)["mfu"], "seq_len", _tokens)
+    axes.set_title("MFU (causal attention, recomputation not counted); gaps: does not fit")
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel("MFU (%)")
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    return _save(figure, path)
+
+
+def draw_longest(series: Series, path: Path) -> Path:
+    """Draws the longest sequence by number of GPUs, one line for each series."""
+    figure, axes = _lines(series, _longest, "gpus", str)
+    lengths = [tokens for jobs in series.values() for job in jobs if (tokens := _longest(job))]
+    if lengths:
+        low, high = math.floor(math.log2(min(lengths))), math.ceil(math.log2(max(lengths)))
+        axes.set_yscale("log", base=2)
+        _set_ticks(axes.yaxis, [2**power for power in range(low, max(high, low + 1) + 1)], _tokens)
+        axes.set_ylim(2**low, 2 ** max(high, low + 1))
+    axes.set_title("Longest sequence that fits")
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens (K = 1024, M = 1024 K)")
+    return _save(figure, path)
+
+
+def _answer(job: JobEstimate) -> dict[str, Any]:
+    assert job.answer is not None
+    return job.answer
+
+
+def _longest(job: JobEstimate) -> float | None:
+    return _answer(job)["seq_len"] if _answer(job)["status"] == "ok" else None
+
+
+def _series(jobs: Sequence[JobEstimate], names: Sequence[str], over: str) -> Series:
+    """Groups jobs without errors by all differing settings but one; empty if that setting has one value only."""
+    others = [name for name in names if name != over]
+    answered = sorted((job for job in jobs if job.answer is not None), key=lambda job: int(_answer(job)[over]))
+    if len({_answer(job)[over] for job in answered}) < 2:
+        return {}
+    series: Series = {}
+    for job in sorted(answered, key=jobs.index):
+        series.setdefault(job.label(others), [])
+    for job in answered:
+        series[job.label(others)].append(job)
+    return series
+
+
+def _kinds(series: Series) -> list[str]:
+    """Categories of memory that are not zero everywhere."""
+    sizes = [_answer(job)["device_bytes"] for jobs in series.values() for job in jobs]
+    return [kind for kind in CATEGORY_COLORS if any(size.get(kind) for size in sizes)]
+
+
+def _top(series: Series) -> float:
+    """Height in GiB at which bars are cut."""
+    jobs = [job for jobs in series.values() for job in jobs]
+    most: int = max(_answer(job)["device_bytes"]["total"] for job in jobs)
+    rooms = [job.device_budget_bytes for job in jobs if job.device_budget_bytes is not None]
+    return min(most, _BAR_LIMIT * max(rooms, default=most)) / _GIB
+
+
+def _draw_stacks(axes: Any, jobs: Sequence[JobEstimate], kinds: Sequence[str], top: float) -> None:
+    need = [0.0] * len(jobs)
+    for kind in kinds:
+        bottom = [min(low, top) for low in need]
+        need = [low + _answer(job)["device_bytes"].get(kind, 0) / _GIB for low, job in zip(need, jobs, strict=True)]
+        heights = [min(high, top) - low for low, high in zip(bottom, need, strict=True)]
+        label, color = kind.replace("_", " "), CATEGORY_COLORS[kind]
+        axes.bar(range(len(jobs)), heights, bottom=bottom, color=color, width=0.8, label=label)
+    for place, job in enumerate(jobs):
+        if _answer(job)["status"] != "ok":
+            lacking = "host" if _answer(job)["status"] == "oohm" else f"{need[place]:,.0f}"
+            axes.annotate(f"x {lacking}", (place, min(need[place], top)), ha="center", va="bottom", fontsize="small")
+    room = [job.device_budget_bytes / _GIB for job in jobs if job.device_budget_bytes is not None]
+    if room:
+        axes.axhline(min(room), color="black", linestyle="--", linewidth=1, label="usable memory")
+    axes.set_ylim(0, 1.1 * top)
+    lengths = [_tokens(_answer(job)["seq_len"]) for job in jobs]
+    axes.set_xticks(range(len(jobs)), lengths, rotation=90 if len(jobs) > _MAX_TICKS - 2 else 0)
+    axes.grid(visible=True, axis="y", alpha=0.3)
+
+
+def _lines(
+    series: Series, value: Callable[[JobEstimate], float | None], over: str, text: Callable[[int], str]
+) -> tuple[Figure, Any]:
+    """Draws labeled lines over a setting on a logarithmic axis."""
+    places = sorted({_answer(job)[over] for jobs in series.values() for job in jobs})
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for (label, jobs), style in zip(series.items(), _styles(series), strict=True):
+        values = {_answer(job)[over]: value(job) for job in jobs}
+        heights = [float("nan") if values.get(place) is None else values[place] for place in places]
+        nowhere = all(height is None for height in values.values())
+        legend = ", ".join([*([label] if label else []), *(["does not fit"] if nowhere else [])])
+        axes.plot(places, heights, label=legend or None, **style)  # type: ignore[arg-type]
+    axes.set_xscale("log", base=2)
+    _set_ticks(axes.xaxis, ticks_of(places), text)
+    axes.set_xlim(places[0] / 1.15, places[-1] * 1.15)
+    axes.grid(visible=True, alpha=0.3)
+    if any(series):
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return figure, axes
+
+
+def _styles(series: Series) -> list[dict[str, Any]]:
+    """Styles of lines. With several methods, the color shows the method and dashes distinguish its lines."""
+    methods: list[Method] = [_answer(jobs[0])["method"] for jobs in series.values()]
+    if len(set(methods)) == 1:
+        return [
+            {"color": _COLORS[number % len(_COLORS)], "marker": _MARKERS[number % len(_MARKERS)]}
+            for number in range(len(series))
+        ]
+    order = list(METHOD_COLORS)
+    return [
+        {
+            "color": METHOD_COLORS[method],
+            "marker": _MARKERS[order.index(method)],
+            "linestyle": _LINES[methods[:number].count(method) % len(_LINES)],
+        }
+        for number, method in enumerate(methods)
+    ]
+
+
+def ticks_of(values: Sequence[int]) -> list[int]:
+    """Returns ticks at the values if their labels fit, otherwise at powers of two, or at both ends."""
+    if len(values) <= _MAX_TICKS and all(b / a >= _MIN_TICK_RATIO for a, b in itertools.pairwise(values)):
+        return list(values)
+    powers = range(math.ceil(math.log2(values[0])), math.floor(math.log2(values[-1])) + 1)
+    return [2**power for power in powers] if len(powers) > 1 else sorted({values[0], values[-1]})
+
+
+def _set_ticks(axis: Any, ticks: Sequence[int], text: Callable[[int], str]) -> None:
+    axis.set_ticks(ticks, [text(tick) for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def _tokens(count: int) -> str:
+    for power, unit in ((2**20, "M"), (2**10, "K")):
+        if count % power == 0:
+            return f"{count // power}{unit}"
+    return f"{count:,}"
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=120)
+    return path

@@ -1,0 +1,278 @@
+"""Ring attention: keys and values travel around a group of processes, queries stay where they are.
+
+Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), with tokens in head-tail
+("zigzag") order, by which all processes have the same causal work. Outputs of blocks are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_memo.kernels.attention_kernel import (
+    AttentionBackend,
+    AttentionResult,
+    AttentionSpec,
+    merge,
+    sees_nothing_result,
+    sums_dtype,
+)
+from lightning_memo.kernels.packed_documents import sees_any
+from lightning_memo.parallel.batches.token_layout import zigzag
+
+# Gives the kernel for queries, keys and values, called with the very tensors that the kernel gets.
+Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
+
+
+class RingAttention:
+    """Attention over the tokens of a group, each process holding its part of them in layer order; no autograd.
+
+    The next keys and values are under way while the present ones are computed with. In the backward a block's key and
+    value gradients travel behind it, in fp32, and come home from the last process.
+
+    Queries may also meet keys of earlier slices only: ranges of the sequence, each of which is divided over the ring by
+    itself, and of which every process brings its part.
+
+    Args:
+        group: The processes of the ring.
+        select: Gives the kernel of a block; it must compute blocks and give a log-sum-exp.
+        bounds: Where slices end among the local tokens; empty: all of them are one slice.
+    """
+
+    name = "ring"
+
+    def __init__(self, group: dist.ProcessGroup, select: Select, bounds: tuple[int, ...] = ()) -> None:
+        self.blocks = bool(bounds)
+        self._group = group
+        self._select = select
+        self._bounds = bounds
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        """Output and log-sum-exp of the local queries, `[batch, heads, tokens / ring, head_dim]`, over all keys.
+
+        Args:
+            q: Local queries: of all tokens, or of one slice.
+            k: Local keys: the queries' own, or those of earlier slices.
+            v: Their values.
+            spec: Its rules are about positions in the whole sequence.
+            query_start: Where the queries begin among the local tokens.
+            key_start: Where the keys begin among them.
+
+        Raises:
+            ValueError: Attention dropout, an explicit mask, or a call that only a kernel without log-sum-exp computes.
+        """
+        blocks = functools.partial(self._blocks, q, k, spec, query_start, key_start)
+        self._check(q, k, v, spec, blocks(self._rank))
+        merged = sees_nothing_result(q, v, sums_dtype(q))
+        states = []
+        for source, keys, values in self._rotate(k, v):
+            for block in blocks(source):
+                inputs = (block.of_queries(q), block.of_keys(keys), block.of_keys(values))
+                part = self._kernel(block, *inputs).forward(*inputs, block.spec, *block.starts)
+                merge(block.of_queries(merged.out), block.of_queries(merged.lse), part)
+                states.append(part.state)
+        return AttentionResult(merged.out.to(q.dtype), merged.lse, states)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the local q, k, v, given the output and log-sum-exp over all keys."""
+        states = iter(result.state)
+        dq = torch.zeros_like(q, dtype=sums_dtype(q))
+        own = _zero_gradients(k, v)
+        travelling: _Transfer | None = None
+        for step, (source, keys, values) in enumerate(self._rotate(k, v)):
+            parts = []
+            for block in self._blocks(q, k, spec, query_start, key_start, source):
+                gradients = self._block_backward(block, dout, q, keys, values, replace(result, state=next(states)))
+                block.of_queries(dq).add_(gradients[0])
+                parts.append((block, *gradients[1:]))
+            if step == 0:
+                _add_gradients(own, parts, k, v)
+                continue
+            # Processes before this one added their share first; it came while this one computed.
+            sums = _zero_gradients(k, v) if travelling is None else travelling.wait()
+            _add_gradients(sums, parts, k, v)
+            travelling = _Transfer(sums, self._group, tag=1)
+        if travelling is not None:
+            own += travelling.wait()
+        dk, dv = _unpack(own, k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Whose keys and values, and these, own ones first; they move on while the caller computes."""
+        packed = _pack(k, v)
+        for step in range(self._size):
+            is_last = step == self._size - 1
+            transfer = None if is_last else _Transfer(packed, self._group, tag=0)
+            yield (self._rank - step) % self._size, *_unpack(packed, k, v)
+            if transfer is not None:
+                packed = transfer.wait()
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, own: list[KernelCall]) -> None:
+        """Refuse before anything is under way."""
+        if spec.dropout:
+            raise ValueError(
+                f"ring attention cannot drop attention weights (attention dropout is {spec.dropout}): set it to 0, "
+                'or use context_parallel_method="ulysses"'
+            )
+        if spec.mask is not None:
+            raise ValueError("ring attention takes no explicit mask: use lengths, packed documents or a window")
+        for block in own:
+            self._kernel(block, block.of_queries(q), block.of_keys(k), block.of_keys(v))
+
+    def _blocks(
+        self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int, source: int
+    ) -> list[KernelCall]:
+        """The kernel calls of the local queries with the keys of ring rank `source`."""
+        queries = self._chunks(query_start, q.shape[2], self._rank)
+        return kernel_calls(spec, queries, self._chunks(key_start, k.shape[2], source))
+
+    def _chunks(self, start: int, tokens: int, ring_rank: int) -> list[range]:
+        """Positions of a rank's tokens `[start, start + tokens)`, which are whole slices."""
+        edges = (0, *(self._bounds or (start + tokens,)))
+        slices = [(a, b) for a, b in pairwise(edges) if start <= a and b <= start + tokens]
+        return [c for a, b in slices for c in zigzag(range(a * self._size, b * self._size), self._size, ring_rank)]
+
+    def _kernel(self, block: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
+        kernel = self._select(q, k, v, block.spec)
+        if not kernel.blocks:
+            raise ValueError(
+                f"ring attention needs a log-sum-exp, and the kernel for {q.dtype} with head_dim {q.shape[3]} on "
+                f'{q.device.type} ("{kernel.name}") gives none: train in half precision, or use '
+                'context_parallel_method="ulysses"'
+            )
+        return kernel
+
+    def _block_backward(
+        self, block: KernelCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v = block.of_queries(dout), block.of_queries(q), block.of_keys(k), block.of_keys(v)
+        part = replace(result, out=block.of_queries(result.out), lse=block.of_queries(result.lse))
+        return self._kernel(block, q, k, v).backward(dout, q, k, v, part, block.spec, *block.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One kernel call.
+
+    Attributes:
+        queries: Range of the local queries.
+        keys: Range of the keys at hand.
+        spec: What these queries see of these keys.
+        starts: Positions of the first query and the first key, where the spec asks for them.
+    """
+
+    queries: slice
+    keys: slice
+    spec: AttentionSpec
+    starts: tuple[int, int] = (0, 0)
+
+    def of_queries(self, t: Tensor) -> Tensor:
+        return t[:, :, self.queries]
+
+    def of_keys(self, t: Tensor) -> Tensor:
+        return t[:, :, self.keys]
+
+
+def kernel_calls(spec: AttentionSpec, queries: list[range], keys: list[range]) -> list[KernelCall]:
+    """The kernel calls of a process's queries with the keys of one process.
+
+    Args:
+        spec: What queries see.
+        queries: Positions of the queries, chunk by chunk.
+        keys: Those of the keys.
+    """
+    if spec.window is None and spec.lengths is None and spec.documents is None:
+        return [_rectangle(spec, queries, keys)]
+    return list(_chunk_pairs(spec, queries, keys))
+
+
+def _rectangle(spec: AttentionSpec, queries: list[range], keys: list[range]) -> KernelCall:
+    """One call, as head-tail order allows: all chunks of the own block, else half of the queries or of the keys."""
+    count, keys_count = sum(map(len, queries)), sum(map(len, keys))
+    everything, all_keys = slice(0, count), slice(0, keys_count)
+    if not spec.causal or queries == keys:
+        return KernelCall(everything, all_keys, spec)
+    unmasked = replace(spec, causal=False)
+    if keys[0].start < queries[0].start:  # the head of the keys is before all queries, their tail after
+        return KernelCall(everything, slice(0, keys_count // 2), unmasked)
+    return KernelCall(slice(count // 2, count), all_keys, unmasked)
+
+
+def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Iterator[KernelCall]:
+    """One call for each chunk of queries and chunk of keys that it sees any of, at their absolute positions."""
+    first_query = 0
+    for query_chunk in queries:
+        first_key = 0
+        for key_chunk in keys:
+            if sees_any(spec, query_chunk, key_chunk):
+                is_past = spec.window is None and key_chunk.stop <= query_chunk.start
+                yield KernelCall(
+                    slice(first_query, first_query + len(query_chunk)),
+                    slice(first_key, first_key + len(key_chunk)),
+                    replace(spec, causal=False) if is_past else spec,
+                    (query_chunk.start, key_chunk.start),
+                )
+            first_key += len(key_chunk)
+        first_query += len(query_chunk)
+
+
+class _Transfer:
+    """A buffer on its way to the next process of the ring, and one coming from the process before."""
+
+    def __init__(self, buffer: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._sent = buffer  # must live until it is sent
+        self._received = torch.empty_like(buffer)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, buffer, group=group, tag=tag, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self._received, group=group, tag=tag, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values in one flat buffer, token by token: one message, whatever their shapes."""
+    return torch.cat([t.transpose(1, 2).reshape(-1) for t in (k, v)])
+
+
+def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a packed buffer, shaped like `k` and `v`."""
+    key, value = packed.split([k.numel(), v.numel()])
+    return key.view_as(k.transpose(1, 2)).transpose(1, 2), value.view_as(v.transpose(1, 2)).transpose(1, 2)
+
+
+def _zero_gradients(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_zeros(k.numel() + v.numel(), dtype=sums_dtype(k))
+
+
+def _add_gradients(packed: Tensor, parts: list[tuple[Any, ...]], k: Tensor, v: Tensor) -> None:
+    dk, dv = _unpack(packed, k, v)
+    for block, dk_part, dv_part in parts:
+        block.of_keys(dk).add_(dk_part)
+        block.of_keys(dv).add_(dv_part)

@@ -1,0 +1,60 @@
+"""The device mesh `(data_parallel, context_parallel, tensor_parallel)` and its process groups."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
+
+DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
+
+
+def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
+    """Returns the device mesh.
+
+    Tensor-parallel ranks are neighbours, because links between neighbouring ranks are the fastest.
+    """
+    shape = (sizes.data, sizes.context, sizes.tensor)
+    return _mesh(dist.group.WORLD, device.type, shape, (DATA, CONTEXT, TENSOR))
+
+
+@functools.cache
+def _mesh(world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    # Process groups hold threads or communicators, and PyTorch never destroys those of a mesh. A process that trains
+    # again with the same sizes reuses them.
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the ranks with the same weights and different tokens, as a mesh with one dimension."""
+    return mesh[DATA, CONTEXT]._flatten("replicas")
+
+
+def sequence_group(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the ranks that compute the same sequences, as a mesh with one dimension."""
+    return mesh[CONTEXT, TENSOR]._flatten("sequence")
+
+
+def context_groups(mesh: DeviceMesh, ulysses: int) -> ContextGroups | None:
+    """Returns the process groups for context-parallel attention, or `None` if the context-parallel size is 1.
+
+    Args:
+        mesh: Device mesh of :func:`build_mesh`.
+        ulysses: Number of ranks in each all-to-all group. They are neighbours, because an all-to-all sends more data
+            at once than a ring.
+    """
+    data, context, tensor = mesh.shape
+    if context == 1:
+        return None
+    ring = context // ulysses
+    names = (DATA, "ring", "ulysses", TENSOR)
+    split = _mesh(dist.group.WORLD, mesh.device_type, (data, ring, ulysses, tensor), names)
+    return ContextGroups(
+        ring=split["ring"].get_group() if ring > 1 else None,
+        ulysses=split["ulysses"].get_group() if ulysses > 1 else None,
+    )

@@ -1,0 +1,111 @@
+"""Sizes of data, context and tensor parallelism, and checks of their combinations. Imports no torch or Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_memo.config import MemoConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSizes:
+    """Sizes of the three kinds of parallelism.
+
+    Attributes:
+        data: Data-parallel size: number of groups of ranks with different batches.
+        context: Context-parallel size: number of ranks that divide the tokens of a sequence.
+        tensor: Tensor-parallel size: number of ranks that divide the weights of a layer.
+        shards: Number of ranks that divide the tokens between the blocks of a layer: `tensor` with sequence
+            parallelism, otherwise 1.
+    """
+
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    shards: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.data * self.context * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with the same weights and different tokens, over which ZeRO shards."""
+        return self.data * self.context
+
+    def describe(self, zero_stage: int) -> str:
+        """Returns a short label, like "dp2-cp2-tp1-zero3"."""
+        sequence = "sp" if self.shards > 1 else ""
+        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}-zero{zero_stage}"
+
+
+def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
+    """Returns the parallel sizes for a number of processes.
+
+    Args:
+        config: The user's settings.
+        processes: Number of processes in the run.
+
+    Raises:
+        ValueError: The product of the sizes is not the number of processes.
+    """
+    context, tensor = config.context_parallel_size, config.tensor_parallel_size
+    if config.data_parallel_size == "auto" and processes % (context * tensor) == 0:
+        data = processes // (context * tensor)
+    elif config.data_parallel_size == "auto":
+        raise ValueError(
+            f"context_parallel_size={context} x tensor_parallel_size={tensor} = {context * tensor} does not divide the "
+            f"{processes} processes: start a multiple of {context * tensor} (Trainer devices x num_nodes), or lower one"
+        )
+    else:
+        data = int(config.data_parallel_size)
+    if data * context * tensor != processes:
+        raise ValueError(
+            f"data_parallel_size={data} x context_parallel_size={context} x tensor_parallel_size={tensor} = "
+            f"{data * context * tensor}, but there are {processes} processes: start as many (Trainer devices x "
+            'num_nodes), or leave data_parallel_size="auto"'
+        )
+    return ParallelSizes(data=data, context=context, tensor=tensor, shards=tensor if config.sequence_parallel else 1)
+
+
+def ulysses_size(config: MemoConfig, heads: int, kv_heads: int) -> int:
+    """Returns the number of ranks in each all-to-all group of Ulysses attention. The groups form rings.
+
+    Args:
+        config: The user's settings.
+        heads: Number of query heads on one rank, after tensor parallelism.
+        kv_heads: Number of key-value heads on one rank, after tensor parallelism.
+
+    Raises:
+        ValueError: The size does not divide the number of query heads.
+    """
+    context, method = config.context_parallel_size, config.context_parallel_method
+    if method == "ring" or context == 1:
+        return 1
+    if method == "usp" and config.ulysses_size == "auto":
+        return choose_ulysses(context, heads, kv_heads)
+    wanted = context if method == "ulysses" else int(config.ulysses_size)
+    if heads % wanted:
+        fitting = ", ".join(str(n) for n in range(1, context + 1) if context % n == 0 and heads % n == 0)
+        raise ValueError(
+            f"Ulysses attention cannot divide {heads} heads over {wanted} processes: set "
+            f'context_parallel_method="usp" with ulysses_size one of {fitting}, or "ring"'
+        )
+    return wanted
+
+
+def choose_ulysses(context_size: int, heads: int, kv_heads: int) -> int:
+    """Returns the size of the all-to-all groups when context parallelism combines Ulysses and ring attention.
+
+    The result is the largest divisor of `context_size` that divides both the query heads and the key-value heads. If
+    only 1 divides both, it is the largest divisor that divides the query heads, and key and value heads are sent to
+    more than one rank.
+
+    Args:
+        context_size: Context-parallel size.
+        heads: Number of query heads on one rank.
+        kv_heads: Number of key-value heads on one rank.
+    """
+    divisors = [n for n in range(1, context_size + 1) if context_size % n == 0 and heads % n == 0]
+    even = max(n for n in divisors if kv_heads % n == 0)
+    return even if even > 1 else max(divisors)

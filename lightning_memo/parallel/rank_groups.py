@@ -1,0 +1,81 @@
+"""Rank of a process in its run, and exchange of plans and errors with the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
+from lightning_memo.parallel.run_on_ranks import gather
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that a process shares its run, its sequences and its host with. The default is a single process.
+
+    Attributes:
+        parallel: Label of the parallel sizes that is stored in plans, like "dp2-cp2-tp1-zero3".
+        on_this_node: Number of processes on this host, which share its memory.
+        sequence: Process group that computes the same sequences; `None` if only this process does.
+        world: Whether the run has more than one process.
+    """
+
+    parallel: str = ParallelSizes().describe(zero_stage=0)
+    on_this_node: int = 1
+    sequence: ProcessGroup | None = None
+    world: bool = False
+
+    def gather(self, value: T, everyone: bool = True) -> list[T]:
+        """Gathers a picklable value from every rank.
+
+        Args:
+            value: Value of this rank.
+            everyone: Gather from all ranks; otherwise from the ranks that compute the same sequences.
+        """
+        group = None if everyone else self.sequence
+        if not self.world or (group is None and not everyone):
+            return [value]
+        return gather(value, group)
+
+    def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
+        """Raise on every rank if any rank has an error. A single process raises its own error.
+
+        Args:
+            error: Error of this rank, or `None`.
+            everyone: As for :meth:`gather`.
+
+        Raises:
+            ValueError: A rank has an error. The message is one line that names the first such rank.
+        """
+        messages = self.gather(None if error is None else str(error), everyone)
+        failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+        if not failed:
+            return
+        if error is not None and len(messages) == 1:
+            raise error
+        rank, message = failed[0]
+        of_group = "" if everyone else " of the processes that share its sequences"
+        raise ValueError(f"rank {rank}{of_group}: {message}") from error
+
+
+def processes_on_this_node() -> int:
+    """Returns how many processes of the run have this host's name."""
+    return gather(socket.gethostname()).count(socket.gethostname())
+
+
+def explain_lost_process(error: BaseException, rank: int) -> None:
+    """Log one line that explains a failed collective, if `error` comes from one."""
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+        log.error(
+            "rank %d lost another process of the run, which ended or did not answer in time: look for the first error "
+            "in the output of the other ranks; raise MemoStrategy(timeout=...) if one is only slow",
+            rank,
+        )

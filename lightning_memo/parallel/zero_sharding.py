@@ -1,0 +1,165 @@
+"""ZeRO: parameters, gradients and optimizer state are sharded over the ranks that hold the same weights.
+
+Note: [ZeRO by FSDP2]
+Each layer is one FSDP2 unit. Each child of the module is another unit with its remaining parameters, and the module is
+the root unit with the rest. The stages differ in what layers do around a step; the other units stay gathered all
+through the step:
+
+| stage | parameters after the forward | gradients of a micro-batch that is not the last |
+| --- | --- | --- |
+| 0 | always whole (`replicate`) | kept whole |
+| 1 | whole until the optimizer steps | kept whole |
+| 2 | whole until the optimizer steps | reduce-scattered |
+| 3 | resharded, gathered again for the backward | reduce-scattered |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+def shard_state(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    stage: int,
+    mixed_precision: bool,
+    offload: bool,
+    forwards: Sequence[str] = (),
+) -> None:
+    """Shard a module's parameters, gradients and optimizer state, in place.
+
+    Gradients are averaged over the ranks. The loss of each rank must therefore be its part of the whole loss times the
+    number of ranks.
+
+    Args:
+        module: Module that is trained.
+        layers: Repeated layers of the module.
+        mesh: Mesh with one dimension, the ranks that hold the same weights.
+        stage: ZeRO stage, 0 to 3.
+        mixed_precision: Compute in bf16, with fp32 weights for the optimizer. Otherwise computation uses the dtype of
+            the weights.
+        offload: Keep parameters and optimizer state on the host, and run the optimizer there.
+        forwards: Names of methods of `module` that use its parameters, besides `forward`.
+    """
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    # Units of their own, so that their weights are gathered for each forward within a step, also after a backward.
+    children = [m for m in module.children() if not _is_container(m) and any(True for _ in m.parameters())]
+    for unit in [*layers, *(m for m in children if m not in layers), module]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if mixed_precision else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=unit is not module,  # the root's input is the batch, with counts and targets
+        )
+        if stage == 0:
+            replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
+        else:
+            # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
+            again = stage == 3 and unit in layers
+            fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=home)
+    for unit in fsdp_units(module):
+        # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
+        unit.set_force_sum_reduction_for_comms(True)
+    for name in forwards:
+        register_fsdp_forward_method(module, name)
+
+
+@contextlib.contextmanager
+def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this context FSDP2 sees all calls of a layer as one forward.
+
+    Otherwise it would gather weights and reduce gradients for each call. Weights are gathered at entry. Gradients are
+    reduced at the end of the root's backward, in the same order on every rank, whatever the number of calls.
+
+    Args:
+        layers: Layers that are called repeatedly.
+    """
+    units = fsdp_units_among(layers)
+    states = [unit._get_fsdp_state() for unit in units]
+    for unit, state in zip(units, states, strict=True):
+        unit.unshard()
+        state._training_state = TrainingState.PRE_BACKWARD  # as in a recomputation: its hooks only cast
+    try:
+        yield
+    finally:
+        for state in states:
+            state._training_state = TrainingState.IDLE
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module is a container without a forward, which FSDP2 cannot wrap."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def forget_unfinished(module: nn.Module) -> None:
+    """Reset the state that an interrupted backward or accumulation left in FSDP2.
+
+    `zero_grad` does not reach unsharded accumulated gradients.
+    """
+    for unit in fsdp_units(module):
+        unit.reshard()
+        state = unit._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        context = state._state_ctx
+        context.post_backward_final_callback_queued, context.iter_forward_root = False, None
+        for group in _parameter_groups(state):
+            group._training_state = TrainingState.IDLE
+            group.comm_ctx.post_forward_order.clear()
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """Returns the parameter groups of a unit; newer versions of PyTorch have several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """Returns the FSDP2 units of a module, none if it is not sharded."""
+    return fsdp_units_among(module.modules())
+
+
+def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Returns those of the modules that are FSDP2 units."""
+    return [unit for unit in modules if isinstance(unit, FSDPModule)]
+
+
+@contextlib.contextmanager
+def accumulating(module: nn.Module, stage: int) -> Iterator[None]:
+    """Within this context backwards are not the last of an optimizer step, and run only the collectives they need.
+
+    Args:
+        module: Sharded module.
+        stage: ZeRO stage.
+    """
+    units = fsdp_units(module)
+    for unit in units:
+        unit.set_requires_gradient_sync(stage >= 2, recurse=False)
+        unit.set_reshard_after_backward(stage == 3, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)

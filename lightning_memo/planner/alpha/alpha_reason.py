@@ -1,0 +1,104 @@
+"""Sentences that explain the alpha of a plan."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.planner.alpha.feasibility import Feasibility
+from lightning_memo.planner.alpha.largest_alpha import AlphaSolution
+from lightning_memo.utils.units import format_bytes
+
+_SLOW: Final = "copies take longer than the forward and slow the step"
+_WAITS: Final = "Layers wait for the disk."
+
+
+def listed(allowed: tuple[float, ...]) -> str:
+    """Fractions as text: "0 or 1"."""
+    return " or ".join(f"{alpha:g}" for alpha in sorted(allowed))
+
+
+def given_alpha_reason(feasibility: Feasibility, alpha: float) -> str:
+    """Whether the copies of a given alpha slow the step.
+
+    Args:
+        feasibility: Costs and budget of the step.
+        alpha: Fraction of the tokens that is swapped.
+    """
+    copies = "copies hide under the forward" if _hidden(feasibility.costs, alpha) else _SLOW
+    waits = "" if feasibility.keeps_up(alpha) else f" {_WAITS}"
+    return f"alpha was given; {copies}.{waits}"
+
+
+def best_alpha_reason(
+    feasibility: Feasibility, solution: AlphaSolution, alpha: float, allowed: tuple[float, ...] | None
+) -> str:
+    """What limits the alpha that the planner chose.
+
+    Args:
+        feasibility: Costs and budget of the step.
+        solution: Optimum under the overlap and host memory constraints.
+        alpha: Fraction of the tokens that was chosen.
+        allowed: The only fractions that the layers support; None for all.
+    """
+    limit, allows = _limit_text(feasibility, solution)
+    more = min(alpha + 1 / feasibility.costs.tokens, 1.0)
+    budget = feasibility.budget
+    if allowed is not None:
+        return f"{limit} The layers support only alpha {listed(allowed)}."
+    if not feasibility.keeps_up(alpha):
+        return f"{limit} {_WAITS}"
+    if not feasibility.keeps_up(more):
+        return f"Disk speed is the limit: above alpha={alpha:.4g} layers would wait for the disk. {allows}"
+    if not feasibility.fits_device(more):
+        return f"Device memory is the limit: {_overflow_text(feasibility, alpha)}. {allows}"
+    if alpha < solution.alpha - 2 / feasibility.costs.tokens:
+        cause = "The disk's bounce buffers take host memory" if budget.spill_bytes else "Host slots are aligned"
+        return f"{limit} {cause}, so alpha={alpha:.4g} is the largest that fits."
+    return limit
+
+
+def _limit_text(feasibility: Feasibility, solution: AlphaSolution) -> tuple[str, str]:
+    """Sentences for the case that overlap or host memory limits alpha, and for the case that something else does."""
+    alpha, costs, budget = f"alpha={solution.alpha:.4g}", feasibility.costs, feasibility.budget
+    if costs.calls <= 2:
+        text = "The last two layer calls stay on the device, and there are no others."
+        return text, text
+    if not solution.hidden:
+        text = f"Copy time is the limit: even at alpha=0 {_SLOW}."
+        return text, text
+    if solution.binding == "overlap":
+        limit = f"above {alpha} the copy of a layer would take longer than its forward"
+        return f"Copy time is the limit: {limit}.", f"Copy time would allow {alpha}."
+    memory, tiers = _host_text(budget)
+    if solution.binding == "host":
+        return (
+            f"Host memory is the limit: above {alpha} the budget of {memory} would overflow.",
+            f"The budget of {memory} would allow {alpha}.",
+        )
+    return (
+        f"Nothing limits alpha: the copies of all tokens hide under the forward and fit {tiers}.",
+        f"Copy time and {tiers} would allow alpha=1.",
+    )
+
+
+def _host_text(budget: Budget) -> tuple[str, str]:
+    """The memory that swapped activations may fill, with its size and without."""
+    memory, tiers = f"{format_bytes(budget.host_bytes)} of host memory", "host memory"
+    if budget.spill_bytes:
+        return f"{memory} and {format_bytes(budget.spill_bytes)} of disk", f"{tiers} and disk"
+    return memory, tiers
+
+
+def _overflow_text(feasibility: Feasibility, alpha: float) -> str:
+    device = format_bytes(feasibility.budget.device_bytes)
+    if feasibility.fits_device(alpha):
+        return f"above alpha={alpha:.4g} the {device} budget would overflow"
+    return f"even alpha={alpha:.4g} exceeds the {device} budget"
+
+
+def _hidden(costs: LayerCosts, alpha: float) -> bool:
+    bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
+    return all(
+        costs.swapped_bytes(call, alpha) <= costs.forward_seconds[call] * bandwidth for call in range(costs.calls - 2)
+    )

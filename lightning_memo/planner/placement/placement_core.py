@@ -1,0 +1,177 @@
+"""One-pass placements and the search, in C++ or, where there is no compiler, in Python without the search."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import cache
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.utils import native_build as native
+from lightning_memo.utils.arrays import Integers
+
+Ranks = npt.NDArray[np.int32]
+_SOURCE = Path(__file__).parent / "csrc" / "placement.cpp"
+
+
+class SearchOutcome(IntEnum):
+    """How a search ended."""
+
+    INFEASIBLE = 0
+    FOUND = 1
+    INTERRUPTED = 2
+
+
+class Core(Protocol):
+    """Places the buffers of one problem. Offsets and capacities are in its units."""
+
+    def fit(self, order: Ranks, tightest: bool) -> Integers:
+        """One buffer after the other, each in the first, or the tightest, gap that is wide enough."""
+
+    def skyline(self, rank: Ranks) -> Integers:
+        """Always the buffer that can lie lowest; ties by rank."""
+
+
+class NativeCore:
+    """The C++ core.
+
+    Args:
+        problem: What is placed; its buffers have a size above 0.
+        library: From `load_library`.
+    """
+
+    def __init__(self, problem: Sectioned, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._size = problem.size
+        self._library, self._handle = library, handle
+
+    def fit(self, order: Ranks, tightest: bool) -> Integers:
+        offset = np.empty_like(self._size)
+        self._library.placement_fit(self._handle, _at(self._size), _at(order), int(tightest), _at(offset))
+        return offset
+
+    def skyline(self, rank: Ranks) -> Integers:
+        offset = np.empty_like(self._size)
+        self._library.placement_skyline(self._handle, _at(self._size), _at(rank), _at(offset))
+        return offset
+
+    def search(
+        self, capacity: int, rank: Ranks, nodes: int, seconds: float, weight: Integers
+    ) -> tuple[SearchOutcome, Integers]:
+        """Looks for a placement whose peak is at most `capacity`.
+
+        Args:
+            capacity: Units, at least the largest size.
+            rank: [buffers] Of several that can lie equally low, the lowest rank is tried first.
+            nodes: Most nodes to visit.
+            seconds: Most time to take.
+            weight: [buffers] Grows for buffers that were in the way.
+
+        Returns:
+            How it ended, and offsets if a placement was found. INFEASIBLE is a proof.
+        """
+        offset = np.zeros_like(self._size)
+        outcome = self._library.placement_search(
+            self._handle, _at(self._size), capacity, _at(rank), nodes, seconds, _at(offset), _at(weight)
+        )
+        return SearchOutcome(outcome), offset
+
+
+class PythonCore:
+    """The same one-pass placements in Python: right, and slow above some hundred buffers."""
+
+    def __init__(self, problem: Sectioned) -> None:
+        self._size: list[int] = problem.size.tolist()
+        self._neighbours = _neighbours(problem)
+
+    def fit(self, order: Ranks, tightest: bool) -> Integers:
+        offset = [-1] * len(self._size)
+        for buffer in order.tolist():
+            taken = sorted((offset[n], offset[n] + self._size[n]) for n in self._neighbours[buffer] if offset[n] >= 0)
+            end, gaps = 0, []
+            for first, last in taken:
+                if first - end >= self._size[buffer]:
+                    gaps.append((first - end if tightest else 0, end))
+                end = max(end, last)
+            offset[buffer] = min(gaps)[1] if gaps else end
+        return np.array(offset, np.int64)
+
+    def skyline(self, rank: Ranks) -> Integers:
+        ranks = rank.tolist()
+        offset, lowest = [-1] * len(ranks), [0] * len(ranks)
+        waiting = [(0, ranks[buffer], buffer) for buffer in range(len(ranks))]
+        heapify(waiting)
+        while waiting:
+            at, _, buffer = heappop(waiting)
+            if offset[buffer] >= 0 or at != lowest[buffer]:
+                continue
+            offset[buffer], top = at, at + self._size[buffer]
+            for other in self._neighbours[buffer]:
+                if offset[other] < 0 and lowest[other] < top:
+                    lowest[other] = top
+                    heappush(waiting, (top, ranks[other], other))
+        return np.array(offset, np.int64)
+
+
+def available_library() -> ctypes.CDLL | None:
+    """The library of the C++ core; None where C++ can't be compiled."""
+    try:
+        return load_library()
+    except native.BuildError:
+        return None
+
+
+@contextmanager
+def opened(problem: Sectioned, library: ctypes.CDLL | None) -> Iterator[NativeCore | PythonCore]:
+    """A core for a problem: the Python one without a library."""
+    if library is None:
+        yield PythonCore(problem)
+        return
+    handle = library.placement_new(len(problem.size), problem.sections, _at(problem.ranges), _at(problem.size))
+    try:
+        yield NativeCore(problem, library, ctypes.c_void_p(handle))
+    finally:
+        library.placement_delete(ctypes.c_void_p(handle))
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Builds the C++ core on first use.
+
+    Raises:
+        BuildError: There is no compiler, or it failed.
+    """
+    library = native.load("placement", [_SOURCE])
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    _declare(library.placement_new, pointer, int32, int32, pointer, pointer)
+    _declare(library.placement_delete, None, pointer)
+    _declare(library.placement_fit, int64, pointer, pointer, pointer, int32, pointer)
+    _declare(library.placement_skyline, int64, pointer, pointer, pointer, pointer)
+    _declare(
+        library.placement_search, int32, pointer, pointer, int64, pointer, int64, ctypes.c_double, pointer, pointer
+    )
+    return library
+
+
+def _declare(function: Any, result: Any, *arguments: Any) -> None:
+    function.restype, function.argtypes = result, list(arguments)
+
+
+def _at(array: npt.NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+def _neighbours(problem: Sectioned) -> list[list[int]]:
+    found: list[set[int]] = [set() for _ in problem.size]
+    for section in range(problem.sections):
+        live = problem.live(section).tolist()
+        for buffer in live:
+            found[buffer].update(live)
+    return [sorted(others - {buffer}) for buffer, others in enumerate(found)]

@@ -1,0 +1,154 @@
+"""The plan of what layer calls store, in whole tokens, from costs and a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_memo.artifacts.storage_budget import StorageBudget
+from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place, StorageCosts
+from lightning_memo.planner.storage.simulate_step import simulate
+from lightning_memo.planner.storage.storage_needs import needs_of, total
+from lightning_memo.planner.storage.storage_program import SINGLE_ALPHA, StorageSolution, required_kinds, solve_storage
+from lightning_memo.planner.storage.storage_rounding import roundings
+from lightning_memo.utils.units import format_bytes
+
+_FEWEST_TILES: Final = 16
+_SAME: Final = 1e-9
+_Found = tuple[tuple[CallPlan, ...], StorageNeeds]
+
+
+class StorageError(ValueError):
+    """The capacities can't hold the least that has to be stored."""
+
+
+def plan_storage(
+    costs: StorageCosts,
+    budget: StorageBudget,
+    *,
+    tile_tokens: int = 128,
+    may_drop_attention: bool = True,
+    tolerance: float = 1e-3,
+) -> StoragePlan:
+    """Decide what every layer call stores and where, so that a step takes the least time.
+
+    Args:
+        costs: bytes and seconds by class of layer calls.
+        budget: capacities; they are kept to the byte.
+        tile_tokens: ranges begin at multiples of it, if there is such a plan that fits.
+        may_drop_attention: whether attention outputs may have no place.
+        tolerance: share of the step that a simpler plan may cost: one that drops no attention output, or that cuts
+            layers into fewer and longer slices. It never makes the step longer than the best single alpha does.
+
+    Raises:
+        StorageError: the capacities can't hold layer inputs, and attention outputs if these may not be dropped.
+        RuntimeError: HiGHS failed.
+    """
+    ideal = solve_storage(costs, budget, may_drop_attention=may_drop_attention)
+    if ideal is None:
+        raise StorageError(_shortage(costs, budget, may_drop_attention))
+    single = solve_storage(costs, budget, may_drop_attention=False, allowed=SINGLE_ALPHA)
+    alpha_seconds = single.seconds if single else None
+    longest = min((1 + tolerance) * ideal.seconds, (1 + _SAME) * (alpha_seconds or math.inf))
+    simple = solve_storage(costs, budget, may_drop_attention=False) if may_drop_attention else ideal
+    if simple is None or simple.seconds > longest:
+        simple = ideal
+    found = _in_long_slices(costs, budget, simple, tile_tokens, longest)
+    if found is None:
+        found = _in_little_room(costs, budget, ideal, tile_tokens, may_drop_attention)
+    calls, needs = found
+    plan = StoragePlan(
+        tokens=costs.tokens,
+        call_classes=costs.call_classes,
+        calls=calls,
+        needs=needs,
+        bound_seconds=ideal.seconds,
+        alpha_seconds=alpha_seconds,
+        prices=simple.prices,
+    )
+    simulate(costs, plan, budget)
+    return plan
+
+
+def _in_long_slices(
+    costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile_tokens: int, longest: float
+) -> _Found | None:
+    """Round to the largest tiles that cost no more than is allowed; else to the given ones, if that fits."""
+    found = None
+    for tile in _tiles(costs.tokens, tile_tokens):
+        found = _round(costs, budget, solution, tile)
+        if found is not None and found[1].step_seconds <= longest:
+            break
+    return found
+
+
+def _tiles(tokens: int, tile_tokens: int) -> Iterator[int]:
+    doublings = max((tokens // (_FEWEST_TILES * tile_tokens)).bit_length() - 1, 0)
+    return (tile_tokens << power for power in range(doublings, -1, -1))
+
+
+def _in_little_room(
+    costs: StorageCosts, budget: StorageBudget, ideal: StorageSolution, tile_tokens: int, may_drop_attention: bool
+) -> _Found:
+    """Where no rounding of the best solution fits, another one leaves free what rounding can add."""
+    for tile in (tile_tokens, 1):
+        roomy = solve_storage(costs, _less(budget, costs, ideal, tile), may_drop_attention=may_drop_attention)
+        for solution in (ideal, roomy):
+            found = _round(costs, budget, solution, tile) if solution else None
+            if found is not None:
+                return found
+    for place in PLACES:
+        # The program meets capacities but for a part in 10^9 of their largest coefficient; these are exact.
+        least = (_all_in(place, ideal.required, costs.tokens),) * len(costs.classes)
+        if (needs := needs_of(costs, budget, least)).fits(budget):
+            return least, needs
+    raise StorageError(_shortage(costs, budget, may_drop_attention))
+
+
+def _all_in(place: Place, kinds: Sequence[str], tokens: int) -> CallPlan:
+    """All tokens of some kinds in one place, and nothing else."""
+    return CallPlan(ranges=tuple(StoredRange(kind=kind, place=place, start=0, stop=tokens) for kind in kinds))
+
+
+def _round(costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile: int) -> _Found | None:
+    """The fastest way to round a solution of those that fit."""
+    ways = roundings(costs.classes, solution, costs.tokens, tile)
+    fitting = [(calls, needs) for calls in ways if (needs := needs_of(costs, budget, calls)).fits(budget)]
+    return min(fitting, key=lambda way: way[1].step_seconds, default=None)
+
+
+def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution, tile: int) -> StorageBudget:
+    """The budget less what rounding can add: a tile for each place of a kind that must have one, and a byte each."""
+    added = [
+        sum(-(-size * tile * len(PLACES) // costs.tokens) for size in call.sizes[: len(solution.required)])
+        + len(PLACES) * len(call.kinds)
+        for call in costs.classes
+    ]
+    on_device = total(costs.class_calls, added) + 2 * max(added)
+    copied = total(costs.class_copies, added)
+    nvme = budget.nvme and replace(budget.nvme, capacity_bytes=max(budget.nvme.capacity_bytes - copied, 0))
+    return replace(
+        budget,
+        device_bytes=max(budget.device_bytes - on_device, 0),
+        host_bytes=max(budget.host_bytes - copied, 0),
+        nvme=nvme,
+    )
+
+
+def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bool) -> str:
+    """One line: what has to be stored, and what there is for it."""
+    kinds = required_kinds(may_drop_attention)
+    sizes = [sum(call.sizes[: len(kinds)]) for call in costs.classes]
+    least, buffers = total(costs.class_calls, sizes), 2 * max(sizes)
+    room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
+    what = "layer inputs" if may_drop_attention else "layer inputs and attention outputs"
+    device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} without them"
+    nvme = f", NVMe {format_bytes(budget.nvme.capacity_bytes)}" if budget.nvme else ""
+    return (
+        f"{what} of {costs.calls} layer calls take {format_bytes(least)}, and {format_bytes(buffers)} of buffers on "
+        f"the device if they leave it, but the device {device}, the host has {format_bytes(budget.host_bytes)}{nvme}: "
+        "raise device_memory or host_memory, or shorten the sequence"
+    )

@@ -1,0 +1,197 @@
+"""A few training steps at one sequence length, which show whether the length fits in memory."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
+from lightning_memo.planner import HostMemoryError
+from lightning_memo.profiler.measured_costs import state_bytes
+from lightning_memo.profiler.memory_meter import WorkingSetMeter
+from lightning_memo.trials.length_search import Attempt
+from lightning_memo.utils.units import format_bytes
+
+BatchOf = Callable[[int], Any]
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+}
+# Trainer arguments that a trial sets itself, so that the user's values have no effect.
+OVERRIDDEN_TRAINER_ARGUMENTS = frozenset({*QUIET, "strategy", "callbacks", "max_steps", "devices", "default_root_dir"})
+_MAX_REASON_CHARACTERS = 200
+
+
+class PlanningStrategy(Protocol):
+    """What a trial reads from the strategy after training."""
+
+    @property
+    def config(self) -> MemoConfig:
+        """Settings of the strategy."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was executed, or None if no layer was trained."""
+
+
+StrategyFactory = Callable[..., PlanningStrategy]
+"""Builds a Lightning strategy from the settings of `MemoStrategy`. It must be picklable, as a class is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Training steps that can be run at any sequence length. It is pickled and sent to the trial process."""
+
+    strategy_factory: StrategyFactory
+    module: LightningModule
+    batch_of: BatchOf
+    settings: Mapping[str, Any]
+    """Arguments of `strategy_factory`."""
+
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of Lightning's `Trainer`."""
+
+    steps: int = 3
+    """Number of optimizer steps. The first is profiled and the last is measured."""
+
+    def __call__(self, tokens: int) -> Attempt:
+        """Trains `module` itself, in this process, for some steps at a length.
+
+        Raises:
+            Exception: Training failed for another reason than a lack of memory.
+        """
+        strategy, measured = self.strategy_factory(**self.settings), LastStep(self.steps)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._fit(strategy, measured, self.batch_of(tokens))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _attempt(tokens, strategy, measured, _one_line(error))
+        return _attempt(tokens, strategy, measured, _over_budget(strategy, measured))
+
+    def _fit(self, strategy: PlanningStrategy, measured: LastStep, batch: Any) -> None:
+        accumulate = self.trainer.get("accumulate_grad_batches", 1)
+        own = {"strategy": strategy, "callbacks": [measured], "max_steps": self.steps, "devices": 1}
+        batches = DataLoader([batch] * (self.steps * accumulate), batch_size=None)
+        with tempfile.TemporaryDirectory() as folder:  # for the plans that the strategy saves
+            Trainer(**{**self.trainer, **QUIET, **own, "default_root_dir": folder}).fit(self.module, batches)
+
+
+class LastStep(Callback):
+    """Measures the time and the peak device memory of the last step.
+
+    Args:
+        steps: Number of optimizer steps of the run.
+
+    Attributes:
+        seconds: Time of the last step, or None before it has ended.
+        peak_bytes: Peak device memory of the last step, including parameters, gradients and optimizer state.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.seconds: float | None = None
+        self.peak_bytes: int | None = None
+        self._steps = steps
+        self._meter: WorkingSetMeter | None = None
+        self._started = 0.0
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == self._steps - 1 and self._meter is None:
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize(pl_module.device)
+                torch.cuda.reset_peak_memory_stats(pl_module.device)
+            else:
+                self._meter = WorkingSetMeter(pl_module.device)
+            self._started = time.perf_counter()
+
+    @override
+    def on_before_backward(self, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.begin_backward()
+
+    @override
+    def on_after_backward(self, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.end_backward()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step < self._steps:
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self.seconds = time.perf_counter() - self._started
+        if self._meter is None:
+            self.peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
+            return
+        used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
+        plan = trainer.strategy.plan  # None if no layer is trained
+        buffers = 0 if plan is None else plan.swap.buffer_bytes
+        self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._meter is not None:
+            self._meter.stop(kept_bytes=0, accumulating=False)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception was caused by a lack of device or host memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    known = isinstance(error, (MemoryError, HostMemoryError, torch.OutOfMemoryError))
+    return known or no_thread or is_oom_error(error)
+
+
+def _over_budget(strategy: PlanningStrategy, measured: LastStep) -> str:
+    limit, peak = strategy.config.device_memory_bytes, measured.peak_bytes or 0
+    if limit is None or peak <= limit:
+        return ""
+    return f"a step needs {format_bytes(peak)} of device memory, more than device_memory={format_bytes(limit)}"
+
+
+def _attempt(tokens: int, strategy: PlanningStrategy, measured: LastStep, reason: str) -> Attempt:
+    plan = strategy.plan
+    if plan is None:
+        return Attempt(tokens=tokens, fits=not reason, reason=reason)
+    return Attempt(
+        tokens=tokens,
+        fits=not reason,
+        reason=reason,
+        planned_device_bytes=plan.device_bytes,
+        peak_device_bytes=measured.peak_bytes,
+        host_bytes=plan.swap.host_bytes,
+        device_limit_bytes=plan.budget.device_bytes,
+        host_limit_bytes=plan.budget.host_bytes,
+        alpha=None if plan.swap.mode == "plain" else plan.swap.alpha,
+        step_seconds=measured.seconds,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return textwrap.shorten(text, _MAX_REASON_CHARACTERS, placeholder=" ...")

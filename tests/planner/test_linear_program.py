@@ -1,0 +1,41 @@
+import highspy
+import pytest
+
+from lightning_memo.planner import linear_program
+
+
+def minimum_of_one() -> linear_program.LinearProgram:
+    """A column of at least 1 that is minimised."""
+    program = linear_program.LinearProgram()
+    program.minimise({program.column(1.0): 1.0})
+    return program
+
+
+def test_a_minimum_and_its_dual() -> None:
+    program = linear_program.LinearProgram()
+    column = program.column(0.0)
+    row = program.row({column: 4.0}, least=2.0)
+    program.minimise({column: 1.0})
+    assert program.solve()
+    assert program.values == pytest.approx([0.5])
+    assert program.dual(row) == pytest.approx(0.25)
+
+
+def test_a_program_without_a_solution() -> None:
+    program = minimum_of_one()
+    program.row({0: 1.0}, most=0.5)
+    assert not program.solve()
+
+
+def test_a_solver_that_fails_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
+    with pytest.raises(RuntimeError, match="HiGHS"):
+        minimum_of_one().solve()
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kWarning)
+    with pytest.raises(RuntimeError, match="HiGHS did not solve a linear program"):
+        minimum_of_one().solve()
+
+
+def test_an_unknown_option_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="refused"):
+        linear_program._accept(highspy.Highs().setOptionValue("no_such_option", 1))

@@ -1,0 +1,61 @@
+"""Importing the package is quick, and registers the strategy whichever of it and Lightning is imported first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+HEAVY = {"torch", "lightning", "pytorch_lightning", "matplotlib", "transformers"}
+REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('memo' in StrategyRegistry)"
+TRAINER = (
+    "from lightning.pytorch import Trainer\n"
+    "trainer = Trainer(strategy='memo', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)\n"
+    "print(type(trainer.strategy).__name__)"
+)
+
+
+def python(*arguments: str, folder: Path) -> str:
+    environ = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize("first", ["import lightning_memo", "import lightning.pytorch; import lightning_memo"])
+def test_a_trainer_finds_the_strategy_by_its_name(tmp_path, first):
+    assert python("-c", f"{first}\n{TRAINER}", folder=tmp_path).split() == ["MemoStrategy"]
+
+
+def test_a_module_with_a_commands_name_among_its_arguments_registers_the_strategy(tmp_path):
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "__init__.py").write_text("import lightning_memo")
+    (tmp_path / "user" / "check.py").write_text(REGISTERED)
+    assert python("-m", "user.check", "-m", "lightning_memo.place", folder=tmp_path).split() == ["True"]
+
+
+@pytest.mark.parametrize("name", ["", ".planner", ".estimate", ".place", ".artifacts.trace"])
+def test_what_needs_no_torch_imports_neither_torch_nor_lightning_nor_matplotlib(tmp_path, name):
+    loaded = python("-c", f"import lightning_memo{name}, sys; print(*sys.modules)", folder=tmp_path).split()
+    assert f"lightning_memo{name}" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_importing_the_package_leaves_the_environment_alone(tmp_path):
+    script = "import os; before = dict(os.environ); import lightning_memo.planner; print(before == dict(os.environ))"
+    assert python("-c", script, folder=tmp_path).split() == ["True"]
+
+
+def test_the_names_of_the_package_are_there(monkeypatch):
+    package = import_module("lightning_memo")
+    assert package.__getattr__("MemoStrategy") is package.MemoStrategy
+    assert package.__getattr__("Plan") is package.Plan
+    with pytest.raises(AttributeError, match="no attribute 'Missing'"):
+        _ = package.Missing

@@ -1,0 +1,1 @@
+"""Attention kernels for tests without a GPU, and the reference they are compared with."""

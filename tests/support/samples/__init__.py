@@ -1,0 +1,1 @@
+"""Models, documents, plans and callbacks that several test modules share."""

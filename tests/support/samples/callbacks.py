@@ -1,0 +1,42 @@
+"""Callbacks that record what a test compares."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memo.allocator import AllocatorStats
+
+
+@dataclass
+class Watch(Callback):
+    """Waits for what goes on in the background, so that all runs switch at the same step, and notes the counters."""
+
+    stats: list[AllocatorStats] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer, *args):
+        memory = trainer.strategy.memory
+        deadline = time.monotonic() + 120
+        while memory.busy and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if memory.stats is not None:
+            self.stats.append(memory.stats)
+
+
+class Gradients(Callback):
+    """Notes the gradients of the last step, and what has found no room in the plan."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        trained = ((name, p.grad) for name, p in pl_module.named_parameters())
+        self.last: dict[str, Tensor] = {name: g.clone() for name, g in trained if g is not None}
+
+    @override
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        self.overflow_bytes = 0 if engine is None or engine.memory is None else engine.memory.stats.overflow_bytes

@@ -1,0 +1,94 @@
+"""Engines that store activations kind by kind, and plans for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
+from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
+from lightning_memo.utils.find_layers import find_layers
+from support.harness import (
+    CPU,
+    DELAYS,
+    EngineUnderTest,
+)
+
+TOKENS = 56  # not a size of any weight: what is saved is told apart by its shape
+
+NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+
+Rows = dict[str, list[tuple[Place, int, int]]]
+
+BASE: Rows = {"input": [("swap", 0, TOKENS)], "attention": [("swap", 0, TOKENS)]}
+
+
+def call_plan(rows: Rows) -> CallPlan:
+    ranges = (StoredRange(kind=kind, place=p, start=a, stop=b) for kind, of in rows.items() for p, a, b in of)
+    return CallPlan(ranges=tuple(ranges))
+
+
+def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
+    """Layer calls are of the given classes in turns."""
+    return StoragePlan(
+        tokens=TOKENS,
+        call_classes=tuple(n % len(classes) for n in range(calls)),
+        calls=tuple(call_plan(rows) for rows in classes),
+        needs=NOTHING,
+        bound_seconds=0.0,
+        alpha_seconds=None,
+        prices=(),
+    )
+
+
+def everything(names: list[str]) -> Rows:
+    """Every kind in every place, in eight slices; the first tokens' attention runs again."""
+    rows: Rows = {
+        "input": [("keep", 0, 20), ("swap", 20, TOKENS)],
+        "attention": [("swap", 16, 32), ("keep", 32, TOKENS)],
+        "all": [("swap", 40, 48), ("keep", 48, TOKENS)],
+    }
+    for n, name in enumerate(names):
+        rows[name] = [[("swap", 8, 40)], [("keep", 24, 40)], [("swap", 0, 24), ("keep", 24, 40)]][n % 3]
+    return rows
+
+
+class ByKind(EngineUnderTest):
+    """An engine that stores kind by kind."""
+
+    def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
+        super().__init__(model, test_mode=test_mode)
+        layers = find_layers(model)[1]
+        self.engine = Engine(model, layers, CPU, test_mode=test_mode, by_kind=True, spill_path=spill_path)
+
+    @property
+    def products(self) -> list[str]:
+        assert self.profile is not None
+        return [product.name for product in self.profile.in_order()[1].products]
+
+    def load_storage(self, *classes: Rows) -> tuple[list[int], list[int]]:
+        """Returns the bytes that each layer call is predicted to swap and to keep."""
+        profile = self.profile
+        assert profile is not None
+        plan = storage_plan(classes, len(profile.calls))
+        kept, swapped, spilled = (predicted_bytes(profile, plan, place) for place in PLACES)
+        swap = SwapPlan(
+            mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(profile.calls),
+            slot_bytes=max(map(sum, zip(swapped, spilled, strict=True))), storage=plan,
+            stored_host_bytes=sum(swapped[:-2]), stored_spill_bytes=tuple(spilled), kept_bytes=sum(kept),
+        )  # fmt: skip
+        self.engine.load(swap, profile.batch * profile.tokens)
+        return swapped, kept
+
+
+def predicted_bytes(profile: StepProfile, plan: StoragePlan, place: Place) -> list[int]:
+    calls = ([*call.saved, *(product.saved for product in call.products)] for call in profile.in_order())
+    return [
+        stored_bytes(saved, profile.tokens, stored_slices(plan, n, profile.tokens), place)
+        for n, saved in enumerate(calls)
+    ]
