@@ -31,7 +31,7 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode, autocast_inputs, current_handler, handling
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
-from lightning_memo.engine.memory.slot import Part, Slot
+from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.not_activations import SharedTensors
 from lightning_memo.kernels import AttentionSpec
@@ -284,7 +284,7 @@ def strided(draw: st.DrawFn) -> Tensor:
 @given(st.lists(strided(), min_size=1, max_size=4))
 def test_slot_returns_what_was_put_in(tensors: list[Tensor]) -> None:
     size = sum(aligned(t.nbytes) for t in tensors)
-    slot = Slot(torch.zeros(size, dtype=torch.uint8), Part(0, size), Part(size, size))
+    slot = Slot(torch.zeros(size, dtype=torch.uint8), SlotShare(0, size), SlotShare(size, size))
     stored = [slot.put(t) for t in tensors]
     assert slot.used_bytes == size
     for t, place in zip(tensors, stored, strict=True):

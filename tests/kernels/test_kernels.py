@@ -21,7 +21,7 @@ from support.kernels.attention_reference import (
     make_inputs,
     reference,
 )
-from support.kernels.flash_attention import CpuBanded, flash_backward, flash_forward, flash_sees
+from support.kernels.banded import CpuBanded, flash_backward, flash_forward, flash_sees
 
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash

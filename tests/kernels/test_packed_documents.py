@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels.attention_reference import Attended, Inputs, assert_close, attend, make_inputs, reference, visible
-from support.kernels.flash_attention import CpuBanded
+from support.kernels.banded import CpuBanded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
