@@ -14,6 +14,9 @@ import torch
 from torch.autograd.profiler import profile
 
 _ALLOCATION: Final = "Allocation"
+# Training has no events of this scope. A recorded event that ends after the profiler, like a collective that is still
+# under way (of USER_SCOPE) when it is stopped, writes its end time into freed memory: PyTorch does not check for it.
+_SCOPE_WITHOUT_EVENTS: Final = torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL
 
 
 class AllocationRequest(NamedTuple):
@@ -55,7 +58,7 @@ class AllocationRecorder:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         settings, activities = profile(profile_memory=True).config(), {torch.profiler.ProfilerActivity.CPU}
         torch._C._autograd._prepare_profiler(settings, activities)
-        torch._C._autograd._enable_profiler(settings, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+        torch._C._autograd._enable_profiler(settings, activities, {_SCOPE_WITHOUT_EVENTS})
         self._gave_way = False
         if gives_way:
             AllocationRecorder._giving_way = self

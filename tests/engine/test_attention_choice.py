@@ -186,12 +186,15 @@ def test_a_kernel_that_some_process_has_not_is_dropped():
 
 def test_the_fastest_is_chosen_once():
     with kernels_of_the_cpu(cudnn=Chunked):
-        kernels = AttentionSelector("auto", seconds_of=costs(sdpa=2, cudnn=1))
+        measured, tried = costs(sdpa=2, cudnn=1), []
+        kernels = AttentionSelector("auto", seconds_of=lambda work: tried.append(work) or measured(work))
         assert choose(kernels) == "cudnn"
         q, k, v, _ = make_inputs()
         assert type(kernels.backend(q, k, v, SPEC)) is Chunked
-        kernels._seconds_of = None  # nothing is tried any more
+        assert tried
+        tried.clear()
         assert choose(kernels) == "cudnn"
+        assert not tried
 
 
 def test_where_there_is_one_kernel_nothing_is_tried():

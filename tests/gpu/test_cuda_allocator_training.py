@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
 from lightning_memo.allocator import FREE, MALLOC, AllocatorStats, PlannedAllocator
-from lightning_memo.callbacks.planning import plan_memory as planning
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 KIB, MIB = 2**10, 2**20
 ALIGNMENT = 512

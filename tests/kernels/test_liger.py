@@ -77,7 +77,7 @@ def test_gradients_are_those_of_plain_training_with_liger(lora, interpreter):
     expected = loss_and_gradients(model, batch)
     with EngineUnderTest(model) as run:
         assert_equal(run.profile_step(batch), expected)
-        assert run.engine.kinds.why_whole == ""
+        assert run.engine.layer_classes.why_whole == ""
         for alpha in (0.0, 1.0):
             run.load(alpha)
             assert_equal(run.step(batch), expected)
@@ -175,7 +175,7 @@ def test_tensor_parallelism_is_refused(interpreter):
     outcomes = run_in_processes(2, _train_on_this_rank, {"tensor_parallel_size": 2}, False)
     for refused, _, _ in outcomes:
         assert re.fullmatch(
-            r"\w+MLP runs by a kernel of liger-kernel, which takes no part of a weight: set [^\n]+", refused
+            r"\w+MLP runs by a kernel of liger-kernel, which takes whole weights, not shards: set [^\n]+", refused
         )
 
 

@@ -20,9 +20,9 @@ from support.trainer_harness import LanguageModel, fit, forwards, loader, shorte
 from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.loss.attach_loss import find_last_norm
 from lightning_memo.loss.chunked_module import attach_chunks
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 # ---- the norm before the head
 

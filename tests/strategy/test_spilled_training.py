@@ -101,7 +101,7 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
 def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
     with listening() as heard:
         assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == 0
-    assert any("spill_path is not needed, as the host has room for all" in line for line in heard)
+    assert any("spill_path is not needed, because the host has room for all" in line for line in heard)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,302 @@
+"""The order in which the slices of a layer run, forward and backward.
+
+Note: [Schedules]
+"layer": slice 1 runs, then slice 2, and so on. Under a causal mask a slice needs only its own and earlier keys. A
+scalar token passes through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that the backward
+begins with the last slice and finishes each slice before it begins the one before.
+
+"slice": as "layer", but each layer call gets one slice of the sequence; see `sequence/sliced_model.py`.
+
+"nest": the forward of slice 2 runs inside the attention call of slice 1, and so on. Attention runs once over all
+tokens, and then the calls return in reverse order. This is for attention that is not causal or that draws dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.slices.slice_run import SliceRun
+from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
+
+
+@dataclass(slots=True)
+class SliceOutput:
+    """The output of a model's layers for one slice of the sequence.
+
+    Attributes:
+        run: The call of the last layer.
+        token: The scalar at which the backward of the slice's layers begins, `[]`.
+        hidden: The last layer's output, without history.
+    """
+
+    run: LayerRun
+    token: Tensor
+    hidden: Tensor
+
+
+def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer slice after slice, and return what the layer returns."""
+    token, extras = _run_forward(run, x)
+    return _with_extras(_Gather.apply(run, token), extras, run)
+
+
+def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
+    """Run a layer like `run_layer_schedule`, but return an output without history.
+
+    The backward of the layer begins at the token in the returned `SliceOutput`.
+    """
+    token, extras = _run_forward(run, x)
+    y = run.take_output().requires_grad_()
+    return _with_extras(y, extras, run), SliceOutput(run, token, y)
+
+
+@torch.no_grad()
+def run_without_backward(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer slice after slice without gradients, and return what the layer returns.
+
+    Keys and values that later slices need are held until the end of the call.
+    """
+    parts, extras = [], []
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
+        part = SliceRun(run, number, tokens, x_part)
+        run.conditions.rng.restore()
+        with part.running(part.attend):
+            y, extra = _split_output(part.call(x_part))
+        run.states.write_output(part.range, y)
+        part.end_forward()
+        parts.append(part)
+        extras.append(extra)
+    while parts:
+        parts.pop().end_backward()
+    run.attention.release()
+    return _with_extras(run.take_output(), extras, run)
+
+
+def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
+    anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
+    token, extras = _Scatter.apply(run, anchor), []
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
+        with run.meter.computing_slice(number):
+            part = SliceRun(run, number, tokens, x_part)
+            if not run.whole:
+                run.conditions.rng.restore()
+            token, extra = _run_slice(part, x_part, token)
+            extras.append(extra)
+            part.end_forward()
+    return token, extras
+
+
+def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
+    x = _Fetch.apply(part, x, token)
+    with part.running(part.attend):
+        y, extra = _split_output(part.call(x))
+    return _Store.apply(part, y), extra
+
+
+def run_nested(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer with its slices nested in one attention call, and return what the layer returns."""
+    slices = [SliceRun(run, number, tokens, x) for number, tokens in enumerate(run.slices)]
+    x = _Enter.apply(slices, x if x.requires_grad else x.detach().requires_grad_())
+    nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
+    nest.run(0)
+    y = _Leave.apply(run, torch.cat(nest.outputs, run.call.token_dim))
+    return _with_extras(y, nest.extras, run)
+
+
+class _Nest:
+    """The slices of a nested run: what they pass to the common attention call, and what they return."""
+
+    def __init__(self, slices: list[SliceRun], inputs: tuple[Tensor, ...]) -> None:
+        self._slices = slices
+        self._inputs = inputs
+        self._qkv: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._attended: tuple[Tensor, ...] = ()
+        self._after_attention: RngState | None = None
+        self.outputs: list[Tensor] = [inputs[0]] * len(inputs)
+        self.extras: list[Any] = [None] * len(inputs)
+
+    def run(self, number: int) -> None:
+        part = self._slices[number]
+        part.run.conditions.rng.restore()
+
+        def handler(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+            return self._attend(number, q, k, v, spec)
+
+        with part.running(handler):
+            y, self.extras[number] = _split_output(part.call(self._inputs[number]))
+        self.outputs[number] = y
+
+    def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        self._qkv.append((q, k, v))
+        if number + 1 < len(self._inputs):
+            self.run(number + 1)
+        else:
+            flat = [t for parts in zip(*self._qkv, strict=True) for t in parts]
+            self._attended = _NestedAttention.apply(self._slices, spec, *flat)
+            self._after_attention = RngState.capture(q.device)
+        assert self._after_attention is not None
+        self._slices[number].rng_after_attention.append(self._after_attention)
+        self._after_attention.restore()
+        return self._attended[number]
+
+
+class _NestedAttention(torch.autograd.Function):
+    """Attention over the tokens of all slices at once. Inputs are the queries of all slices, then keys, then values."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: list[SliceRun], spec: AttentionSpec, *qkv: Tensor) -> tuple[Tensor, ...]:
+        run, count = slices[0].run, len(slices)
+        parts = [qkv[n * count : (n + 1) * count] for n in range(3)]
+        q, k, v = (torch.cat(part, 2) for part in parts)
+        backend = run.engine.attention.backend(q, k, v, spec)
+        with run.engine.recorder.computing("attention"):
+            result = backend.forward(q, k, v, spec)
+        ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
+        ctx.lse = run.storage.store(slices[0].storage.group, "lse", result.lse.detach(), slices[0].range.place("lse"))
+        # Each slice gets an output of its own, which its output projection reads without another copy.
+        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention.slices], 2))
+        for n, (part, out) in enumerate(zip(slices, outs, strict=True)):
+            part.save_attention(*(p[n] for p in parts), AttentionResult(out, result.lse[..., :0]), spec, nested=True)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
+        slices = ctx.slices
+        run = slices[0].run
+        qkv = [part.qkv(0) for part in slices]
+        q, k, v = (torch.cat(parts, 2) for parts in zip(*qkv, strict=True))
+        out = torch.cat([part.storage.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(
+            1, 2
+        )
+        result = AttentionResult(out, slices[0].storage.load(ctx.lse), ctx.state)
+        with run.engine.recorder.computing("attention"):
+            grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
+        lengths = [part.tokens for part in run.attention.slices]
+        return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
+
+
+def _split_output(output: Any) -> tuple[Tensor, Any]:
+    """Return a layer's hidden states, and a tuple of whatever else the layer returns."""
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, (tuple, list)) and isinstance(output[0], Tensor):
+        return output[0], tuple(output[1:])
+    raise ValueError(
+        f"a layer returned {type(output).__name__}: it has to return its hidden states, alone or first in a tuple"
+    )
+
+
+def _with_extras(y: Tensor, extras: list[Any], run: LayerRun) -> Any:
+    """Return the layer's return value, into which the slices' further return values are joined."""
+    if extras[0] is None:
+        return y
+    return (y, *(_join(list(parts), run) for parts in zip(*extras, strict=True)))
+
+
+def _join(parts: list[Any], run: LayerRun) -> Any:
+    if len(parts) == 1 or not isinstance(parts[0], Tensor) or parts[0].dim() == 0:
+        return parts[-1]
+    by_token = parts[0].dim() > run.call.token_dim and parts[0].shape[run.call.token_dim] == run.slices[0].tokens
+    return torch.cat(parts, run.call.token_dim if by_token else 0)
+
+
+class _Scatter(torch.autograd.Function):
+    """Opens the chain of slices. Its backward ends the backward of the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LayerRun, anchor: Tensor) -> Tensor:
+        ctx.run, ctx.anchor = run, anchor.dim() == 0
+        return torch.zeros((), device=anchor.device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        dx = ctx.run.end_backward()
+        return None, (token if ctx.anchor else dx)
+
+
+class _Fetch(torch.autograd.Function):
+    """Passes its input to a slice, and takes the gradient of that input."""
+
+    @staticmethod
+    def forward(ctx: Any, part: SliceRun, x: Tensor, token: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Any, ...]:
+        _take_input_gradient(ctx.part, dx)
+        return None, None, torch.zeros((), device=ctx.part.run.states.device)
+
+
+class _Store(torch.autograd.Function):
+    """Takes a slice's output, and passes on the gradient of that output."""
+
+    @staticmethod
+    def forward(ctx: Any, part: SliceRun, y: Tensor) -> Tensor:
+        ctx.part = part
+        part.run.states.write_output(part.range, y)
+        return torch.zeros((), device=y.device)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        ctx.part.begin_backward()
+        return None, ctx.part.run.states.next_output_gradient()
+
+
+class _Gather(torch.autograd.Function):
+    """Closes the chain of slices with the layer's output. Its backward begins the backward of the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LayerRun, token: Tensor) -> Tensor:
+        ctx.run = run
+        return run.take_output()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        ctx.run.begin_output_gradient(dy)
+        return None, torch.zeros((), device=dy.device)
+
+
+def _take_input_gradient(part: SliceRun, dx: Tensor | None) -> None:
+    run = part.run
+    part.end_backward()
+    if run.states.x_requires_grad and dx is not None:
+        run.states.write_input_gradient(part.range, dx)
+
+
+class _Enter(torch.autograd.Function):
+    """Takes the input of a nested run. Its backward ends the backward of the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: list[SliceRun], x: Tensor) -> Tensor:
+        ctx.slices = slices
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
+        run = ctx.slices[0].run
+        for part in ctx.slices:
+            part.end_backward()
+        run.end_backward()
+        return None, (dx if run.states.x_requires_grad else None)
+
+
+class _Leave(torch.autograd.Function):
+    """Returns the output of a nested run. Its backward begins the backward of the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, run: LayerRun, y: Tensor) -> Tensor:
+        ctx.run = run
+        run.end_forward()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        ctx.run.begin_backward()
+        return None, dy
