@@ -124,6 +124,8 @@ def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens
         two_steps(under_test.model)
         slots = under_test.engine.memory
         assert slots is not None
-        for buffer in [*slots._buffers, slots.arena._memory]:
+        on_device = [slots.lease(call, swap=False).buffer for call in range(2)]
+        for buffer in (*on_device, slots.arena.acquire(slots.arena.size_bytes)):
+            assert buffer is not None
             assert buffer.view(torch.float32).isnan().all()
             assert buffer.view(torch.bfloat16).isnan().all()
