@@ -132,7 +132,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
     """In one process of its own, as ZeRO makes a process group; few weights, a ten-thousandth of the tokens."""
     small = {
         "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
-        "data.path": ROOT / "lightning_memo",
+        "data.path": commands.TEXT_FOLDER,
         "data.max_bytes": 40000,
         "model.config.hidden_size": 32,
         "model.config.intermediate_size": 64,

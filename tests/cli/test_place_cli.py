@@ -241,8 +241,8 @@ BAD_TABLES = {
     "lower past 64 bits": (f"{HEADER}a,{-2**63 - 1},1,1\n", "line 2: lower=-9223372036854775809 does not fit"),
     "upper past 64 bits": (f"{HEADER}a,0,{2**63},1\n", "line 2: upper=9223372036854775808 does not fit"),
     "very long number": (f"{HEADER}a,0,1,{'9' * 10**5}\n", "size='99999"),
-    "sum past 64 bits": (HEADER + "".join(f"{k},{k},{k + 1},{2**61}\n" for k in range(9)), "together"),
-    "one past the limit": (f"{HEADER}a,0,1,{2**61}\nb,1,2,1\n", "together"),
+    "sum past 64 bits": (HEADER + "".join(f"{k},{k},{k + 1},{2**61}\n" for k in range(9)), "sum to more than"),
+    "one past the limit": (f"{HEADER}a,0,1,{2**61}\nb,1,2,1\n", "sum to more than"),
     "fraction": (HEADER + "a,0,1,1.5\n", "line 2: size='1.5' is not an integer"),
     "exponent": (HEADER + "a,0,1,1e3\n", "size='1e3'"),
     "underscore": (HEADER + "a,0,1,1_000\n", "size='1_000'"),
@@ -296,7 +296,7 @@ def test_a_bad_option_is_refused(run, options, words):
 
 
 def test_sizes_that_overflow_by_their_alignment_are_refused(run):
-    assert_refused(run(f"{HEADER}a,0,1,{2**63 - 1}\n", "--alignment", "4096"), "together")
+    assert_refused(run(f"{HEADER}a,0,1,{2**63 - 1}\n", "--alignment", "4096"), "sum to more than")
 
 
 def test_a_capacity_above_64_bits_is_enough(run):
@@ -435,7 +435,7 @@ def test_a_device_is_never_replaced(tmp_path, capsys):
     (tmp_path / "in.csv").write_text("id,lower,upper,size\n0,0,1,8\n")
     os.mkfifo(tmp_path / "pipe")
     assert command.main([str(tmp_path / "in.csv"), str(tmp_path / "pipe")]) == 2
-    assert "no regular file" in capsys.readouterr().err
+    assert "not a regular file" in capsys.readouterr().err
     assert (tmp_path / "pipe").is_fifo()
 
 

@@ -137,7 +137,7 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
         (["strategy.context_parallel_size=3"], "context_parallel_size=3 x tensor_parallel_size=1 = 3 does not divide"),
         (["strategy.zero_stage=4"], "zero_stage=4"),
         (
-            ["data.max_bytes=30000", "data.seq_len=1000", "data.batch_size=10"],
+            ["data.max_bytes=25000", "data.seq_len=1000", "data.batch_size=10"],
             "data.batch_size=10 on 2 data-parallel processes: the training",
         ),
     ],

@@ -160,7 +160,7 @@ def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeyp
 def test_results_that_cannot_be_written_are_told_before_the_first_attempt(monkeypatch, tmp_path):
     monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(process))
     process = FakeProcess()
-    with pytest.raises(OSError, match="exists and is no regular file"):
+    with pytest.raises(OSError, match="exists and is not a regular file"):
         MemoStrategy().max_sequence_length(NoTokens(), build, low=1024, high=2048, results=tmp_path, **TRAINER)
     assert process.tried == []
 
