@@ -7,12 +7,12 @@ QUANTIZED_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.p
 
 .PHONY: demo test lint docs bench-cpu cuda-headers
 
-# One thread computes and leaves a core to the thread that copies; more gain little at this size, and lose much where
-# something else runs.
+# One thread computes, which leaves a core to the thread that copies. More threads gain little at this size and lose much
+# while other programs run.
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m lightning_memo.train experiment=demo
 
-# One thread per worker: the tests compare numbers bit by bit and share the cores.
+# One thread per worker, because the tests compare numbers bit by bit and share the cores.
 test: $(INSTALLED)
 	EXTRAS_REQUIRED=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tests $(QUANTIZED_TESTS:%=--ignore=%)
 	EXTRAS_REQUIRED=1 OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest -n 2 $(QUANTIZED_TESTS)
@@ -22,7 +22,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# The site, in site/. A broken link, picture or reference ends it.
+# Builds the site into site/. A broken link, picture or reference is an error.
 docs: $(INSTALLED)
 	$(RUN) -m mkdocs build --strict
 
@@ -30,14 +30,14 @@ bench-cpu: $(INSTALLED)
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/allocator.py
 
-# What the tests of the CUDA allocator need of the CUDA builds of torch, without the gigabytes: about 25 MB in .cuda/.
+# Downloads the parts of the CUDA builds of torch that the tests of the CUDA allocator need: about 25 MB in .cuda/.
 cuda-headers: $(INSTALLED)
 	$(RUN) tests/support/cuda_stub/fetch.py
 
-# Whoever finds bitsandbytes or torchao imports them, which takes seconds in each process: they lie in a folder of their
-# own, which only their tests look into. What they need is installed already.
+# If bitsandbytes and torchao are found, transformers and PEFT import them, which takes seconds in each process. They are
+# therefore installed into a separate folder that only their tests use. Their dependencies are installed already.
 #
-# torch comes first and pinned: a bare range lets pip look at, and sometimes download, several builds of gigabytes each.
+# torch is installed first, with a pinned version: with a range, pip may download several multi-gigabyte builds.
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0

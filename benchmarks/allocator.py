@@ -1,12 +1,12 @@
-"""The planned allocator beside PyTorch's own: nanoseconds for one allocation and one free, on the CPU.
+"""Times one allocation and one free on the CPU with the planned allocator and with PyTorch's own.
 
     python benchmarks/allocator.py
     python benchmarks/allocator.py --quick
 
-Measured in C++, in one thread, through PyTorch's allocator interface. In each round all ways have their turn:
-"native" is PyTorch's allocator alone, "idle" has the planned one in front of it, which passes everything on, and
+The times are measured in C++, in one thread, through PyTorch's allocator interface. Each round measures three variants:
+"native" is PyTorch's allocator alone; "idle" has the planned allocator in front of it, which passes every request on;
 "planned" serves every request from its arena. The table has the medians, and the medians of the ratios within a round.
-Blocks are not written to. The results are printed, and written to a JSON file with all samples.
+Blocks are not written to. The results are printed and written to a JSON file with all samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.allocator import PlannedAllocator
-from lightning_memo.allocator.allocator_library import Library
+from lightning_memo.allocator.allocator_library import AllocatorLibrary
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import replacing
 
@@ -34,7 +34,7 @@ _KIB = 1024
 _CASES = [(size * _KIB, live) for size in (4, 64, 256, 1024, 8192) for live in (1, 16, 256)]
 _QUICK_CASES = [(256 * _KIB, 16)]
 _WAYS = ("native", "idle", "planned")
-_SLOTS = 256  # requests of a phase
+_SLOTS = 256  # requests per phase
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -59,7 +59,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one size, few requests")
     parser.add_argument("--repeats", type=int, default=11, help="rounds, at least 1")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
-    parser.add_argument("--name", default="allocator", help="of the JSON file")
+    parser.add_argument("--name", default="allocator", help="name of the JSON file")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error(f"--repeats={options.repeats}: give 1 or more")
@@ -67,7 +67,7 @@ def _options() -> argparse.Namespace:
 
 
 class _Timer:
-    """Times requests in the three ways.
+    """Times requests with the three variants.
 
     Args:
         phases: How often a phase of requests is repeated for one sample.
@@ -81,14 +81,14 @@ class _Timer:
         self._time = library.time_requests
         self._time.restype = ctypes.c_double
         self._time.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_void_p]
-        self._mark = ctypes.cast(Library("cpu").phase, ctypes.c_void_p)
+        self._mark = ctypes.cast(AllocatorLibrary("cpu").phase, ctypes.c_void_p)
 
     def measure(self, size_bytes: int, live: int, repeats: int) -> dict[str, Any]:
-        """Nanoseconds of one allocation and one free, a sample per round for each way."""
+        """Returns nanoseconds of one allocation and one free, with one sample per round for each variant."""
         self._sample("native", size_bytes, live)
         samples: dict[str, list[float]] = {way: [] for way in _WAYS}
         for number in range(repeats):
-            # There and back again: a machine that slows down steadily must not favour those that come first.
+            # The order alternates, because a machine that slows down steadily must not favour those that come first.
             for way in _WAYS if number % 2 == 0 else reversed(_WAYS):
                 samples[way].append(self._sample(way, size_bytes, live))
         ratios = {

@@ -1,4 +1,4 @@
-"""What commands of several benchmarks take."""
+"""Argument types that several benchmarks use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _MULTIPLES = {"K": 1024, "M": 1024**2}
 
 
 def token_count(text: str) -> int:
-    """A length like 65536, 64K or 1M.
+    """Parses a length like 65536, 64K or 1M.
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: The text is not a length.
     """
     digits, multiple = (text[:-1], _MULTIPLES[text[-1].upper()]) if text[-1:].upper() in _MULTIPLES else (text, 1)
     if not digits.isdecimal() or not int(digits):
@@ -21,10 +21,10 @@ def token_count(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1.
+    """Parses an integer of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: It is less.
+        argparse.ArgumentTypeError: The integer is smaller, or the text is not an integer.
     """
     number = int(text)
     if number < 1:
@@ -33,5 +33,5 @@ def positive(text: str) -> int:
 
 
 def file_name(device: str) -> str:
-    """A device's name for itself as a part of paths."""
+    """Returns the name of a device in a form that is valid in paths."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")

@@ -1,11 +1,11 @@
-"""How well constants that are fitted to short sequences tell the time of a longer one.
+"""Measures how well constants that are fitted to short sequences predict the time of a longer one.
 
     python benchmarks/calibration.py
     python benchmarks/calibration.py --model llama3_2_1b --cluster h200 --lengths 8192 16384 65536
 
-Layers are measured at each length, as `python -m lightning_memo.estimate calibrate` does it. Constants are fitted to
-all lengths but the last one, which is then predicted: a layer's forward, backward and recomputation, and all layers of
-a step in which everything is recomputed. The results are printed, and written to a JSON file.
+Layers are measured at each length, as in `python -m lightning_memo.estimate calibrate`. Constants are fitted to all
+lengths but the last, which is then predicted: the forward, backward and recomputation time of a layer, and the time of
+all layers in a step in which everything is recomputed. The results are printed and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama_tiny", help="of conf/model")
-    parser.add_argument("--cluster", default="h100", help="of conf/cluster; efficiencies are shares of its peaks")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="ascending; the last is told")
+    parser.add_argument("--model", default="llama_tiny", help="a file in conf/model")
+    parser.add_argument("--cluster", default="h100", help="a file in conf/cluster, whose peaks count")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="the last is predicted")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each length; the fastest counts")
-    parser.add_argument("--threads", type=int, default=1, help="that compute, on the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="number of compute threads on the CPU")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
     options = parser.parse_args()
     if options.repeats < 1:

@@ -1,9 +1,9 @@
-"""Makes the tables of docs/choosing.md: what the estimate command answers, with the command above each table.
+"""Generates the tables of docs/choosing.md from estimates, each with the command that computes it.
 
     python benchmarks/choosing.py
-    python benchmarks/choosing.py --check   whether the page is up to date: exit status 1 if not
+    python benchmarks/choosing.py --check   exits with status 1 if the page is out of date
 
-They are estimates, computed anywhere; nothing is measured.
+The tables are computed without measuring, so any machine can generate them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _SLICES: Final = {
 
 
 def main() -> int:
-    """Writes the page's section, or compares."""
+    """Writes the section of the page, or compares it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--check", action="store_true")
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def with_section(page: str) -> str:
-    """The page with its section made anew."""
+    """Returns the page with its section generated again."""
     before, _, rest = page.partition(_MARKS[0])
     _, _, after = rest.partition(_MARKS[1])
     parts = [*map(by_length, _LENGTHS), *map(longest, _LONGEST), sliced()]
@@ -104,7 +104,7 @@ def with_section(page: str) -> str:
 
 
 def by_length(sweep: Sweep) -> str:
-    """How busy the GPUs are at each length, by method."""
+    """Returns the table of MFU by length and method."""
     head = [sweep.title, *_METHODS.values(), "alpha", "TP / CP / DP, ZeRO"]
     rows = []
     for value, answers in _answers(sweep):
@@ -114,7 +114,7 @@ def by_length(sweep: Sweep) -> str:
 
 
 def longest(sweep: Sweep) -> str:
-    """How long a sequence may be, by method."""
+    """Returns the table of the longest sequence by method."""
     rows = [
         [value, *(f"{a.seq_len:,}" if a.status == "ok" else "none" for a in answers.values())]
         for value, answers in _answers(sweep)
@@ -124,7 +124,7 @@ def longest(sweep: Sweep) -> str:
 
 
 def sliced() -> str:
-    """What a million tokens take on one GPU, by model and by how its slices run."""
+    """Returns the table of a million tokens on one GPU, by model and slice settings."""
     rows = [
         [name, *(_taken(_searched([*model, *_ONE_H100, *slices])) for slices in _SLICES.values())]
         for name, model in _TRAINED.items()
@@ -144,7 +144,7 @@ def _taken(answer: Estimate) -> str:
 
 
 def _choices(memo: Estimate) -> tuple[str, str]:
-    """Alpha and the sizes with which Memo is that fast."""
+    """Returns alpha and the parallel sizes of the fastest Memo estimate."""
     if memo.status != "ok":
         return "-", "-"
     parallel = memo.parallel
@@ -165,7 +165,7 @@ def _estimate(overrides: list[str]) -> Estimate:
 
 
 def _searched(overrides: list[str]) -> Estimate:
-    """The same without what the command says of other lengths and settings."""
+    """Returns the estimate without the additional advice of the command."""
     request = _request(overrides)
     return search(request.question, request.forced).best
 

@@ -1,4 +1,4 @@
-"""What every published number depends on."""
+"""The circumstances of a measurement, which every published number depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def circumstances(packages: Sequence[str]) -> dict[str, Any]:
-    """The command, the date, the versions of Python and of packages, and the processor."""
+    """Returns the command, the date, the versions of Python and of packages, and the processor."""
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -24,7 +24,7 @@ def circumstances(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """What is installed; "not installed" also where a package is found by PYTHONPATH alone."""
+    """Returns the version of a package; "not installed" also for a package that only PYTHONPATH finds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -32,7 +32,7 @@ def version_of(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name for itself."""
+    """Returns the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

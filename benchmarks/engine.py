@@ -1,17 +1,16 @@
-"""The engine beside plain training, gradient checkpointing and offloading: time, memory and gradients of a step.
+"""Compares the engine with plain training, gradient checkpointing and offloading: time, memory and gradients of a step.
 
     python benchmarks/engine.py
     python benchmarks/engine.py --threads 2 --methods plain alpha=0 alpha=1/2 alpha=1/2:256 alpha=1
     python benchmarks/engine.py --device cuda --dtype bfloat16 --hidden 4096 --heads 32 --seq-len 32768
 
-All methods train the same Llama with random weights on the same batch, in one process. Times are taken in rounds in
-which every method has its turn, and compared with plain training within each round, so that a machine that slows down
-does so for all alike.
+All methods train the same Llama with random weights on the same batch, in one process. Each round times every method
+once and compares it with plain training, so a machine that slows down for a while affects all methods alike.
 
 On a CPU, device and host are both main memory, and the engine's copy streams are threads. With fewer compute threads
-than cores (`--threads 1` on two cores or more), the copy threads have a core to themselves, as a GPU's copies have
-their copy engines: that is the setting in which a CPU emulates a device. With as many threads as cores, copies and
-computation take time from each other, which they do not on a GPU.
+than cores (`--threads 1` on two cores or more), the copy threads have their own core, as a GPU has separate copy
+engines; with this setting a CPU emulates a device. With as many threads as cores, copies and computation take time from
+each other, which they do not on a GPU.
 
 The results are printed, and written to a JSON file with all samples and to a picture. docs/benchmarks.md explains them.
 """
@@ -69,9 +68,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=5, help="rounds, each with one timed step per method")
     parser.add_argument("--warmup", type=int, help="untimed steps in each turn (default: 0 on a CPU, else 1)")
     parser.add_argument("--methods", type=_method, nargs="+", default=[Method.parse(name) for name in _DEFAULT_METHODS])
-    parser.add_argument("--threads", type=positive, default=1, help="that compute, on the CPU")
+    parser.add_argument("--threads", type=positive, default=1, help="number of compute threads on the CPU")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file and the picture")
-    parser.add_argument("--name", help="of both files (default: made of device, sizes and threads)")
+    parser.add_argument("--name", help="name of both files (default: device, sizes and threads)")
     options = parser.parse_args()
     return _with_defaults(parser, options)
 
@@ -84,9 +83,9 @@ def _method(name: str) -> Method:
 
 
 def _with_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """Fill in what depends on other options, and refuse what does not fit together."""
+    """Sets options that depend on others, and refuses invalid combinations."""
     options.kv_heads = options.kv_heads or options.heads
-    options.ffn = options.ffn or options.hidden * 43 // 16  # as wide as that of Llama 7B, of 4096
+    options.ffn = options.ffn or options.hidden * 43 // 16  # the ratio of Llama 7B
     if options.hidden % (2 * options.heads) or options.heads % options.kv_heads:
         parser.error("--hidden must be a multiple of twice --heads, and --heads one of --kv-heads")
     if options.device.type == "cuda" and not torch.cuda.is_available():
@@ -105,7 +104,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    """What else the numbers depend on."""
+    """Returns the other values that the numbers depend on."""
     return {
         **circumstances(("torch", "transformers", "lightning_memo")),
         "device": torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else cpu_name(),

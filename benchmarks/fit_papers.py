@@ -1,10 +1,10 @@
-"""Fits the six constants of times to MEMO's tables 3, 4 and 5, 7B and 13B, and prints them.
+"""Fits the six time constants to MEMO's tables 3, 4 and 5 (7B and 13B), and prints them.
 
     python benchmarks/fit_papers.py
 
-Absolute errors of MFU, in percentage points, are minimised: Gauss-Newton steps in the logarithms of the constants, in
-which each cell counts by the inverse of its error. What is fitted is written to lightning_memo/estimate/calibrated by
-hand, in three digits.
+The fit minimizes absolute errors of MFU in percentage points, by Gauss-Newton steps in the logarithms of the constants
+in which the weight of each cell is the inverse of its error. The results are copied by hand, with three digits, to
+lightning_memo/estimate/inputs/calibrated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FITTED = {
     "merged_bytes_per_second": 5e10,
     "reorganised_bytes_per_second": 5e9,
 }
-"""The constants, and where the search for them begins."""
+"""The constants, with the start values of the search."""
 
 _ITERATIONS = 40
 _STEP = 1e-3
-_LEAST_ERROR = 0.05  # points below which an error does not count more
+_LEAST_ERROR = 0.05  # points; smaller errors get no more weight
 _LONGEST_STEP = 0.3
-_LAST_STEP = 2e-4  # below the third digit, which is the last that is kept
+_LAST_STEP = 2e-4  # smaller than the third digit, the last that is kept
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,11 +46,11 @@ def main() -> None:
 
 
 def residuals(cells: Sequence[paper_cells.MfuCell], values: Floats) -> Floats:
-    """[cells] What our MFU has above the paper's, in points.
+    """[cells] Returns our MFU minus the paper's, in points.
 
     Args:
-        cells: of the tables.
-        values: [6] the fitted constants.
+        cells: The cells of the tables.
+        values: [6] The fitted constants.
     """
     fitted = dict(zip(FITTED, map(float, values), strict=True))
     return np.array([_mfu(cell, fitted) - cell.paper for cell in cells])
@@ -64,11 +64,11 @@ def _mfu(cell: paper_cells.MfuCell, fitted: dict[str, float]) -> float:
 
 
 def least_absolute(residuals_of: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """The positive values near `start` at which the sum of absolute residuals is least.
+    """Returns the positive values near `start` with the smallest sum of absolute residuals.
 
     Args:
-        residuals_of: values.
-        start: of the search; none is above 1 at the end that is not above 1 here.
+        residuals_of: Computes the residuals for given values.
+        start: Start of the search. A value that is at most 1 here is at most 1 in the result.
     """
     most = np.where(start <= 1, 1.0, np.inf)
     values, errors, damping = start, residuals_of(start), 1e-3

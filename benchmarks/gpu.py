@@ -1,4 +1,4 @@
-"""This project's strategy beside what else trains long sequences: time, memory and lengths, on one GPU.
+"""Compares this project's strategy with other methods for long sequences on one GPU: time, memory and lengths.
 
     python benchmarks/gpu.py --models llama3_8b --layers 8 --lengths 4K 64K 128K
     python benchmarks/gpu.py --models llama3_2_1b --tuning full lora --methods checkpointing alst memo_auto
@@ -6,10 +6,10 @@
     python benchmarks/gpu.py --plan longest --models llama3_8b --tuning lora --lengths 32K 1M --multiple-of 32K
     python benchmarks/gpu.py --plan smoke
 
-Each cell, a method at a length, is measured in a process of its own and kept in a JSON file. Cells that are finished
-are not measured again: a run that was killed, or whose budget was spent, goes on where it ended when the same command
-runs again. Methods of packages that are missing are cells that say so. `--plan smoke` tries all of it on a CPU.
-docs/benchmarks.md explains methods, measures and files; benchmarks/performance.py makes docs/performance.md of them.
+Each cell, a method at a length, is measured in its own process and saved in a JSON file. Finished cells are not
+measured again: if a run was killed or used up its budget, the same command continues it. A method whose package is
+missing gives a cell that says so. `--plan smoke` tries everything on a CPU. docs/benchmarks.md explains methods,
+measurements and files; benchmarks/performance.py generates docs/performance.md from them.
 """
 
 from __future__ import annotations
@@ -60,28 +60,28 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", choices=models, metavar="NAME", default=["llama3_2_1b"], help=str(models)
     )
-    parser.add_argument("--layers", type=int, help="of each model, the first ones (default: all)")
+    parser.add_argument("--layers", type=int, help="number of layers of each model (default: all)")
     parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full"])
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), metavar="NAME", default=list(plans.MAIN),
                         help=", ".join(METHODS))  # fmt: skip
     parser.add_argument("--lengths", nargs="+", type=token_count, default=_LENGTHS, help="tokens, like 65536 or 64K "
-                        "(default: 4K to 256K); with --plan longest the least and the longest")  # fmt: skip
-    parser.add_argument("--multiple-of", type=token_count, default=8192, help="lengths of --plan longest")
+                        "(default: 4K to 256K); with --plan longest, the shortest and the longest")  # fmt: skip
+    parser.add_argument("--multiple-of", type=token_count, default=8192, help="step of --plan longest")
     parser.add_argument("--bound", action="store_true", help="also measure plain training of 1 and 2 layers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="sdpa", help="kernel of all methods")
-    parser.add_argument("--loss", choices=("chunked", "whole"), default="chunked", help="of all methods but ALST's own")
+    parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="sdpa", help="attention kernel")
+    parser.add_argument("--loss", choices=("chunked", "whole"), default="chunked", help="not for ALST")
     parser.add_argument("--allocator", choices=("native", "expandable_segments"), default="native")
-    parser.add_argument("--slice-tokens", type=token_count, default=16384, help="of the methods with many slices")
+    parser.add_argument("--slice-tokens", type=token_count, default=16384, help="of methods with many slices")
     for name, kind, what in (
         ("warmup", int, "untimed steps"), ("repeats", int, "timed steps"),
         ("time-limit", float, "seconds of a cell"), ("settle", float, "seconds that planning may take"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, help=f"{what} (default: by length)")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of the whole command")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="time limit of the command in seconds")
     parser.add_argument("--output", type=Path, help="folder of the results (default: benchmarks/results/gpu, and "
-                        "outputs/benchmarks for those of a CPU)")  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="print the cells, and measure nothing")
+                        "outputs/benchmarks on a CPU)")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the cells without measuring")
     options = parser.parse_args()
     if options.plan == "longest" and len(options.lengths) != 2:
         parser.error("--plan longest: give the least and the longest length, like --lengths 32K 1M")
@@ -107,7 +107,7 @@ def _work(options: argparse.Namespace, run: Run) -> Iterator[plans.Work]:
 
 
 def _bases(options: argparse.Namespace) -> Iterator[Cell]:
-    """The cells without methods and lengths."""
+    """Returns the cells without methods and lengths."""
     for model in options.models:
         for tuning in options.tuning:
             yield Cell(
@@ -118,7 +118,7 @@ def _bases(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _longest(options: argparse.Namespace, run: Run) -> Iterator[plans.Work]:
-    """One length after the other, for each method in turn, by what was found so far."""
+    """Yields one length after the other, for each method in turn, depending on the results so far."""
     searches = [replace(base, method=method) for base in _bases(options) for method in options.methods]
     effort = _effort(options, plans.FITS)
     while searches:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that is to be shown on a GPU, the most important first.
+# Runs all measurements that need a GPU, the most important first.
 #
 #     bash benchmarks/gpu_all.sh [SECONDS [FOLDER]]
 #
-# It ends by itself after SECONDS (default: when all is done). What is done is not done again: the same command goes on.
-# Results go to FOLDER (default: benchmarks/results), beside them in FOLDER/stages the outputs of each stage.
-# PYTHON is the interpreter; peers (deepspeed, trl, peft) and kernels (liger-kernel, flash-attn) are used where it
+# It stops after SECONDS (default: when everything is done). The same command continues it without repeating finished
+# work. Results go to FOLDER (default: benchmarks/results), and the output of each stage to FOLDER/stages.
+# PYTHON is the interpreter. Other programs (deepspeed, trl, peft) and kernels (liger-kernel, flash-attn) are used if it
 # finds them.
 set -u
 cd "$(dirname "$0")/.."
@@ -17,11 +17,11 @@ mkdir -p "$stages"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "$python: PyTorch finds no GPU; python benchmarks/gpu.py --plan smoke tries things out without one" >&2
+    echo "$python: PyTorch finds no GPU; python benchmarks/gpu.py --plan smoke is a trial without one" >&2
     exit 2
 fi
 
-# stage NAME MOST_SECONDS COMMAND...: run it, unless it has ended well before, or taken too long.
+# stage NAME MOST_SECONDS COMMAND...: runs a command unless it succeeded or timed out before.
 stage() {
     local name=$1 left=$((seconds - SECONDS)) status
     local limit=$(($2 < left ? $2 : left))
@@ -44,7 +44,7 @@ stage() {
     tail -n 5 "$stages/$name.log"
 }
 
-# cells NAME COMMAND...: a benchmark that goes on by itself; it is over when it has nothing to measure any more.
+# cells NAME COMMAND...: runs a benchmark that continues where it stopped, until it has nothing left to measure.
 cells() {
     local name=$1 left=$((seconds - SECONDS))
     shift
@@ -72,4 +72,4 @@ cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K
     --methods memo_auto_unplanned alst checkpointing memo_slices
 cells longest_full --plan longest --models llama3_2_1b --tuning full --lengths 128K 2M --multiple-of 128K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
-echo "All stages were tried. The page of it: $python benchmarks/performance.py"
+echo "All stages were tried. To generate the page: $python benchmarks/performance.py"

@@ -1,13 +1,14 @@
-"""Device memory of a training step against the length of the sequence, where everything else is on the host.
+"""Measures the device memory of a training step by sequence length, with all other tensors on the host.
 
     python benchmarks/growth.py
     python benchmarks/growth.py --layers 2 --kv-heads 2 --lengths 8192 65536
     python benchmarks/growth.py --quick
 
-A Llama with random weights trains one sequence with slices of fixed length, `host_backed="all"` and the loss in chunks,
-on a CPU, where "device" and "host" are both main memory, told apart by who allocates. A peak is the highest level
-of a step beside weights and gradients: what the step allocates on the device, and the buffers that the plan set aside.
-The batch is not in it: 8 bytes for each token and each label. The results are printed, and written to a JSON file.
+A Llama with random weights trains on one sequence with slices of fixed length, `host_backed="all"` and the loss in
+chunks. It runs on a CPU, where "device" and "host" are both main memory and are distinguished by who allocates. A peak
+is the highest level of a step without weights and gradients: the memory that the step allocates on the device, and the
+buffers of the plan. It does not include the batch, 8 bytes for each token and each label. The results are printed and
+written to a JSON file.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _QUICK = [
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    known = circumstances(("torch", "transformers", "lightning_memo"))  # what is missing is told before an hour of work
+    known = circumstances(("torch", "transformers", "lightning_memo"))  # missing packages are reported now
     rows = []
     for schedule in options.schedules:
         for tokens in options.lengths:
@@ -70,15 +71,15 @@ def _options() -> argparse.Namespace:
     sizes = {"layers": 8, "hidden": 256, "heads": 8, "vocab": 264, "slice-tokens": 512, "block-tokens": 2048}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--kv-heads", type=int, help="(default: as many as heads)")
-    parser.add_argument("--ffn", type=int, help="(default: 43/16 of hidden, as in Llama 7B)")
+    parser.add_argument("--kv-heads", type=int, help="key-value heads (default: as many as heads)")
+    parser.add_argument("--ffn", type=int, help="MLP width (default: 43/16 of hidden, as in Llama 7B)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--schedules", choices=("layer", "slice"), nargs="+", default=["layer", "slice"])
     parser.add_argument("--alpha", type=float, default=0.0, help="share of the tokens whose activations are swapped")
-    parser.add_argument("--threads", type=int, default=1, help="that compute")
-    parser.add_argument("--quick", action="store_true", help="sizes that take seconds; other sizes still count")
+    parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
+    parser.add_argument("--quick", action="store_true", help="sizes that take seconds; other options override them")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
-    parser.add_argument("--name", default="growth", help="of the file")
+    parser.add_argument("--name", default="growth", help="name of the JSON file")
     options = parser.parse_args()
     if options.quick:
         options = parser.parse_args([*_QUICK, *sys.argv[1:]])
@@ -88,7 +89,7 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[str, Any]:
-    """Peak and host bytes of a step, and how long it took while it was metered."""
+    """Returns peak and host bytes of a step, and its duration while memory was measured."""
     model, longest = _model(options), options.slice_tokens
     ids = torch.randint(0, options.vocab, (1, tokens))
     batch = {"input_ids": ids, "labels": ids}
@@ -97,7 +98,7 @@ def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[st
     engine = Engine(model, find_layers(model)[1], CPU, settings)
     engine.attention.block_tokens = options.block_tokens
     engine.attach()
-    # Two slices tell what a layer saves; what depends on their number is reckoned.
+    # Two slices show what a layer saves; values that depend on the number of slices are computed.
     model(**{name: t[:, : 2 * longest] for name, t in batch.items()}).loss.backward()
     swap = _plan(engine, options, tokens)
     engine.load(swap, tokens)
@@ -109,7 +110,7 @@ def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[st
     stats = engine.memory.stats
     engine.detach()
     return {
-        "peak_bytes": meter.peak_bytes + 2 * swap.slot_bytes,  # the others are allocated within the step
+        "peak_bytes": meter.peak_bytes + 2 * swap.slot_bytes,  # other buffers are allocated within the step
         "host_bytes": stats.peak_host_bytes,
         "overflow_bytes": stats.overflow_bytes,
         "seconds": time.perf_counter() - started,

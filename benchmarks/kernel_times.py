@@ -1,16 +1,16 @@
-"""Attention kernels side by side, and a layer with liger-kernel's kernels beside one without: time and memory.
+"""Compares attention kernels, and a layer with and without liger-kernel's kernels: time and memory.
 
     python benchmarks/kernel_times.py --device cuda
     python benchmarks/kernel_times.py --device cuda --model llama3_8b --lengths 4K 64K --repeats 9
     python benchmarks/kernel_times.py --device cpu --quick
 
-Attention is a forward and a backward on random queries, keys and values with the heads of the model, by every kernel
-that computes such calls here, and by a replay of PyTorch's own. A layer is the first one of the model, with random
-weights: a forward and a backward on its input, and the bytes that autograd keeps between them beside the weights.
-Times are taken in rounds in which everything of one length has its turn, and compared within each round with the first:
-PyTorch's own kernel, the layer without liger-kernel. What does not run is a row that says why.
+Attention is a forward and a backward pass on random queries, keys and values with the heads of the model, for every
+available kernel and for a replay of PyTorch's own. A layer is the first layer of the model with random weights: a
+forward and a backward pass on its input, and the bytes that autograd saves between them in addition to the weights.
+Each round measures everything of one length and compares it with the first candidate: PyTorch's own kernel, or the
+layer without liger-kernel. A candidate that does not run is a row that says why.
 
-The results are printed, and written to a JSON file, from which benchmarks/performance.py makes docs/performance.md.
+The results are printed and written to a JSON file, from which benchmarks/performance.py generates docs/performance.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RESULTS = Path(__file__).parent / "results" / "kernels"
 _TRIED = Path("outputs") / "benchmarks" / "kernels"
 _QUICK = ("--model", "llama_tiny", "--lengths", "64", "128", "--repeats", "2")
 
-_STATES = {torch.OutOfMemoryError: "oom", ValueError: "unavailable"}  # a package that is missing, or no GPU for it
+_STATES = {torch.OutOfMemoryError: "oom", ValueError: "unavailable"}  # a package is missing, or there is no GPU for it
 
 Row = dict[str, Any]
 
@@ -79,13 +79,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=models, metavar="NAME", default="llama3_8b", help=", ".join(models))
     parser.add_argument("--lengths", nargs="+", type=token_count, default=[2**n for n in (12, 14, 16)])
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16; on a CPU fp32)"
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype (default: bfloat16; float32 on a CPU)"
     )
     parser.add_argument("--repeats", type=positive, default=5, help="rounds")
-    parser.add_argument("--threads", type=positive, default=1, help="that compute, on the CPU")
-    parser.add_argument("--quick", action="store_true", help="sizes that take seconds; other sizes still count")
+    parser.add_argument("--threads", type=positive, default=1, help="number of compute threads on the CPU")
+    parser.add_argument("--quick", action="store_true", help="sizes that take seconds; other options override them")
     parser.add_argument("--output", type=Path, help="folder of the JSON file (default: benchmarks/results/kernels, and "
-                        "outputs/benchmarks/kernels for a CPU)")  # fmt: skip
+                        "outputs/benchmarks/kernels on a CPU)")  # fmt: skip
     options = parser.parse_args()
     if options.quick:
         options = parser.parse_args([*_QUICK, *sys.argv[1:]])
@@ -97,7 +97,7 @@ def _options() -> argparse.Namespace:
 def _measured(
     works: Iterator[tuple[str, str, Callable[[], Work]]], tokens: int, repeats: int, device: torch.device
 ) -> list[Row]:
-    """A row for each piece of work at a length, the first of which is what the others are compared with."""
+    """Returns a row for each candidate at a length; the others are compared with the first one."""
     rows, ready = [], []
     for what, name, make in works:
         row: Row = {"what": what, "name": name, "tokens": tokens, "status": "ok", "reason": "", "kept_bytes": None,
@@ -106,7 +106,7 @@ def _measured(
         if work := _attempt(row, make, device):
             ready.append((row, work))
     for number in range(repeats + 1):
-        # There and back again: a machine that slows down steadily must not favour those that come first.
+        # The order alternates, because a machine that slows down steadily must not favour those that come first.
         for row, work in ready if number % 2 == 0 else reversed(ready):
             if row["status"] != "ok":
                 continue
@@ -124,7 +124,7 @@ def _measured(
 
 
 def _attempt(row: Row, work: Callable[[], Any], device: torch.device) -> Any:
-    """What comes of it; `None`, and the row says why, if it fails."""
+    """Runs a measurement. If it fails, returns `None` and puts the reason into the row."""
     try:
         return work()
     except Exception as error:
@@ -135,7 +135,7 @@ def _attempt(row: Row, work: Callable[[], Any], device: torch.device) -> Any:
 
 
 def _timed(work: Work, device: torch.device) -> tuple[float, float]:
-    """Seconds of a forward and a backward, by the device's clock."""
+    """Returns the seconds of a forward and a backward pass, by the clock of the device."""
     clock = Clock(device)
     begun = clock.now()
     work.forward()

@@ -1,4 +1,4 @@
-"""What benchmarks/kernel_times.py measures: attention by a kernel, and a layer, ready to run forward and backward."""
+"""The work that benchmarks/kernel_times.py measures: attention by a kernel, and a layer, ready to run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memo.estimate.inputs.presets import load_model, load_preset
 from lightning_memo.kernels import AttentionBackend, AttentionSpec
-from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.select_kernel import candidates
+from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.select_kernel import candidate_kernels
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.utils.find_layers import find_hugging_face, find_layers
 
-_WORDS = 256  # of the model, whose embedding and head are not looked at
+_WORDS = 256  # vocabulary of the model; its embedding and head are not measured
 Works = Iterator[tuple[str, str, Callable[[], "Work"]]]
-"""What it is, its name, and what makes it ready."""
+"""What is measured ("attention" or "layer"), its name, and a function that prepares it."""
 
 
 class Work(Protocol):
-    """A forward and a backward, in turns; `kept_bytes` is what the last forward kept for the backward."""
+    """A forward and a backward pass that run alternately; `kept_bytes` is what the last forward pass saved."""
 
     kept_bytes: int
 
@@ -34,7 +34,7 @@ class Work(Protocol):
 
 
 def attention_works(model: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Works:
-    """Causal attention of a sequence, by every kernel that computes it, PyTorch's own first, and by a replay."""
+    """Returns causal attention by every available kernel, PyTorch's own first, and by a replay."""
     shape = load_model(model)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     generator = torch.Generator(device).manual_seed(0)
@@ -42,7 +42,7 @@ def attention_works(model: str, tokens: int, dtype: torch.dtype, device: torch.d
         torch.randn(1, tokens, n, shape.head_dim, generator=generator, dtype=dtype, device=device).transpose(1, 2)
         for n in heads
     )
-    makers = {**candidates(q, k, v, AttentionSpec()), "replay": Replay}
+    makers = {**candidate_kernels(q, k, v, AttentionSpec()), "replay": Replay}
     for name, make in makers.items():
         yield "attention", name, functools.partial(_Attention.of, make, q, k, v, dout)
 
@@ -67,13 +67,13 @@ class _Attention:
 
 
 def layer_works(model: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Works:
-    """A layer without liger-kernel's kernels, and with them."""
+    """Returns a layer without and with liger-kernel's kernels."""
     for name, liger in (("transformers", False), ("liger-kernel", True)):
         yield "layer", name, functools.partial(_Layer.of, model, tokens, dtype, device, liger)
 
 
 class _Layer:
-    """A layer, and the arguments of its call in the model."""
+    """Returns a layer, and the arguments of its call in the model."""
 
     def __init__(self, layer: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._layer, self._x = layer, x.requires_grad_()
@@ -122,11 +122,11 @@ class _Layer:
 
 
 class _FoundError(Exception):
-    """The layer was called."""
+    """Raised when the layer is called."""
 
 
 def _arguments(model: nn.Module, layer: nn.Module, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a layer gets beside its input when the model runs."""
+    """Returns the arguments that a layer receives in addition to its input when the model runs."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

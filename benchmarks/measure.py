@@ -1,4 +1,4 @@
-"""Measures methods side by side: memory and gradients once, time in rounds in which each method has its turn."""
+"""Measures methods: memory and gradients once, time in rounds in which each method runs once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_memo.profiler.memory_meter import PeakMeter
 
 @dataclass(slots=True)
 class Result:
-    """What was measured of one method; `None` and empty lists are what was not.
+    """The measurements of one method; values that were not measured are `None` or empty lists.
 
     Attributes:
         seconds: Duration of a step, one sample per round.
         thread_seconds: Time that the main thread ran on a core in those steps.
-        peak_device_bytes: Most bytes in use on the device in a step, beside the weights.
+        peak_device_bytes: Largest number of bytes in use on the device in a step, without the weights.
         gradient_error: Largest distance of a weight's gradient from that of plain training, relative to its norm.
-        status: "ok", or why the method stopped.
+        status: "ok", or the reason why the method stopped.
     """
 
     method: Method
@@ -39,7 +39,7 @@ class Result:
     gradient_error: float | None = None
 
     def as_json(self, plain: Result) -> dict[str, Any]:
-        """All samples, and the numbers that table and picture show."""
+        """Returns all samples, and the numbers that the table and the picture show."""
         peak, plain_peak = self.peak_device_bytes, plain.peak_device_bytes
         derived = {
             "median_seconds": median(self.seconds) if self.seconds else None,
@@ -52,29 +52,29 @@ class Result:
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Each value over the base's in the same round."""
+    """Returns the ratio of each value to the base's value in the same round."""
     return [value / other for value, other in zip(values, base, strict=False)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, least and largest."""
+    """Returns the median, the smallest and the largest value."""
     return {"median": median(values), "min": min(values), "max": max(values)} if values else None
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A method's turn in a round; `take` makes its measurement."""
+    """The turn of a method in a round; `take` makes its measurement."""
 
     description: str
     take: Callable[[], None]
 
 
 class Bench:
-    """Prepares the measurements. A method that fails keeps what it has so far, and its later turns do nothing.
+    """Prepares the measurements. If a method fails, it keeps its results so far, and its later turns do nothing.
 
     Args:
-        workload: What is trained.
-        methods: What is compared; plain training, which the others are compared with, is added if it is missing.
+        workload: The model and the batch.
+        methods: The methods to compare; plain training, with which the others are compared, is added if it is missing.
         warmup: Untimed steps at the start of each timed turn.
     """
 
@@ -89,10 +89,10 @@ class Bench:
         return self.results[0]
 
     def turns(self, repeats: int) -> list[Turn]:
-        """Memory and gradients of every method, then times of all of them, `repeats` times; to be taken in order."""
+        """Returns the turns in order: memory and gradients of every method, then `repeats` rounds of times."""
         turns = [self._turn("memory", result, self._meter) for result in self.results]
         for number in range(repeats):
-            # There and back again: a machine that slows down steadily must not favour the methods that come first.
+            # The order alternates, because a machine that slows down steadily must not favour the first methods.
             order = self.results if number % 2 == 0 else self.results[::-1]
             turns += [self._turn("time", result, self._time) for result in order]
         return turns
@@ -105,7 +105,7 @@ class Bench:
         return Turn(f"{what}, {result.method.name}", take)
 
     def _attempt(self, measure: Callable[[Result], None], result: Result) -> str:
-        """Measure, and give back what the step left; returns the method's new status."""
+        """Measures, frees the step's memory, and returns the new status of the method."""
         status = "ok"
         try:
             measure(result)
@@ -117,7 +117,7 @@ class Bench:
         return status
 
     def _meter(self, result: Result) -> None:
-        """One step, which also warms everything up."""
+        """Runs one step, which also warms up."""
         workload = self._workload
         with workload.using(result.method, metered=True) as usage_of:
             with PeakMeter(workload.device) as meter:
@@ -132,7 +132,7 @@ class Bench:
     def _compare_gradients(self, result: Result) -> None:
         gradients = {name: p.grad for name, p in self._workload.model.named_parameters() if p.grad is not None}
         if result is self.plain:
-            # On the host: on the device they would take the room of what is measured.
+            # On the host, because on the device they would add to the measured memory.
             self._plain_gradients = {name: g.to("cpu", copy=True) for name, g in gradients.items()}
         if self._plain_gradients:
             errors = [_distance(g, self._plain_gradients[name]) for name, g in gradients.items()]
@@ -162,13 +162,13 @@ def _distance(gradient: Tensor, plain: Tensor) -> float:
 
 
 def brief(error: Exception) -> str:
-    """One line: what went wrong."""
+    """Returns one line that describes an error."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def free_garbage(device: torch.device) -> None:
-    """Give back what a failed step left, so that it is not missing in the next one."""
+    """Frees the memory that a failed step left, so that the next step has it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Ways to train on long sequences, each ready to be switched on for some steps and off again."""
+"""Training methods for long sequences; each can be switched on for some steps and off again."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SAVE_ON_CPU = "save_on_cpu"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train: plainly, by one of the tools that come with the libraries, or by the engine.
+    """A training method: plain training, a tool of the libraries, or the engine.
 
     Attributes:
-        name: As on the command line.
+        name: Name on the command line.
         alpha: Fraction of the tokens whose activations are swapped; `None` for methods other than the engine.
-        slice_tokens: Longest slice of the engine; `None` is no limit.
+        slice_tokens: Longest slice of the engine; `None` means no limit.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Method:
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """`plain`, `checkpointing`, `save_on_cpu`, `alpha=FRACTION`, or `alpha=FRACTION:LONGEST_SLICE`.
+        """Parses `plain`, `checkpointing`, `save_on_cpu`, `alpha=FRACTION` or `alpha=FRACTION:LONGEST_SLICE`.
 
         Raises:
             ValueError: The name is none of these.
@@ -65,13 +65,13 @@ class Method:
 
 @dataclass(slots=True)
 class Usage:
-    """Memory and traffic of one step, beside what the device's allocations show.
+    """Memory and traffic of one step that the allocations on the device do not show.
 
     Attributes:
         host_bytes: Host memory that holds activations.
         offloaded_bytes: Bytes copied from device to host.
         buffer_bytes: Device memory that a method holds between steps.
-        overflow_bytes: Saved tensors that found no room where they were planned.
+        overflow_bytes: Saved tensors that did not fit in the planned buffers.
     """
 
     host_bytes: int = 0
@@ -84,12 +84,12 @@ UsageOf = Callable[[], Usage]
 
 
 class Workload:
-    """A model and a batch, and the methods by which a step over them can run.
+    """A model and a batch, and the methods with which a step can run.
 
     Args:
         model: A Hugging Face causal language model in training mode.
-        batch: Its arguments.
-        device: Where both are.
+        batch: The arguments of the model.
+        device: Device of the model and the batch.
     """
 
     def __init__(self, model: nn.Module, batch: dict[str, Tensor], device: torch.device) -> None:
@@ -99,22 +99,22 @@ class Workload:
         self._engine = Engine(model, find_layers(model)[1], device, RequestedSettings("sdpa"))
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Runs a forward and a backward pass."""
         self.model(**self._batch).loss.backward()
 
     def free_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
     def synchronize(self) -> None:
-        """Return when the device has done what it was asked for; a CPU always has."""
+        """Waits until the device has finished; returns immediately on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def using(self, method: Method, metered: bool = False) -> AbstractContextManager[UsageOf]:
-        """Inside, steps run by `method`; after one step, the result tells what it used.
+        """Makes steps inside the block run with `method`; after one step, the result has its memory and traffic.
 
         Args:
-            metered: Memory is measured, not time.
+            metered: Whether memory is measured instead of time.
         """
         if method.name == CHECKPOINTING:
             return self._checkpointing()
@@ -136,10 +136,10 @@ class Workload:
         """PyTorch's own offloading.
 
         Args:
-            apart: Device and host are one memory: keep the host's share where a meter of the device does not see it,
-                in allocations of another thread, and give the device its own copies on the way back.
+            apart: Whether device and host are the same memory. The host's share is then allocated in another thread,
+                where the meter of the device does not see it, and the device receives its own copies on the way back.
         """
-        hooks = save_on_cpu(pin_memory=True)  # without it, what is on a CPU already is not copied at all
+        hooks = save_on_cpu(pin_memory=True)  # without it, tensors on a CPU are not copied
         usage, pack, unpack = Usage(), hooks.pack_hook, hooks.unpack_hook
 
         def counting_pack(t: Tensor) -> object:
@@ -170,7 +170,7 @@ class Workload:
 
     @cached_property
     def _profile(self) -> StepProfile:
-        """What the layers save, from one step."""
+        """Returns what the layers save, from one step."""
         self._engine.attach()
         try:
             self.step()
@@ -192,7 +192,7 @@ class Workload:
 
 
 def _touch(memory: SlotMemory) -> None:
-    """Write to all of a plan's memory once, so that no step pays for getting its pages."""
+    """Writes to all of a plan's memory once, so that no timed step has page faults."""
     host = memory.arena.acquire(memory.host_bytes)
     assert host is not None
     memory.arena.release(host.zero_())

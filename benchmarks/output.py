@@ -16,7 +16,7 @@ from rich.text import Text
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
-Row = dict[str, Any]  # a result as it is in the JSON file
+Row = dict[str, Any]  # a result in the form of the JSON file
 
 _COLUMNS = (
     "step", "x plain (least-most)", "main thread", "x plain", "device peak", "x plain", "host", "offloaded",
@@ -28,7 +28,7 @@ _LABEL_WIDTH, _LABEL_HEIGHT = 75, 12  # points
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """One row per method; below, why methods stopped."""
+    """Returns a table with one row per method, and below it the reasons why methods stopped."""
     grid = Table(title=Text(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     grid.add_column("method", no_wrap=True)
     for name in _COLUMNS:
@@ -63,12 +63,12 @@ def _size(size_bytes: int | None) -> str:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw the methods that were timed by memory and time, and what each that was metered holds.
+    """Draws the timed methods by memory and time, and the memory of each measured method.
 
     Args:
-        rows: The results; where plain training was not timed, seconds take the place of ratios to it.
+        rows: The results. Without times of plain training, seconds are used instead of ratios.
         title: What was measured.
-        path: The PNG to write.
+        path: The PNG file to write.
     """
     metered = [row for row in rows if row["peak_device_bytes"] is not None]
     largest = max((max(row["peak_device_bytes"], row["host_bytes"]) for row in metered), default=0)
@@ -104,7 +104,7 @@ def _draw_time_over_memory(axes: Axes, rows: Sequence[Row], unit_bytes: int, uni
 
 
 def _write_labels(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write the engine's names to the right of their points and others to the left, none over another."""
+    """Writes the engine's names to the right of their points and other names to the left, without overlaps."""
     axes.figure.draw_without_rendering()  # places the axes
     in_points = 72 / axes.figure.dpi
     placed: list[tuple[bool, float, float]] = []
@@ -123,7 +123,7 @@ def _write_labels(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -
 
 
 def _time(row: Row, relative: bool) -> tuple[float, list[list[float]] | None]:
-    """A point's height, and how far its whiskers reach down and up."""
+    """Returns the height of a point, and the lengths of its lower and upper error bars."""
     if not relative:
         return row["median_seconds"], None
     ratio = row["ratio"]

@@ -1,16 +1,16 @@
-"""What MemoStrategy costs where it has nothing to do: a step of its plan "plain" beside one of plain Lightning.
+"""Measures the overhead of MemoStrategy if there is nothing to swap: steps of its plan "plain" and of plain Lightning.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --shapes 4x64 --lengths 128 --rounds 200
     python benchmarks/overhead.py --methods memo unplanned monitor
 
-Each method trains the same model by its own `Trainer`, in a process of its own. Once the plan is in force and memory is
-planned, the processes take turns: one trains for a moment while the others sleep, and a round is one turn of each. A
-step lasts from one `on_train_batch_start` to the next, so all that Lightning and callbacks do is in it; a turn's number
-is the median of its steps. Ratios are taken within a round, so that what slows the machine for a while slows both, and
-their median is reported with the 95 % interval of a bootstrap: of the time by the clock, and of the time that the whole
-process ran on a core, which other programs disturb less. "again" is plain Lightning a second time: its ratio is 1, and
-how far it is off says what the others' are worth.
+Each method trains the same model with its own `Trainer` in its own process. Once the plan is active and memory is
+planned, the processes take turns: one trains briefly while the others sleep, and a round has one turn of each. A step
+lasts from one `on_train_batch_start` to the next, so it includes all work of Lightning and the callbacks. The number of
+a turn is the median of its steps. Ratios are computed within a round, so that a machine that slows down for a while
+affects both. Their median is reported with the 95 % interval of a bootstrap, for the wall time and for the time that
+the process ran on a core, which other programs disturb less. "again" is plain Lightning a second time: its ratio should
+be 1, and its deviation shows the accuracy of the others.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Llama(LightningModule):
     """A Llama with random weights.
 
     Args:
-        layers: How many.
-        hidden: Their width; heads are 32 wide.
+        layers: Number of layers.
+        hidden: Their width; heads have a width of 32.
     """
 
     def __init__(self, layers: int, hidden: int) -> None:
@@ -73,7 +73,7 @@ class Llama(LightningModule):
 
 
 class Batches(IterableDataset[Batch]):
-    """One batch of random tokens again and again."""
+    """Yields one batch of random tokens again and again."""
 
     def __init__(self, tokens: int) -> None:
         self._ids = torch.randint(0, _VOCABULARY, (1, tokens))
@@ -84,17 +84,18 @@ class Batches(IterableDataset[Batch]):
 
 
 class TakeTurns(Callback):
-    """Trains when told to, and tells how long a step took.
+    """Trains on command, and reports how long a step took.
 
     Args:
-        orders: Where "go" comes from, and medians go to: seconds, and seconds on a core. Another word ends it all.
-        turn_seconds: Length of a turn; it has one step at least, beside one that warms up and is not counted.
+        orders: Connection that sends "go" and receives medians: seconds, and seconds on a core. Any other word ends
+            training.
+        turn_seconds: Length of a turn, which has at least one step in addition to one that warms up and is not counted.
     """
 
     def __init__(self, orders: Connection, turn_seconds: float) -> None:
         self._orders, self._turn_seconds = orders, turn_seconds
         self._ready = False
-        self._steps: list[tuple[float, float]] = []  # of this turn, as `_clocks` measures
+        self._steps: list[tuple[float, float]] = []  # of this turn, measured by `_clocks`
         self._started: tuple[float, float] | None = None
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -104,7 +105,7 @@ class TakeTurns(Callback):
             if self._ready:
                 self._wait(trainer, "ready")
             return
-        if self._started is not None:  # else the step that warms up is over
+        if self._started is not None:  # otherwise the warm-up step has just ended
             self._steps.append((now[0] - self._started[0], now[1] - self._started[1]))
         self._started = _clocks()
         if sum(seconds for seconds, _ in self._steps) >= self._turn_seconds:
@@ -117,12 +118,12 @@ class TakeTurns(Callback):
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds by the clock, and seconds that this process ran on a core."""
+    """Returns wall time, and the time that this process ran on a core, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 def _settled(trainer: Trainer) -> bool:
-    """Whether nothing is going to change any more."""
+    """Returns whether the plan and planned memory will not change any more."""
     strategy = trainer.strategy
     if trainer.global_step < 5:
         return False
@@ -149,10 +150,10 @@ def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection,
 
 
 class Rounds:
-    """Processes that train one setting by different methods, turn by turn."""
+    """The processes that train one setting with different methods, turn by turn."""
 
     def __init__(self, shape: tuple[int, int], tokens: int, options: argparse.Namespace) -> None:
-        # Each has threads and an allocator of its own; imports are shared.
+        # Each process has its own threads and allocator; imports are shared.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning.pytorch", "lightning_memo", "transformers"])
         self.steps: dict[str, list[tuple[float, float]]] = {method: [] for method in (_PLAIN, *options.methods)}
@@ -164,21 +165,21 @@ class Rounds:
             there.close()
             self._pipes[method] = here
             self._processes.append(process)
-            here.recv()  # one after the other, so that none is planned while another one starts
+            here.recv()  # one after the other, so that no process plans while another starts
 
     def run(self, rounds: int) -> None:
         for number in range(rounds):
-            # There and back again: nobody is always the first after the slowest.
+            # The order alternates, so that no process always runs after the slowest.
             methods = list(self.steps) if number % 2 == 0 else list(self.steps)[::-1]
             for method in methods:
                 self._pipes[method].send("go")
                 self.steps[method].append(self._pipes[method].recv())
 
     def end(self) -> None:
-        """Let all of them end.
+        """Ends all processes.
 
         Raises:
-            RuntimeError: One did not end well.
+            RuntimeError: A process ended with an error.
         """
         for pipe, process in zip(self._pipes.values(), self._processes, strict=True):
             pipe.send("end")
@@ -188,7 +189,7 @@ class Rounds:
 
 
 def ratio(seconds: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
-    """Median of the ratios of each round, and the 95 % interval of that median."""
+    """Returns the median of the ratios of each round, and the 95 % interval of that median."""
     ratios = np.array(seconds) / np.array(plain)
     drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
@@ -237,8 +238,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--methods", choices=_METHODS, nargs="+", default=list(_METHODS))
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--turn-seconds", type=float, default=0.25)
-    parser.add_argument("--threads", type=int, default=1, help="that compute")
-    parser.add_argument("--output", type=Path, default=_RESULTS / "overhead.json", help="the JSON file")
+    parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
+    parser.add_argument("--output", type=Path, default=_RESULTS / "overhead.json", help="path of the JSON file")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Cells of the papers' tables, as questions to the cost model. Which of them are errors of the papers is said here."""
+"""Cells of the papers' tables as questions to the cost model, and the known errors of the papers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLES = Path(__file__).parent.parent / "tests" / "reference" / "papers"
 BATCH_SIZE = 16
 GPUS = {"7B": 8, "13B": 16, "30B": 32, "65B": 64}
 MODELS = ("7B", "13B")
-"""Those whose cells are known here."""
+"""Models whose cells are known here."""
 
 ABLATION = Parallelism(tp=4, cp=2, zero_stage=1)
 """Tables 4 and 5 of MEMO: 7B on 8 GPUs."""
@@ -57,12 +57,12 @@ ABLATIONS: dict[str, Method] = {
     "Memo (Fine-grained Management + Memory Plan)": "memo",
 }
 FPDT_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 8192)
-"""Thousands of tokens that FPDT's table 1 names."""
+"""Lengths in FPDT's table 1, in thousands of tokens."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: what the paper has, and what is expected."""
+    """One cell: the paper's value and ours."""
 
     table: str
     row: str
@@ -77,7 +77,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def shape_of(model: str) -> ModelShape:
-    """MEMO's models, and those of FPDT: 2.7B is GPT-3's, 8B is Llama 3's, 13B is MEMO's 13B."""
+    """Returns a model of MEMO or FPDT: 2.7B is GPT-3's, 8B is Llama 3's, 13B is MEMO's 13B."""
     if model == "2.7B":
         gpt = load_model("gpt_7b")
         return replace(gpt, name="gpt_2_7b", layers=32, hidden=2560, ffn=10240, heads=32, kv_heads=32, head_dim=80)
@@ -85,7 +85,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def question(model: str, seq_k: int, method: Method = "memo", alpha: float | None = None) -> Question:
-    """One of MEMO's cells."""
+    """Returns the question for one of MEMO's cells."""
     return Question(
         shape=shape_of(model),
         cluster=load_cluster("a800"),
@@ -99,7 +99,7 @@ def question(model: str, seq_k: int, method: Method = "memo", alpha: float | Non
 
 
 def appendix() -> list[tuple[str, int, Parallelism | None, float | None]]:
-    """Table 7 of MEMO: model, thousands of tokens, parallelism and alpha, both None where it was out of memory."""
+    """Reads table 7 of MEMO: model, thousands of tokens, parallelism and alpha (both None if out of memory)."""
     cells: list[tuple[str, int, Parallelism | None, float | None]] = []
     for row in rows("memo_app_table7_memo"):
         parallel, alpha = None, None
@@ -112,7 +112,7 @@ def appendix() -> list[tuple[str, int, Parallelism | None, float | None]]:
 
 @dataclass(frozen=True)
 class MfuCell:
-    """A cell with an MFU, or a status where there is none, and what it asks."""
+    """A cell with an MFU, or with a status if there is none, and its question."""
 
     table: str
     row: str
@@ -127,7 +127,7 @@ class MfuCell:
 
 
 def table3() -> list[MfuCell]:
-    """MFU of Memo with the parallelism and alpha of the appendix."""
+    """Returns the MFU of Memo with the parallelism and alpha of the appendix."""
     mfu = {(r["model"], int(r["seq_k"])): r["mfu_pct"] for r in rows("memo_table3_sigmod") if r["method"] == "Memo"}
     return [
         MfuCell(model, f"{seq_k}K", float(mfu[model, seq_k]), question(model, seq_k, alpha=alpha), parallel)
@@ -137,7 +137,7 @@ def table3() -> list[MfuCell]:
 
 
 def table4() -> list[MfuCell]:
-    """The ablation."""
+    """Returns the cells of the ablation."""
     alphas = {seq_k: alpha for model, seq_k, _, alpha in appendix() if model == "7B"}
     cells = []
     for row in rows("memo_table4_ablation"):
@@ -149,7 +149,7 @@ def table4() -> list[MfuCell]:
 
 
 def table5() -> list[MfuCell]:
-    """The sweep of alpha."""
+    """Returns the cells of the sweep over alpha."""
     return [
         MfuCell(
             f"{row['seq_k']}K",
@@ -167,12 +167,12 @@ def _mfu_or_status(row: dict[str, str]) -> float | str:
 
 
 def mfu_cells() -> list[MfuCell]:
-    """All that have an MFU."""
+    """Returns all cells that have an MFU."""
     return [cell for cell in (*table3(), *table4(), *table5()) if isinstance(cell.paper, float)]
 
 
 def zero_table() -> list[Cell]:
-    """ZeRO's table 1: decimal GB of the model's state on a device."""
+    """Returns ZeRO's table 1: decimal GB of the model state on a device."""
     sizes = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
     return [
         Cell(
@@ -186,7 +186,7 @@ def zero_table() -> list[Cell]:
 
 
 def alphas() -> list[Cell]:
-    """Alphas of the appendix against those chosen with the parallelism given."""
+    """Compares the appendix's alphas with those chosen for its parallelism."""
     return [
         Cell(model, f"{seq_k}K", alpha, estimate(question(model, seq_k), parallel).alpha)
         for model, seq_k, parallel, alpha in appendix()
@@ -195,7 +195,7 @@ def alphas() -> list[Cell]:
 
 
 def alphas_of_program() -> list[Cell]:
-    """The same with the linear program's alpha, rounded down to eighths, as all of the paper's are."""
+    """Does the same with the linear program's alpha, rounded down to eighths, as all of the paper's alphas are."""
     cells = []
     for model, seq_k, parallel, alpha in appendix():
         if parallel is not None:
@@ -206,7 +206,7 @@ def alphas_of_program() -> list[Cell]:
 
 
 def fpdt_lengths() -> list[Cell]:
-    """The longest of FPDT's lengths, in thousands of tokens, that fits; 0: none. One sequence over all GPUs, ZeRO 3."""
+    """Returns the longest of FPDT's lengths that fits, in thousands of tokens (0: none), with one sequence, ZeRO 3."""
     cells = []
     for row in rows("fpdt_table1_maxlen"):
         gpus = int(row["n_gpus"])
@@ -220,7 +220,7 @@ def fpdt_lengths() -> list[Cell]:
 
 
 def fpdt_table3() -> tuple[dict[str, str], Estimate]:
-    """FPDT's own row of its table 3, the only one whose length table 1 has, and its estimate: Llama 8B, 8 A100-80G."""
+    """Returns FPDT's own row of its table 3 and its estimate (Llama 8B, 8 A100-80G). Only its length is in table 1."""
     row = max(rows("fpdt_table3_llama8b_8gpu"), key=lambda row: int(row["max_seq_k"]))
     return row, _fpdt({"model": "8B", "gpu": "A100-80G", "n_gpus": "8"}, int(row["max_seq_k"]))
 

@@ -1,4 +1,4 @@
-"""Runs of MEMO's table 3, by method: with the parallelism of the appendix, and with the one that is found."""
+"""Runs of MEMO's table 3 by method, with the parallelism of the appendix or the one that the search finds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_memo.estimate.request.question import Estimate, Method
 from lightning_memo.estimate.step.step_estimate import estimate
 
 PEERS: Final[dict[str, Method]] = {"Memo": "memo", "Mega": "megatron", "DS": "deepspeed_ulysses"}
-"""Methods, as table 3 calls them."""
+"""The methods, by their names in table 3."""
 
 NAMES: Final = {"Memo": "Memo", "Mega": "Megatron-LM", "DS": "DeepSpeed"}
 LISTED_FROM: Final = 64
-"""Thousands of tokens: the appendix lists no parallelism below."""
+"""Length in thousands of tokens below which the appendix lists no parallelism."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Run:
     row: dict[str, str]
     answer: Estimate
     listed: bool
-    """Whether the appendix has its parallelism; else it is the fastest that is found."""
+    """Whether the appendix lists the parallelism; otherwise it is the fastest that the search finds."""
 
     def cell(self, column: str) -> Cell:
-        """One of its numbers: `mfu_pct`, `tgs` or `wall_s`."""
+        """Returns the cell of one of its numbers: `mfu_pct`, `tgs` or `wall_s`."""
         row, answer = self.row, self.answer
         paper = CORRECTED.get((row["model"], int(row["seq_k"]), row["method"], column), float(row[column]))
         ours = {"mfu_pct": answer.mfu, "tgs": answer.tokens_per_gpu_per_second, "wall_s": answer.step_seconds}[column]
@@ -47,10 +47,10 @@ def _sizes(parallel: Parallelism) -> str:
 
 @cache
 def runs(peer: str) -> tuple[Run, ...]:
-    """All rows of a method that have numbers.
+    """Returns all rows of a method that have numbers.
 
     Args:
-        peer: a method as table 3 calls it.
+        peer: Name of the method in table 3.
     """
     listed = _listed(peer)
     found = []
@@ -67,7 +67,7 @@ def runs(peer: str) -> tuple[Run, ...]:
 
 
 def found_cells(peer: str) -> list[Cell]:
-    """MFU with the fastest parallelism that is found, where the appendix tells of another to compare with."""
+    """Returns the MFU with the fastest parallelism that the search finds, if the appendix lists one to compare with."""
     cells = []
     for run in runs(peer):
         if run.listed:
@@ -77,7 +77,7 @@ def found_cells(peer: str) -> list[Cell]:
 
 
 def without_recomputation() -> list[Cell]:
-    """MFU of Megatron-LM where the appendix does not tell that it recomputed, did it not."""
+    """Returns the MFU of Megatron-LM without recomputation, for rows that the appendix does not cover."""
     cells = []
     for run in runs("Mega"):
         model, seq_k = _key(run.row)
@@ -88,13 +88,13 @@ def without_recomputation() -> list[Cell]:
 
 @cache
 def ranking(model: str, seq_k: int, method: Method) -> Ranking:
-    """All parallelisms without pipelines; DeepSpeed ran with stage 3 of ZeRO, always."""
+    """Returns all parallelisms without pipelines; DeepSpeed always ran with ZeRO 3."""
     stage = {"zero_stage": 3} if method == "deepspeed_ulysses" else {}
     return search(question(model, seq_k, method), {"pp": 1, **stage})
 
 
 def statuses(peer: str) -> list[Cell]:
-    """Whether any parallelism fits, for the rows of table 3 that the appendix covers."""
+    """Returns whether any parallelism fits, for the rows of table 3 that the appendix covers."""
     return [
         Cell(row["model"], f"{row['seq_k']}K", row["status"], "ok" if _fits(*_key(row), PEERS[peer]) else "oom")
         for row in _rows(peer)
@@ -107,7 +107,7 @@ def _fits(model: str, seq_k: int, method: Method) -> bool:
 
 
 def ranks() -> list[Cell]:
-    """At which place the paper's parallelism is among the fastest that fit; 0: it is not among them."""
+    """Returns the rank of the paper's parallelism among the fastest that fit; 0 if it is not among them."""
     cells = []
     for model, seq_k, parallel, _ in appendix():
         if parallel is not None:
@@ -125,7 +125,7 @@ def _divided(parallel: Parallelism) -> tuple[int, ...]:
 
 
 def _rows(peer: str) -> list[dict[str, str]]:
-    """Of table 3, the smaller model first."""
+    """Reads the rows of table 3, the smaller model first."""
     mine = [row for row in rows("memo_table3_sigmod") if row["method"] == peer]
     return sorted(mine, key=lambda row: row["model"] != "7B")
 
@@ -135,7 +135,7 @@ def _key(row: dict[str, str]) -> tuple[str, int]:
 
 
 def _listed(peer: str) -> dict[tuple[str, int], tuple[Parallelism, float | None]]:
-    """Parallelism and alpha of the appendix, by model and thousands of tokens."""
+    """Reads the parallelism and alpha of the appendix, by model and thousands of tokens."""
     if peer == "Memo":
         return {(model, seq_k): (parallel, alpha) for model, seq_k, parallel, alpha in appendix() if parallel}
     table = rows({"Mega": "memo_app_table6_megatron", "DS": "memo_app_table5_deepspeed"}[peer])

@@ -1,6 +1,6 @@
-"""Ways to train long sequences that are not this project's, each put around a Hugging Face model and taken off again.
+"""Training methods of other projects for long sequences. Each is put around a Hugging Face model and removed again.
 
-Those of other packages are optional: where one is missing, `Unavailable` says so.
+Packages of other projects are optional; if one is missing, `Unavailable` says so.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.loss.attach_loss import CHUNK_BYTES
 from lightning_memo.utils.find_layers import find_hugging_face, find_layers
 
-_IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
+_IGNORED = -100  # label without a loss, as in transformers
 
 
 class Unavailable(RuntimeError):
-    """A way to train is not to be had here; the message is one line."""
+    """A method cannot be used here; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a step takes while a way to train is in force.
+    """What a step needs while a method is active.
 
     Attributes:
-        step: A context for a step, from its forward to its backward; `None`: none is needed.
-        loss: Computes the loss of a batch, and gradients of the head at once; `None`: the model does.
-        packages: Whose code it is, with versions.
+        step: A context for a step, from its forward to its backward pass; `None` if none is needed.
+        loss: Computes the loss of a batch together with the gradients of the head; `None` if the model does.
+        packages: The packages that implement the method, with versions.
     """
 
     step: AbstractContextManager[Any] | None = None
@@ -43,13 +43,13 @@ class Peer:
 
 
 Attach = Callable[[nn.Module, ExitStack], Peer]
-"""Puts a way to train around a model; the stack takes it off again."""
+"""Puts a method around a model; the stack removes it again."""
 
 
 @contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Hugging Face's gradient checkpointing: each layer keeps its input, and runs again in the backward."""
-    # The second names are those of older releases of transformers 5.
+    """Hugging Face's gradient checkpointing: each layer saves its input and runs again in the backward pass."""
+    # The second names are from older releases of transformers 5.
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     try:
         yield
@@ -59,7 +59,7 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def attach_plain(model: nn.Module, stack: ExitStack) -> Peer:
-    """Nothing."""
+    """Does nothing."""
     return Peer()
 
 
@@ -69,14 +69,14 @@ def attach_checkpointing(model: nn.Module, stack: ExitStack) -> Peer:
 
 
 def attach_save_on_cpu(model: nn.Module, stack: ExitStack) -> Peer:
-    """Checkpointing whose layer inputs go to pinned memory, by PyTorch's own hooks, on the stream that computes."""
+    """Checkpointing whose layer inputs are copied to pinned memory by PyTorch's own hooks, on the compute stream."""
     stack.enter_context(checkpointing(model))
     _around_layers(model, stack, lambda: save_on_cpu(pin_memory=True))
     return Peer(packages=named("torch"))
 
 
 def attach_async_offload(model: nn.Module, stack: ExitStack) -> Peer:
-    """Every saved tensor of the layers goes to pinned memory, on a stream of its own (torchtune)."""
+    """Copies every saved tensor of the layers to pinned memory on a separate stream (torchtune)."""
     _need_cuda("activations are offloaded on a CUDA stream")
     hooks_of, packages = _async_hooks()
     hooks = hooks_of(model)
@@ -85,7 +85,7 @@ def attach_async_offload(model: nn.Module, stack: ExitStack) -> Peer:
 
 
 def attach_checkpointing_async_offload(model: nn.Module, stack: ExitStack) -> Peer:
-    """The same around checkpointing, as torchtune recommends it for long sequences."""
+    """The same with checkpointing, as torchtune recommends for long sequences."""
     peer = attach_async_offload(model, stack)
     stack.enter_context(checkpointing(model))
     return peer
@@ -109,12 +109,12 @@ def attach_alst(model: nn.Module, stack: ExitStack) -> Peer:
 
 
 def named(*packages: str) -> tuple[str, ...]:
-    """The packages with their versions."""
+    """Returns the packages with their versions."""
     return tuple(f"{package} {version(package)}" for package in packages)
 
 
 class _TiledFeedForward:
-    """A feed-forward on one tile of tokens after the other, as many as a token has features (DeepSpeed's own rule)."""
+    """A feed-forward layer on one tile of tokens after the other, as many as features (DeepSpeed's own rule)."""
 
     def __init__(self, tiled: Any) -> None:
         self._tiled = tiled
@@ -126,7 +126,7 @@ class _TiledFeedForward:
 
 
 class _TiledLoss:
-    """The loss of a causal language model in tiles of tokens, with their gradients at once."""
+    """The loss of a causal language model in tiles of tokens, computed together with its gradients."""
 
     def __init__(self, model: nn.Module, tiled: Any) -> None:
         (self._model,) = find_hugging_face(model)
@@ -149,7 +149,7 @@ class _TiledLoss:
 
 
 def _around_layers(model: nn.Module, stack: ExitStack, hooks: Callable[[], saved_tensors_hooks]) -> None:
-    """Put hooks of saved tensors around the layers alone: the loss would only be slowed down."""
+    """Puts hooks for saved tensors around the layers only, because they would just slow down the loss."""
     (host,) = find_hugging_face(model)
 
     def run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def _around_layers(model: nn.Module, stack: ExitStack, hooks: Callable[[], saved
 
 
 def _async_hooks() -> tuple[Callable[[nn.Module], saved_tensors_hooks], tuple[str, ...]]:
-    """Torchtune's hooks; torchtune is no longer developed, and trl has them now."""
+    """Returns torchtune's hooks; torchtune is no longer developed, and trl now contains them."""
     try:
         torchtune = _module("torchtune.training", "torchtune")
         return lambda model: torchtune.OffloadActivations(), named("torchtune")

@@ -1,9 +1,10 @@
-"""Makes the pictures of docs/ again, from a run on this machine's CPU and from estimates: about two minutes.
+"""Makes the pictures of docs/ again, from a run on this machine's CPU and from estimates, in about two minutes.
 
     OMP_NUM_THREADS=1 python benchmarks/pictures.py
-    python benchmarks/pictures.py --output FOLDER trainer.max_steps=40   # settings of the run, by Hydra
+    python benchmarks/pictures.py --output FOLDER trainer.max_steps=40   # Hydra settings of the run
 
-The run's times are those of a machine on which little else should run. The diagrams (*.svg) are drawn by hand.
+Let few other programs run meanwhile, because the pictures show times. The diagrams (*.svg) are drawn by hand, and
+memory_by_length.png is drawn by memory_by_length.py.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _PICTURES: Final = {
     "estimate_mfu.png": "estimates/mfu.png",
 }
 _COLOURS: Final = 64
-"""Of a picture: the drawings have few, and files are a third as large."""
+"""Number of colours in a picture. The drawings have few, and the files are a third as large."""
 
 
 def main() -> int:
-    """Runs both commands in a folder of their own, and takes their pictures."""
+    """Runs both commands in a temporary folder, and copies their pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=_IMAGES)
-    parser.add_argument("settings", nargs="*", help="of the run, like trainer.max_steps=40")
+    parser.add_argument("settings", nargs="*", help="settings of the run, for example trainer.max_steps=40")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         for words in ((*_RUN, *options.settings), (*_ESTIMATES, _LENGTHS)):

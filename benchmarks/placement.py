@@ -1,17 +1,17 @@
-"""Placements of buffers: peaks and seconds of `place`, of single one-pass placements, and of MiniMalloc.
+"""Measures peaks and times of `place`, of single one-pass placements, and of MiniMalloc.
 
     python benchmarks/placement.py FOLDER
     python benchmarks/placement.py FOLDER --time-limit 20 --minimalloc path/to/minimalloc
     python benchmarks/placement.py FOLDER --quick
 
-FOLDER holds problems as CSV files with the columns id, lower, upper and size: a buffer of `size` bytes lives in
-[lower, upper). A number before the ending, as in NAME.CAPACITY.csv, is the capacity to fit in: all that is below it is
-equally good, and `place` and MiniMalloc may stop there. Without one, `place` looks for the lowest peak, and MiniMalloc,
-which only answers whether a capacity is enough, is asked for the peak that `place` found.
+FOLDER contains problems as CSV files with the columns id, lower, upper and size: a buffer of `size` bytes lives during
+[lower, upper). A number before the extension, as in NAME.CAPACITY.csv, is the capacity: all lower peaks are equally
+good, and `place` and MiniMalloc may stop when they fit. Without a capacity, `place` minimizes the peak, and MiniMalloc,
+which only decides whether a capacity is enough, is given the peak that `place` found.
 
-The best of the one-pass placements is what a greedy planner reaches if it tries all of their orders.
+The best of the one-pass placements is the result of a greedy planner that tries all of their orders.
 
-The results are printed, and written to a JSON file.
+The results are printed and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _QUICK_SECONDS = 1.0
 _MINIMALLOC_GRACE_SECONDS = 30.0
 _TABLE_WIDTH = 130
 
-Row = dict[str, Any]  # a result as it is in the JSON file
+Row = dict[str, Any]  # a result in the form of the JSON file
 
 
 def main() -> None:
@@ -66,12 +66,12 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with the problems")
-    parser.add_argument("--minimalloc", type=Path, metavar="BINARY", help="MiniMalloc's program, to compare with")
+    parser.add_argument("folder", type=Path, help="folder with the problems")
+    parser.add_argument("--minimalloc", type=Path, metavar="BINARY", help="MiniMalloc's program, for comparison")
     parser.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds per problem")
     parser.add_argument("--quick", action="store_true", help=f"at most {_QUICK_SECONDS:g} s per problem: a first look")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the JSON file")
-    parser.add_argument("--name", help="of the JSON file (default: placement-FOLDER)")
+    parser.add_argument("--name", help="name of the JSON file (default: placement-FOLDER)")
     options = parser.parse_args()
     if options.quick:
         options.time_limit = min(options.time_limit, _QUICK_SECONDS)
@@ -92,7 +92,7 @@ def _seconds(text: str) -> float:
 
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Returns the values that the numbers depend on."""
     return {
         **circumstances(("lightning_memo", "numpy", "highspy")),
         "device": cpu_name(),
@@ -102,7 +102,7 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_compiled() -> bool:
-    """Whether the C++ search takes part; it is compiled here, so that no measurement includes that."""
+    """Returns whether the C++ search is available. It is compiled here, so no measurement includes the compilation."""
     try:
         load_library()
     except BuildError as error:
@@ -124,7 +124,7 @@ def _measure(options: argparse.Namespace) -> list[Row]:
 
 
 def _row(path: Path, options: argparse.Namespace) -> Row:
-    """All about one problem; why there is nothing about it, if it can't be read."""
+    """Returns all results for one problem, or the reason why it cannot be read."""
     row: Row = {"problem": path.stem, "status": "ok"}
     try:
         read = read_problem(path)
@@ -156,7 +156,7 @@ def _row(path: Path, options: argparse.Namespace) -> Row:
 
 
 def one_pass(problem: Problem) -> Row | None:
-    """The peak of each single one-pass placement, and the best of them; None if there is nothing to place."""
+    """Returns the peak of each single one-pass placement, and the best one; None if there is nothing to place."""
     solid = problem.subset((problem.size > 0).nonzero()[0])
     if not len(solid):
         return None
@@ -174,10 +174,10 @@ def one_pass(problem: Problem) -> Row | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MiniMalloc:
-    """What MiniMalloc made of one problem."""
+    """MiniMalloc's result for one problem."""
 
     capacity: int
-    """What it was asked to fit in."""
+    """The capacity that it was given."""
 
     seconds: float
     peak: int | None = None
@@ -185,14 +185,14 @@ class MiniMalloc:
 
 
 def minimalloc(program: Path, path: Path, read: ProblemTable, capacity: int, time_limit: float) -> MiniMalloc:
-    """Runs MiniMalloc's program on a problem, and looks at its placement.
+    """Runs MiniMalloc's program on a problem, and checks its placement.
 
     Args:
-        program: Its binary.
-        path: The problem.
-        read: The same, read.
-        capacity: What to fit in.
-        time_limit: Seconds until it is to give up.
+        program: Path of its binary.
+        path: Path of the problem.
+        read: The problem itself.
+        capacity: The capacity to fit in.
+        time_limit: Seconds after which it gives up.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "placed.csv"
@@ -220,7 +220,7 @@ def minimalloc(program: Path, path: Path, read: ProblemTable, capacity: int, tim
 
 
 def _peak_of(output: Path, read: ProblemTable, capacity: int) -> int:
-    """The peak of a placement in a file, which is validated."""
+    """Returns the peak of a placement in a file, after validating it."""
     place_of_id = read.header.index("id")
     try:
         with output.open(newline="", encoding="utf-8") as file:
@@ -238,7 +238,7 @@ def _peak_of(output: Path, read: ProblemTable, capacity: int) -> int:
 
 
 def table(rows: list[Row], title: str) -> Table:
-    """One row per problem; below, what did not work."""
+    """Returns a table with one row per problem, and below it the failures."""
     compared = any(row.get("minimalloc") for row in rows)
     grid = Table(title=Text(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     grid.add_column("problem", no_wrap=True)

@@ -1,15 +1,15 @@
-"""What PyTorch's own CUDA allocator reserves for recorded training steps, beside the planned arena. Needs no GPU.
+"""Measures what PyTorch's own CUDA allocator reserves for recorded training steps, compared with the planned arena.
 
     python tests/support/cuda_stub/fetch.py 2.13.0
     python benchmarks/reserved.py step.csv another.csv
     python benchmarks/reserved.py --quick step.csv
 
-The traces are files that `Trace.save` wrote. The real libc10_cuda.so of a CUDA build of torch serves each of them, on a
-stub of the CUDA runtime, step after step until it reserves no more: with its default settings, with
-expandable_segments:True, and with a plan, where it serves the arena and the requests that have no place. The arena and
-its lower bound are of `plan_memory`, with offsets that are multiples of 512 bytes. "exact" says whether the model in
-lightning_memo/planner/placement/caching_allocator.py gives the same bytes at every request. Parameters and whatever
-else is not in a trace is not on the device either. The results are printed, and written to a JSON file.
+No GPU is needed. The traces are files that `Trace.save` wrote. The real libc10_cuda.so of a CUDA build of torch serves
+each of them, on a stub of the CUDA runtime, step after step until it reserves no more memory: with default settings,
+with expandable_segments:True, and with a plan, where it serves the arena and the requests without a place.
+`plan_memory` computes the arena and its lower bound, with offsets that are multiples of 512 bytes. "exact" says whether
+the model in lightning_memo/planner/placement/caching_allocator.py gives the same bytes at every request. Parameters,
+and everything else that is not in a trace, are not on the device. The results are printed and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_memo.utils.units import format_bytes
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.cuda_stub.real_allocator import Curves, Replay, replay  # noqa: E402  lies beside the tests, which use it too
+from support.cuda_stub.real_allocator import Curves, Replay, replay  # noqa: E402  next to the tests, which use it
 
 _ALIGNMENT = 512
 _MOST_STEPS = 12
@@ -63,15 +63,15 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="CSV files of Trace.save")
     parser.add_argument(
-        "--cuda", type=Path, default=ROOT / ".cuda", help="where tests/support/cuda_stub/fetch.py put its parts"
+        "--cuda", type=Path, default=ROOT / ".cuda", help="folder that tests/support/cuda_stub/fetch.py created"
     )
-    parser.add_argument("--torch", default="2.13.0", help="version of torch, one of those that were fetched")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for planning each trace")
+    parser.add_argument("--torch", default="2.13.0", help="a fetched version of torch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit for planning each trace")
     parser.add_argument("--quick", action="store_true", help="plan for one second")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON file"
     )
-    parser.add_argument("--name", default="reserved", help="of the JSON file")
+    parser.add_argument("--name", default="reserved", help="name of the JSON file")
     options = parser.parse_args()
     if not (options.cuda / options.torch / "complete").exists():
         parser.error(
@@ -102,7 +102,7 @@ def _measure(path: Path, trace: Trace, version: Path, seconds: float) -> dict[st
 
 
 def _without_plan(trace: Trace, version: Path, expandable: bool) -> dict[str, Any]:
-    """Peaks of the real allocator and of its model."""
+    """Returns the peaks of the real allocator and of its model."""
     model = caching.replay(trace, expandable=expandable)
     (real,) = replay([Replay(trace, max(model.steps, _MOST_STEPS))], version, expandable=expandable)
     modelled = np.stack([model.allocated_bytes, model.reserved_bytes])
@@ -119,7 +119,7 @@ def _without_plan(trace: Trace, version: Path, expandable: bool) -> dict[str, An
 
 
 def _with_plan(trace: Trace, placement: Placement, version: Path, expandable: bool) -> dict[str, Any]:
-    """Peaks of the real allocator when it serves the arena first, and then what has no place."""
+    """Returns the peaks of the real allocator when it serves the arena first, and then the requests without a place."""
     planned = np.zeros(len(trace), bool)
     planned[trace.planned] = True
     rest = replace(trace, lane=np.where(planned, 1, trace.lane))
@@ -128,7 +128,7 @@ def _with_plan(trace: Trace, placement: Placement, version: Path, expandable: bo
 
 
 def _peaks(real: Curves) -> dict[str, Any]:
-    """Of the first step that reserves as much as some steps before it, or of the last one."""
+    """Returns the curve of the first step that reserves no more than earlier steps, or of the last step."""
     most = real.reserved.max(axis=1, initial=0)[:_MOST_STEPS]
     quiet = [step for step in range(_QUIET_STEPS, len(most)) if most[step] == most[step - _QUIET_STEPS]]
     step = quiet[0] if quiet else len(most) - 1

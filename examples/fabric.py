@@ -1,8 +1,8 @@
 """A Lightning Fabric training loop, rewritten as a module for MemoStrategy.
 
-Fabric does not support MemoStrategy: plans are made between the steps of a trainer, and Fabric does not know where a
-step begins. The custom forward, backward, clipping and stepping of a Fabric loop move into `training_step`,
-with `automatic_optimization = False`.
+Fabric does not support MemoStrategy: a plan is made between the steps of a trainer, and Fabric does not know where a
+step begins. The custom forward, backward, clipping and stepping of a Fabric loop move line by line into
+`training_step`, with `automatic_optimization = False`.
 
     python examples/fabric.py
 """

@@ -24,7 +24,7 @@ from lightning_memo.models import ModelConfig, build_model, load_hf_config
 
 
 class FineTuning(LightningModule):
-    """Any Lightning module works; this one builds its model in `configure_model`, on the trainer's device."""
+    """Any Lightning module works; this one builds its model in `configure_model`."""
 
     def __init__(self, model: ModelConfig, lr: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one process writes one file, as every single-device strategy does; several write a folder."""
+"""Saves and loads checkpoints: a single process writes a file, several processes write a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_memo.utils.find_layers import find_hugging_face
 
 
 class CheckpointingStrategy(ModelParallelStrategy):
-    """Saves and loads whole models in one process, and parts of them in several."""
+    """Saves and loads the model and the optimizers, whole in a single process and sharded in several."""
 
     _loaded_in_place = False
     _checkpoint_path: str | Path = "checkpoint"
@@ -40,7 +40,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # the planning callback, made in setup, reads its plan from the checkpoint
+        return True  # the callback that `setup` adds reads its plan from the checkpoint
 
     @property
     @override
@@ -58,7 +58,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
             return
         try:
             Strategy.load_model_state_dict(self, checkpoint, strict)
-        except RuntimeError:  # torch lists all that differs
+        except RuntimeError:  # torch's message lists every weight that differs
             assert self.lightning_module is not None
             own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
             refuse_other_model(self._checkpoint_path, tensor_sizes(saved), tensor_sizes(own), strict)
@@ -95,16 +95,17 @@ class CheckpointingStrategy(ModelParallelStrategy):
         return load_sharded(path, self.model, optimizers, self.lightning_module.strict_loading, weights_only)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the Hugging Face model of the run as a folder that `from_pretrained` reads; all processes call it.
+        """Write the Hugging Face model of the run to a folder that `from_pretrained` reads.
 
-        The tokenizer of the folder that the model was loaded from is there too. Of a model with an adapter, the adapter
-        is written; where it was trained with extended positions, a warning says how to load it.
+        All processes have to call this method. The tokenizer of the folder from which the model was loaded is written,
+        too. If the model has an adapter, only the adapter is written; if the adapter was trained with extended
+        positions, a warning says how to load it.
 
         Args:
-            folder: New or empty, on a file system that the first process writes to.
+            folder: A new or empty folder, to which the first process can write.
 
         Raises:
-            ValueError: The run has no Hugging Face model, or the folder is not free.
+            ValueError: The run has no Hugging Face model, or the folder is not empty.
         """
         assert self.lightning_module is not None
         hosts = find_hugging_face(self.lightning_module)

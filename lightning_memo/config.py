@@ -1,13 +1,13 @@
-"""What a user sets, and nothing else: a frozen record that refuses what this version can't do.
+"""The user's settings as one frozen object, which refuses values and combinations that are not supported.
 
-Pure: imports neither torch nor Lightning.
+This module imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from lightning_memo.utils.units import parse_bytes
@@ -22,91 +22,52 @@ HOST_BACKED: Final = ("auto", "none", "attention", "all")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoConfig:
-    """The settings of `MemoStrategy`, checked.
+    """The checked settings of `MemoStrategy`, whose docstring describes each of them.
 
     Raises:
-        ValueError: a setting is not allowed; one line says what was given, what is allowed and what to do.
+        ValueError: A setting is not allowed. The message says in one line what was given, what is allowed and what to
+            do.
     """
 
     data_parallel_size: int | str = "auto"
-    """Groups of processes that get different data; "auto": all that the other two sizes leave."""
-
     context_parallel_size: int = 1
-    """Processes that share the tokens of a sequence."""
-
     tensor_parallel_size: int = 1
-    """Processes that share the weights of a layer."""
-
     zero_stage: int = 0
-    """What is sharded over data- and context-parallel processes: 0 nothing, 1 optimizer state, 2 gradients too, 3
-    parameters too."""
-
     context_parallel_method: str = "ring"
-    """How attention crosses context-parallel processes: "ring", "ulysses", or "usp" (Ulysses inside, rings outside)."""
-
     ulysses_size: int | str = "auto"
-    """With "usp": processes of each all-to-all; "auto": as many as the heads allow."""
-
     sequence_parallel: bool = True
-    """Whether tensor-parallel processes share the tokens between the blocks of a layer too (Megatron's sequence
-    parallelism)."""
-
     loss_parallel: bool = True
-    """Whether tensor-parallel processes share the vocabulary of the logits; the model's logits are then a DTensor."""
-
     tensor_parallel_plan: Mapping[str, str] | None = None
-    """Style of each weight matrix by dotted name with `*`, as Hugging Face writes its `tp_plan`; None: the model's."""
-
     offload_state: bool = False
-    """Whether parameters, gradients and optimizer state live on the host, where the optimizer then runs."""
-
     alpha: float | str = "auto"
-    """Fraction of the tokens whose skeletal activations are swapped, 0.0 to 1.0; the others' are recomputed."""
-
     plan_memory: bool = True
-    """Whether every buffer of a step gets a place ahead, which a planned allocator serves."""
-
     device_memory: int | str | None = None
-    """Device bytes this process may use, as bytes or "80GiB"; None: what is measured to be free."""
-
     host_memory: int | str | None = None
-    """Host bytes this process may use for swapped activations, as bytes or "120GiB"; None: measured."""
-
     spill_path: str | None = None
-    """Folder on a disk for swapped activations that the host has no room for; None: there is no disk."""
-
     spill_memory: int | str | None = None
-    """Disk bytes of a node, as bytes or "500GiB"; None: measured."""
-
     slice_tokens: int | str = "auto"
-    """Most tokens that run through a layer at once."""
-
     host_backed: str = "auto"
-    """What lives on the host beside swapped activations: "none", "attention" (keys and values: attention gets those of
-    earlier slices in blocks), or "all" (their gradients too, and hidden states between layers); "auto": "attention"
-    with `slice_tokens`, else "none"."""
-
     storage: str = "alpha"
-    """What says which activations are swapped: "alpha", one fraction of the tokens (MEMO), or "kinds": a linear program
-    over kinds of tensors, which stores single matrix products, keeps some on the device, or drops attention outputs."""
-
     loss_chunk_tokens: int | str | None = "auto"
-    """Tokens whose logits exist at once; "auto": as many as fit a fixed number of bytes; None: all of them."""
-
     layers: str | None = None
-    """Dotted name of the model's `nn.ModuleList` of layers; None: found."""
-
     attention: str = "auto"
-    """Attention kernels: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine"."""
-
     schedule: str = "auto"
-    """Order in which slices run: "auto", "layer", "nest", or "slice": the whole model on one slice after the other."""
-
     plan: str | None = None
-    """Path of a saved plan to use again; None: the first step is profiled."""
-
     check_restored: bool = False
-    """Whether what comes back to the device is compared with what left it, for debugging."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> MemoConfig:
+        """The settings among the given values. Paths may be given as `Path`.
+
+        Args:
+            given: A value for each setting by name. Other names are ignored.
+
+        Raises:
+            ValueError: A setting is not allowed.
+        """
+        settings = {field.name: given[field.name] for field in fields(cls)}
+        paths = {name: str(settings[name]) for name in ("plan", "spill_path") if settings[name] is not None}
+        return cls(**settings | paths)
 
     def __post_init__(self) -> None:
         self._check_parallelism()
@@ -114,7 +75,7 @@ class MemoConfig:
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_alpha(self.alpha)
         _check_choice("storage", self.storage, STORAGES)
-        if self.storage == "kinds":  # first: the others would ask for slice_tokens, which it has no use for
+        if self.storage == "kinds":  # before the other checks, which would ask for slice_tokens
             self._check_kinds()
         self._check_host_backed()
         if self.schedule == "slice":
@@ -171,8 +132,8 @@ class MemoConfig:
             raise ValueError('schedule="slice" needs slices: give slice_tokens, like slice_tokens=8192')
         if self.host_backed not in ("auto", "all"):
             raise ValueError(
-                f'schedule="slice" contradicts host_backed="{self.host_backed}": all but a slice is on the host; leave '
-                'it "auto"'
+                f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; '
+                'leave it "auto"'
             )
         for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):
             if getattr(self, name) > most:
@@ -214,17 +175,17 @@ class MemoConfig:
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """Device budget in bytes; None: to be measured."""
+        """Device budget in bytes; `None` if it is to be measured."""
         return None if self.device_memory is None else parse_bytes(self.device_memory)
 
     @property
     def spill_memory_bytes(self) -> int | None:
-        """Disk budget in bytes; None: to be measured."""
+        """Disk budget in bytes; `None` if it is to be measured."""
         return None if self.spill_memory is None else parse_bytes(self.spill_memory)
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """Host budget in bytes; None: to be measured."""
+        """Host budget in bytes; `None` if it is to be measured."""
         return None if self.host_memory is None else parse_bytes(self.host_memory)
 
 

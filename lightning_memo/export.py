@@ -1,4 +1,4 @@
-"""The command line that exports checkpoints: `python -m lightning_memo.export CHECKPOINT FOLDER`."""
+"""Command line `python -m lightning_memo.export CHECKPOINT FOLDER`: exports a checkpoint to Hugging Face."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import existing_checkpoint, load_sharded
 from lightning_memo.utils.units import format_bytes
 
-_NO_TOKENIZER = "the tokenizer is not included: save it there, too, with tokenizer.save_pretrained"
+_NO_TOKENIZER = "without a tokenizer: save it to the same folder with tokenizer.save_pretrained"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,10 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Writes the model of a checkpoint as a Hugging Face folder.
 
     Args:
-        arguments: Those of the command line; None: `sys.argv`.
+        arguments: Arguments of the command line, or None for those in `sys.argv`.
 
     Returns:
-        The exit status: 0, or 2 on bad input, with one line on stderr.
+        The exit status: 0, or 2 after bad input, which is reported in one line on stderr.
     """
     try:
         options = _parser().parse_args(arguments)
@@ -56,16 +56,20 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m lightning_memo.export",
-        description="Writes the model of a checkpoint as a folder that Hugging Face's from_pretrained reads.",
+        description="Writes the model of a checkpoint to a folder that Hugging Face's from_pretrained can load.",
     )
-    parser.add_argument("checkpoint", type=Path, help="file or folder that training wrote, of any parallelism")
-    parser.add_argument("folder", type=Path, help="folder to write; new, or empty")
-    parser.add_argument("--merge", action="store_true", help="add a LoRA adapter to the weights, and write them all")
+    parser.add_argument(
+        "checkpoint", type=Path, help="checkpoint file or folder written by training, with any parallelism"
+    )
+    parser.add_argument("folder", type=Path, help="folder to write, which must be new or empty")
+    parser.add_argument(
+        "--merge", action="store_true", help="merge the LoRA adapter into the weights and write the full model"
+    )
     return parser
 
 
 def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
-    check_free(folder)  # before the work
+    check_free(folder)  # fails before the work if the folder is in use
     with Console(stderr=True).status("reading ...") as status:
         path = existing_checkpoint(checkpoint)
         source = open_checkpoint(path)
@@ -81,14 +85,18 @@ def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
 
 
 def _build(source: CheckpointSource, merge: bool) -> CausalLM:
-    """Builds the model of a checkpoint in the type of its weights.
+    """Builds the model of a checkpoint with the data type of its weights.
 
     Raises:
-        ValueError: It is no checkpoint of :class:`CausalLM`; or its adapter would be of no use, or there is none.
+        ValueError: The checkpoint is not of :class:`CausalLM`, `merge` is set without an adapter, or the adapter is
+            useless without its base model.
     """
     settings = source.rest.get("hyper_parameters")
     if not isinstance(settings, dict) or "model" not in settings:
-        raise ValueError(f"{source.path}: not of lightning_memo.models.CausalLM: it holds no hyper_parameters of one")
+        raise ValueError(
+            f"{source.path}: not a checkpoint of lightning_memo.models.CausalLM, because "
+            "it has no hyper_parameters of a model"
+        )
     _check_merge(settings["model"], merge)
     module = CausalLM(**settings)
     default = torch.get_default_dtype()
@@ -103,10 +111,12 @@ def _build(source: CheckpointSource, merge: bool) -> CausalLM:
 def _check_merge(model: dict[str, Any], merge: bool) -> None:
     adapter = bool(model.get("lora", {}).get("r"))
     if merge and not adapter:
-        raise ValueError("--merge: the checkpoint holds no LoRA adapter; leave it out")
+        raise ValueError("--merge: the checkpoint has no LoRA adapter; leave --merge out")
     if adapter and not merge and model.get("path") is None:
         raise ValueError(
-            "the adapter's base model had random weights, which are in this checkpoint only: use --merge to write both"
+            "the base model of the adapter had random weights, which exist only in this checkpoint: "
+            "use --merge to write the "
+            "full model"
         )
 
 

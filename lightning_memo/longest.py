@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_memo.longest [overrides]`` finds the longest sequence that trains here."""
+"""Command line ``python -m lightning_memo.longest [overrides]``: searches for the longest sequence that trains."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_memo.cli.hydra_command import config_dir, run_command
-from lightning_memo.cli.runs.assemble import build_strategy, check_precision, module_settings, trainer_settings
+from lightning_memo.cli.runs.build_run import build_strategy, check_precision, module_settings, trainer_settings
 from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
 from lightning_memo.strategy import MemoStrategy
 from lightning_memo.trials.random_tokens import RandomTokens
 
 
 def search_longest(cfg: DictConfig) -> int:
-    """Searches as configured, and returns the tokens of the longest sequence.
+    """Runs the configured search, and returns the number of tokens of the longest sequence.
 
     Args:
-        cfg: The composed configuration, see ``conf/longest.yaml``.
+        cfg: Composed configuration, see ``conf/longest.yaml``.
 
     Raises:
-        ValueError: A setting is not allowed, or nothing fits.
+        ValueError: A setting is not allowed, or not even the shortest length fits.
     """
     check_precision(cfg.trainer.precision)
     strategy = build_strategy(cfg.strategy)
     if not isinstance(strategy, MemoStrategy):
         raise ValueError(
-            f"strategy={cfg.strategy.name}: lengths are tried by MemoStrategy; give memo or full_recompute"
+            f"strategy={cfg.strategy.name}: the search needs MemoStrategy; give strategy=memo or "
+            "strategy=full_recompute"
         )
     settings = module_settings(cfg)
     vocabulary = load_hf_config(ModelConfig(**settings["model"])).get_text_config().vocab_size
@@ -53,7 +54,7 @@ def search_longest(cfg: DictConfig) -> int:
 
 
 def main() -> None:
-    """Runs the search; a user's mistake ends it with one line on stderr and exit status 2."""
+    """Runs the search. A user's mistake ends it with one line on stderr and exit status 2."""
 
     def task(cfg: DictConfig) -> None:
         search_longest(cfg)

@@ -1,4 +1,4 @@
-"""The command line of the placement planner: `python -m lightning_memo.place IN.csv OUT.csv`."""
+"""Command line `python -m lightning_memo.place IN.csv OUT.csv`: plans the addresses of buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_memo.utils.native_build import BuildError
 from lightning_memo.utils.units import format_bytes, parse_bytes
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
-"""Exit statuses."""
+"""Exit status of the command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,10 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Places the buffers of a CSV file.
 
     Args:
-        arguments: Those of the command line; None: `sys.argv`.
+        arguments: Arguments of the command line, or None for those in `sys.argv`.
 
     Returns:
-        The exit status: 0 if the placement fits the capacity, 1 if not, 2 on bad input, with one line on stderr.
+        The exit status: 0 if the placement fits the capacity, 1 if it does not, and 2 after bad input, which is
+        reported in one line on stderr.
     """
     try:
         options = _parser().parse_args(arguments)
@@ -65,18 +66,29 @@ def _refuse(message: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m lightning_memo.place",
-        description="Gives every buffer an offset such that no two that live at once overlap, with a low peak.",
+        description="Assigns an offset to each buffer so that buffers with overlapping lifetimes do not overlap in "
+        "memory, with the lowest peak that is found.",
     )
-    parser.add_argument("input", type=Path, help="CSV file: id,lower,upper,size; a buffer lives in [lower, upper)")
-    parser.add_argument("output", type=Path, help="CSV file to write: the same with a column offset")
-    parser.add_argument("--capacity", type=_option(parse_bytes), help='bytes that are enough, as 1048576 or "1MiB"')
-    parser.add_argument("--time-limit", type=_option(_seconds), default=60.0, help="seconds at most (default: 60)")
-    parser.add_argument("--alignment", type=_option(parse_bytes), default=1, help="bytes offsets are multiples of")
+    parser.add_argument(
+        "input", type=Path, help="CSV file with columns id,lower,upper,size; a buffer lives in [lower, upper)"
+    )
+    parser.add_argument("output", type=Path, help="CSV file to write: the input with an additional column offset")
+    parser.add_argument(
+        "--capacity",
+        type=_option(parse_bytes),
+        help='peak that is low enough, for example 1048576 or "1MiB"',
+    )
+    parser.add_argument(
+        "--time-limit", type=_option(_seconds), default=60.0, help="time limit in seconds (default: 60)"
+    )
+    parser.add_argument(
+        "--alignment", type=_option(parse_bytes), default=1, help="alignment of offsets in bytes (default: 1)"
+    )
     return parser
 
 
 def _option(read: Callable[[str], float]) -> Callable[[str], float]:
-    """Has argparse print the message of a `ValueError`, which it hides otherwise."""
+    """Makes argparse print the message of a `ValueError`, which it otherwise hides."""
 
     def convert(text: str) -> float:
         try:
@@ -90,22 +102,22 @@ def _option(read: Callable[[str], float]) -> Callable[[str], float]:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < 1e9:
-        raise ValueError(f"{text} is not a time: give seconds above 0")
+        raise ValueError(f"{text} is not a valid time: give a number of seconds above 0")
     return seconds
 
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """A file that takes the place of `path` in the end; that it can be written is found out before the work."""
+    """Yields a file that replaces `path` at the end. Fails before the work if the file cannot be written."""
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder; give the name of a file")
+        raise ValueError(f"{path} is a folder: give the name of a file")
     with replacing(path) as unfinished:
         try:
             unfinished.touch()
         except OSError as error:
-            raise ValueError(f"{path}: can't be written: {error.strerror}") from None
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
         yield unfinished
 
 
@@ -115,7 +127,7 @@ def _place(table: ProblemTable, options: argparse.Namespace) -> Placement:
         load_library()
     except BuildError as error:
         console.print(
-            f"without the C++ search: one-pass placements, and HiGHS for small problems ({error})",
+            f"The C++ search is not available ({error}). Using one-pass placements, and HiGHS for small problems.",
             style="yellow",
             soft_wrap=True,
         )
@@ -136,7 +148,7 @@ def _place(table: ProblemTable, options: argparse.Namespace) -> Placement:
 
 
 def _print_result(placement: Placement, capacity_bytes: int | None) -> None:
-    proven = "yes" if placement.optimal else f"no, {placement.gap:.2%} above the lower bound"
+    proven = "yes" if placement.optimal else f"not proven, {placement.gap:.2%} above the lower bound"
     lines = [
         f"peak         {placement.peak_bytes} bytes ({format_bytes(placement.peak_bytes)})",
         f"lower bound  {placement.lower_bound_bytes} bytes",

@@ -1,117 +1,109 @@
-"""The Lightning strategy: settings in, hooks wired, no algorithms."""
+"""The Lightning strategy: takes the settings, and connects the trainer with the engine and the planners."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.swap_plan import Attention, HostBacked
-from lightning_memo.callbacks import OutOfMemoryRetry, PlanAfterFirstStep, PlanMemory, Together, WatchDevice, WatchHost
-from lightning_memo.checkpointing import CheckpointingStrategy
+from lightning_memo.callbacks.lightning_run import LightningRun
+from lightning_memo.callbacks.runtime_callback import RuntimeCallback
 from lightning_memo.config import PRECISIONS, MemoConfig
-from lightning_memo.data.seed_workers import seed_workers
-from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
+from lightning_memo.distributed import DistributedStrategy
+from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.memory.spill_file import open_unnamed
 from lightning_memo.kernels.select_kernel import check_available
-from lightning_memo.loss.attach_loss import attach_chunked_loss
-from lightning_memo.parallel.mesh_precision import MeshPrecision
-from lightning_memo.parallel.parallel_sizes import resolve_sizes
-from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.rank_groups import explain_lost_process
-from lightning_memo.parallel.zero_sharding import accumulating
-from lightning_memo.refusals import (
-    refuse_averaging,
-    refuse_gradient_checkpointing,
-    refuse_liger_shards,
-    tell_fused_loss,
-    tell_resting,
-)
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
+from lightning_memo.runtime.start_engine import start_engine
+from lightning_memo.runtime.training_runtime import TrainingRuntime
+from lightning_memo.trials.longest_sequence import find_longest
 
 
-class MemoStrategy(CheckpointingStrategy):
-    """Trains sequences that do not fit, by swapping a share of each layer's activations and recomputing the others.
+class MemoStrategy(DistributedStrategy):
+    """Trains on sequences whose activations do not fit in GPU memory, by swapping and recomputing them.
 
-    `Trainer(strategy=MemoStrategy(...))`, or `Trainer(strategy="memo")` after `import lightning_memo`. The first batch
-    is profiled; then a share alpha of the tokens has its activations swapped to host memory while later layers compute,
-    and the others have theirs recomputed in the backward, attention excepted (MEMO). Gradients are those of plain
-    training. Nothing else changes in the LightningModule, whose model may be built in `__init__` or `configure_model`.
+    Use it as `Trainer(strategy=MemoStrategy(...))`, or with the default settings as `Trainer(strategy="memo")` after
+    `import lightning_memo`. The first batch is profiled, and a plan is made from it. For a fraction alpha of the
+    tokens, each layer's activations are then copied to host memory while later layers compute, and copied back before
+    the backward pass needs them. For the other tokens they are recomputed, except those of attention (MEMO). Gradients
+    are those of plain training. The LightningModule stays as it is; its model may be built in `__init__` or in
+    `configure_model`.
 
-    With several processes (`Trainer(devices=8)`, torchrun, SLURM) their number is data x context x tensor parallel
-    size. Batches are whole when the loader gives them; every process keeps its part of the tokens, and the loss that a
-    Hugging Face model returns is weighted by the tokens of all of them.
+    With several processes (`Trainer(devices=8)`, torchrun, SLURM), their number is the product of the data, context
+    and tensor parallel sizes. The data loader gives whole batches. Each process keeps its part of the tokens, and the
+    loss that a Hugging Face model returns is weighted by the number of tokens in all of them.
 
     Args:
-        data_parallel_size: Groups of processes that get different data; "auto" is what the other sizes leave.
-        context_parallel_size: Processes that share the tokens of a sequence.
-        tensor_parallel_size: Processes that share the weights of each layer.
-        zero_stage: What processes with the same weights shard: 0 nothing, 1 optimizer state, 2 gradients too, 3
-            parameters too (ZeRO, by FSDP2).
-        context_parallel_method: How attention crosses processes: "ring", "ulysses" (all-to-all), or "usp" (both).
-        ulysses_size: With "usp", processes of each all-to-all; "auto" is as many as the heads allow.
-        sequence_parallel: Tensor-parallel processes share the tokens between the blocks of a layer too (Megatron SP).
-        loss_parallel: Tensor-parallel processes share the vocabulary of the logits, which are then a DTensor.
-        tensor_parallel_plan: Style of each weight by dotted name with `*`, like Hugging Face's `tp_plan`; `None` takes
-            the model's.
-        offload_state: Parameters, gradients and optimizer state live on the host, where the optimizer runs.
-        alpha: Share of the tokens whose activations are swapped, 0.0 to 1.0; "auto" solves for it.
-        plan_memory: Place every buffer of a step ahead, and serve the places by a planned allocator: nothing fragments.
-        device_memory: Device memory to plan with, like "40GiB" or bytes; `None` measures what is free.
-        host_memory: Host memory of a node for swapped activations, shared by its processes; `None` takes 90 % of what
-            is free, cgroup limits respected.
-        spill_path: Folder on a local disk (NVMe) for the activations of layers that the host has no room for; they pass
-            through a file there that has no name and is gone with the process.
-        spill_memory: Disk space of a node for it, shared by its processes; `None` takes 90 % of what is free.
-        slice_tokens: Longest slice of tokens that runs through a layer at once; "auto" cuts at alpha only.
-        host_backed: What lives on the host beside swapped activations: "attention": slices swap for themselves, and
-            attention gets the keys and values of earlier ones from there, block by block, so that a layer touches
-            no more than `slice_tokens` at once (FPDT); "all": gradients of keys and values too, and hidden states
-            between layers; "none"; "auto" is "attention" where `slice_tokens` are given and attention is causal.
-        storage: What says which activations are swapped: "alpha", a fraction of the tokens; or "kinds", a linear
-            program over kinds of tensors, which also stores single matrix products, keeps some on the device, or runs
-            attention again instead of storing its output.
-        loss_chunk_tokens: Tokens whose logits exist at once: the loss of a Hugging Face model is computed in chunks of
-            them, and so is one of `F.cross_entropy(logits, ...)` in a step. "auto" is what makes 512 MiB of fp32 logits
-            (1024 tokens with 128K words; shorter batches are as without chunks); `None` is all tokens.
-        layers: Dotted name of the `nn.ModuleList` of repeated layers; `None` finds it.
-        attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine". "auto" tries
-            those that compute the model's calls, for some milliseconds of the first step, and takes the fastest; plans
-            keep it.
-        schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" runs the whole model on one slice
-            after the other, so that nothing of the sequence's length stays on the device (data parallelism only, and
-            ZeRO 0 to 2).
-        plan: A saved plan to use instead of profiling.
-        check_restored: Compare what comes back from the host and the disk with what left the device, and end the run in
-            one line (`RestoredError`) where bytes differ: layer, tensor, tokens, how many NaN and Inf came. It covers
-            all that the engine moves, not weights and optimizer state. Numbers are as without; steps take longer. For
-            debugging.
-        test_mode: Random delays and poisoned buffers, to bring out copy races. Slow; for tests.
+        data_parallel_size: Number of groups of processes that get different data. "auto" is the number of processes
+            divided by the other sizes.
+        context_parallel_size: Number of processes that share the tokens of a sequence.
+        tensor_parallel_size: Number of processes that share the weights of each layer.
+        zero_stage: What processes with the same weights shard (ZeRO, by FSDP2): 0 shards nothing, 1 the optimizer
+            state, 2 also the gradients, 3 also the parameters.
+        context_parallel_method: How attention crosses processes: "ring", "ulysses" (all-to-all), or "usp" (Ulysses
+            inside of rings).
+        ulysses_size: With "usp", number of processes in each all-to-all. "auto" is as many as the heads allow.
+        sequence_parallel: Whether tensor-parallel processes also share the tokens between the blocks of a layer
+            (Megatron's sequence parallelism).
+        loss_parallel: Whether tensor-parallel processes share the vocabulary of the logits, which are then a DTensor.
+        tensor_parallel_plan: Style of each weight by its dotted name, with `*` as a wildcard, like Hugging Face's
+            `tp_plan`. `None` takes the model's own plan.
+        offload_state: Whether parameters, gradients and optimizer state are kept on the host, where the optimizer runs.
+        alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" takes the largest one
+            whose copies take no extra time and fit the host.
+        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation.
+        device_memory: Device memory to plan with, as bytes or text like "40GiB". `None` measures the free memory.
+        host_memory: Host memory of a node for swapped activations, shared by its processes, as bytes or text like
+            "500GiB". `None` takes 90 % of the free memory, within the limits of the cgroup.
+        spill_path: Folder on a local disk (NVMe) for the activations of layers that do not fit the host. They are
+            written to an unnamed file, which disappears when the process ends.
+        spill_memory: Disk space of a node for these activations, shared by its processes. `None` takes 90 % of the
+            free space.
+        slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
+            only.
+        host_backed: What else is kept on the host. With "attention", slices are swapped one by one, and attention
+            reads the keys and values of earlier slices from the host in blocks, so that a layer works on no more than
+            `slice_tokens` at once (FPDT). With "all", the gradients of keys and values and the hidden states between
+            layers are on the host, too. With "none", nothing else is. "auto" is "attention" if `slice_tokens` is set
+            and attention is causal.
+        storage: How a plan selects the activations to swap. "alpha" swaps a fraction of the tokens. "kinds" solves a
+            linear program over kinds of tensors, which may also store single matrix products, keep some on the device,
+            or run attention again instead of storing its output.
+        loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
+            and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
+            tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.
+        layers: Dotted name of the `nn.ModuleList` of repeated layers. `None` searches the model for it.
+        attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine". "auto" times the
+            kernels that support the model's calls, for some milliseconds of the first step, and takes the fastest one.
+            The plan records the choice.
+        schedule: Order in which slices run. "auto" chooses between "layer", which runs the slices layer by layer, and
+            "nest", which nests them. "slice" runs the whole model on one slice after the other, so that nothing on the
+            device grows with the length of the sequence; it needs data parallelism only, and ZeRO 0 to 2.
+        plan: Path of a saved plan, which is used instead of profiling.
+        check_restored: Whether bytes that come back from the host and the disk are compared with those that left the
+            device. If they differ, the run ends with a `RestoredError` that names the layer, tensor and tokens, and
+            counts NaN and Inf values. Everything that the engine moves is checked; weights and optimizer state are
+            not. Results are unchanged, but steps are slower. For debugging.
+        test_mode: Random delays and poisoned buffers, which reveal copy races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
-        process_group_backend: Of `torch.distributed`; `None` is NCCL on GPUs and gloo on CPUs.
+        process_group_backend: Backend of `torch.distributed`. `None` is NCCL on GPUs and gloo on CPUs.
 
     Raises:
-        ValueError: A setting is wrong, or contradicts another.
+        ValueError: A setting is wrong, or contradicts another one.
     """
 
     strategy_name = "memo"
@@ -147,59 +139,30 @@ class MemoStrategy(CheckpointingStrategy):
         timeout: timedelta = default_pg_timeout,
         process_group_backend: str | None = None,
     ) -> None:
-        self.config = MemoConfig(
-            data_parallel_size=data_parallel_size,
-            context_parallel_size=context_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            zero_stage=zero_stage,
-            context_parallel_method=context_parallel_method,
-            ulysses_size=ulysses_size,
-            sequence_parallel=sequence_parallel,
-            loss_parallel=loss_parallel,
-            tensor_parallel_plan=tensor_parallel_plan,
-            offload_state=offload_state,
-            alpha=alpha,
-            plan_memory=plan_memory,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            spill_path=None if spill_path is None else str(spill_path),
-            spill_memory=spill_memory,
-            slice_tokens=slice_tokens,
-            host_backed=host_backed,
-            storage=storage,
-            loss_chunk_tokens=loss_chunk_tokens,
-            layers=layers,
-            attention=attention,
-            schedule=schedule,
-            plan=None if plan is None else str(plan),
-            check_restored=check_restored,
-        )
-        check_available(attention)
-        if plan is not None and not Path(plan).is_file():
-            raise ValueError(f'plan="{plan}": no such file; give one that Plan.save wrote, or None to profile')
-        if spill_path is not None:
-            open_unnamed(Path(str(spill_path))).close()
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        # Not `_accelerator`: where that is set, Lightning tells of devices, and not that the strategy is another's.
+        config = MemoConfig.of(locals())
+        _check_machine(config)
+        super().__init__(config, timeout, process_group_backend)
+        # A name of its own, because with `_accelerator` set, Lightning's refusal of this strategy names devices only.
         self._given_accelerator: Accelerator | None = None
         self.engine: Engine | None = None
         self._test_mode = test_mode
-        self._planning: PlanAfterFirstStep | None = None
-        self._callback: Callback | None = None
-        self.memory: PlanMemory | None = None
-        self._retry: OutOfMemoryRetry | None = None
-        self._processes: Processes | None = None
-        self._active = contextlib.ExitStack()
+        self._runtime: TrainingRuntime | None = None
+        self._callback: RuntimeCallback | None = None
 
     def __repr__(self) -> str:
-        # Fabric and `pytorch_lightning.Trainer` refuse this strategy and print it: the one place to say what to do.
+        # Fabric and `pytorch_lightning.Trainer` refuse this strategy and print it. This is the place to say what to do.
         hint = "needs lightning.pytorch.Trainer, not Fabric or pytorch_lightning"
         return f"<MemoStrategy alpha={self.config.alpha}; {hint}>"
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force; `None` until the first batch is over."""
-        return None if self._planning is None else self._planning.plan
+        return None if self._runtime is None else self._runtime.plan
+
+    @property
+    def memory(self) -> MemoryPlanner | None:
+        """The memory plan of the fit and its counters; `None` without `plan_memory`."""
+        return None if self._runtime is None else self._runtime.memory
 
     def max_sequence_length(
         self,
@@ -214,34 +177,32 @@ class MemoStrategy(CheckpointingStrategy):
         resume: bool = False,
         **trainer: Any,
     ) -> int:
-        """Find the longest sequence that trains on this machine with these settings: by plan, and then by trying.
+        """Find the longest sequence that trains on this machine with these settings, by planning and trying.
 
-        Each length is tried by training steps in another process, on a copy of the module: running out of memory ends
-        nothing, and weights, optimizers and random numbers stay as they are. Scripts that call it need the guard
-        `if __name__ == "__main__":`. Memory is not planned meanwhile (`plan_memory`).
+        Each length is tried by training steps on a copy of the module in another process. Running out of memory is
+        therefore harmless, and weights, optimizers and random numbers stay as they are. Scripts that call this method
+        need the guard `if __name__ == "__main__":`. Memory is not planned in the trials (`plan_memory`).
 
         Args:
-            module: What is going to be trained; it, and `batch_of`, can be pickled.
-            batch_of: Makes the batch for `training_step` of a number of tokens; `None`: random tokens, as `input_ids`
-                and `labels`, `[1, tokens]`, for a module that holds a Hugging Face model.
-            low: The least length of interest.
-            high: The longest.
-            multiple_of: Lengths are multiples of it.
-            steps_per_trial: Optimizer steps at each length.
-            results: A JSON file of all attempts, written after each.
-            resume: Whether to go on with the attempts that `results` holds.
-            trainer: Arguments of `Trainer`, like `accelerator` and `precision`; what is said there of steps, callbacks
-                and loggers is not used.
+            module: The module to train. It has to be picklable, and so has `batch_of`.
+            batch_of: Function that takes a number of tokens and returns a batch for `training_step`. `None` gives
+                random tokens as `input_ids` and `labels`, `[1, tokens]`, to a module that holds a Hugging Face model.
+            low: Shortest length to consider, in tokens.
+            high: Longest length to consider, in tokens.
+            multiple_of: Lengths are multiples of this number.
+            steps_per_trial: Number of optimizer steps at each length.
+            results: JSON file to which all attempts are written, after each of them.
+            resume: Whether to continue with the attempts in `results`.
+            trainer: Arguments of `Trainer`, for example `accelerator` and `precision`. Arguments for steps, callbacks
+                and loggers are ignored.
 
         Returns:
-            Tokens of a sequence. Those of all that were tried are printed as a table.
+            The number of tokens of the longest sequence. A table of all attempts is printed.
 
         Raises:
-            ValueError: A setting is wrong, or nothing fits.
-            RuntimeError: An attempt failed for another reason than memory.
+            ValueError: A setting is wrong, or not even `low` tokens fit.
+            RuntimeError: An attempt failed for another reason than a lack of memory.
         """
-        from lightning_memo.trials.longest_sequence import find_longest  # the search is rarely used
-
         path = None if results is None else Path(results)
         span = (low, high, multiple_of)
         found = find_longest(
@@ -250,7 +211,7 @@ class MemoStrategy(CheckpointingStrategy):
         )  # fmt: skip
         return found.tokens
 
-    # ---- what a trainer gives
+    # ---- what the trainer gives
 
     @property
     @override
@@ -274,87 +235,7 @@ class MemoStrategy(CheckpointingStrategy):
             raise ValueError(f'precision="{plugin.precision}": give one of {", ".join(PRECISIONS)}')
         self._precision_plugin = plugin
 
-    # ---- processes
-
-    @property
-    @override
-    def distributed(self) -> bool:
-        """Whether the run takes part in a process group; one process without ZeRO needs none."""
-        return self.num_processes * self.num_nodes > 1 or self.config.zero_stage > 0 or self.config.offload_state
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Groups of processes that get different data."""
-        return 1 if self._processes is None else self._processes.sizes.data
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which data this process gets; datasets that divide their data by themselves go by it."""
-        return 0 if self._processes is None else self._processes.data_rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:
-            super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
-        if not self.distributed:
-            resolve_sizes(self.config, 1)
-            self.accelerator.setup_device(self.root_device)
-            self.set_world_ranks()
-            # One process reads all the data in the user's own order, as it would without this strategy.
-            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
-            return
-        refuse_averaging(self.lightning_module.trainer.callbacks)
-        self._setup_distributed()
-        if self._processes is None:
-            self._processes = Processes(self.config, self.root_device)
-        self._device_mesh = self.lightning_module._device_mesh = self._processes.mesh
-        if not isinstance(self.precision_plugin, MeshPrecision):
-            self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device)
-
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
-        if self.config.offload_state:
-            return self.precision_plugin.tensor_init_context()
-        # Weights are made on the device. The parent would make them on "meta", and fill them with random ones in setup.
-        return Strategy.tensor_init_context(self, empty_init)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        if self._processes is None or not isinstance(dataloader, DataLoader):
-            return dataloader
-        assert self.lightning_module is not None
-        split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
-        seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
-        return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        assert self.lightning_module is not None
-        training = self.lightning_module.trainer.training
-        if self.config.schedule == "slice" and self._processes is None and training:
-            return batch  # each slice of it goes to the device when its turn comes
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self._processes is not None:
-            batch = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
-        return batch
-
-    @contextlib.contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        assert self.model is not None
-        with accumulating(self.model, self.config.zero_stage):
-            yield
-
-    # ---- the model
+    # ---- the life of the engine
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -363,138 +244,60 @@ class MemoStrategy(CheckpointingStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         if not self.config.offload_state:
             self.model_to_device()
-        if self._processes is not None:
-            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False  # weights that FSDP2 gathers in it could not be trained afterwards
-            self._divide(self._processes, self.model)
+        self._divide_model(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting or (self._processes is not None and self._processes.cuts_tokens):
-            self._start_engine(trainer, self.model, fitting)
+            device, processes = self.root_device, self._processes
+            self.engine = start_engine(self.model, self.config, device, processes, fitting, self._test_mode)
+            if fitting:
+                self._start_runtime(trainer, self.model, self.engine)
 
-    def _divide(self, processes: Processes, model: nn.Module) -> None:
-        steps = ("training_step", "validation_step", "test_step", "predict_step")
-        assert isinstance(self.precision_plugin, MeshPrecision)
-        if processes.sizes.tensor > 1:
-            refuse_liger_shards(model)
-        processes.divide_model(
-            model,
-            layers=lambda: list(find_layers(model, self.config.layers)[1]),
-            mixed=self.precision_plugin.mixed,
-            forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
-        )
-        processes.attach(model, self._active)
-        outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
-        processes.prepare_batches(model, self._bounds, slices_outside=outside)
+    def _start_runtime(self, trainer: pl.Trainer, model: nn.Module, engine: Engine) -> None:
+        run = LightningRun(trainer)
+        self._runtime = TrainingRuntime(engine, model, self.config, self._processes, run)
+        if self._processes is None and run.automatic_optimization:
+            engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._runtime)
+        self._callback = RuntimeCallback(self._runtime)
+        trainer.callbacks.insert(0, self._callback)
 
-    def _bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
-        """Where the slices of a batch's layers are going to end; nothing outside of training, where none are cut."""
+    @staticmethod
+    def _end_on_sigterm(trainer: pl.Trainer, runtime: TrainingRuntime) -> None:
+        """End a long training step on SIGTERM. Lightning looks at signals only between batches.
+
+        Raises:
+            SIGTERMException: As Lightning raises it after a batch.
+        """
+        if trainer.received_sigterm and trainer.training:
+            runtime.abandon_batch()
+            raise SIGTERMException
+
+    @override
+    def _slice_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """Where the slices of a batch end; empty outside of training, where nothing is cut into slices."""
         assert self.lightning_module is not None
         if self.engine is None or not self.lightning_module.trainer.training:
             return ()
         return self.engine.bounds_for(batch, tokens)
 
-    def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
-        _, layers = find_layers(model, self.config.layers)
-        refuse_gradient_checkpointing(model, layers)
-        if fitting and self.config.loss_chunk_tokens is not None:
-            tell_fused_loss(model)
-        processes = self._processes
-        settings = RequestedSettings(
-            attention=cast(Attention | Literal["auto"], self.config.attention),
-            schedule=self.config.schedule,
-            slice_tokens=None if self.config.slice_tokens == "auto" else int(self.config.slice_tokens),
-            host_backed=cast(HostBacked, "all" if self.config.schedule == "slice" else self.config.host_backed),
-            by_kind=self.config.storage == "kinds",
-            spill_path=None if self.config.spill_path is None else Path(self.config.spill_path),
-            test_mode=self._test_mode,
-            check_restored=self.config.check_restored,
-        )
-        sharing = None
-        if processes is not None:
-            sharing = TokenSharing(
-                processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
-            )
-        self.engine = engine = Engine(model, list(layers), self.root_device, settings, sharing)
-        engine.attach()
-        tell_resting(engine.resting)
-        if not fitting:
-            return
-        self._chunk_loss(model)
-        self._planning = PlanAfterFirstStep(engine, self.config, None if processes is None else processes.ranks)
-        self.memory = PlanMemory(engine, self._planning) if self.config.plan_memory else None
-        self._retry = OutOfMemoryRetry(engine, self._planning, self.memory, alone=processes is None)
-        # Several processes would have to agree each time.
-        host = WatchHost(engine, self._planning) if processes is None else None
-        device = WatchDevice(engine, self._planning) if self.config.device_memory is not None else None
-        if processes is None and trainer.lightning_module.automatic_optimization:
-            engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._retry)
-        # First of all callbacks, so that what the others do after a step lies outside of it.
-        self._callback = Together([each for each in (host, self._planning, self.memory, device) if each is not None])
-        trainer.callbacks.insert(0, self._callback)
-
-    @staticmethod
-    def _end_on_sigterm(trainer: pl.Trainer, retry: OutOfMemoryRetry) -> None:
-        """End a training step that Lightning, which looks at signals between batches, would let go on for minutes.
-
-        Raises:
-            SIGTERMException: As Lightning raises after the batch.
-        """
-        if trainer.received_sigterm and trainer.training:
-            retry.rewind()
-            raise SIGTERMException
-
-    def _chunk_loss(self, model: nn.Module) -> None:
-        if self.config.loss_chunk_tokens is None:
-            return
-        sizes = None if self._processes is None else self._processes.sizes
-        for undo in attach_chunked_loss(
-            model,
-            self.config.loss_chunk_tokens,
-            shards=1 if sizes is None else sizes.shards,
-            vocabulary_parts=sizes.tensor if sizes is not None and self.config.loss_parallel else 1,
-        ):
-            self._active.callback(undo)
-
-    # ---- a step
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(super().training_step, *args, **kwargs)
-        assert self.lightning_module is not None
-        return step() if self._retry is None else self._retry.forward(self.lightning_module.trainer, step)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        backward = functools.partial(super().backward, closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
-        return backward() if self._retry is None else self._retry.backward(self.lightning_module.trainer, backward)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if self._retry is not None:
-            assert self.lightning_module is not None
-            closure = functools.partial(self._retry.step, self.lightning_module.trainer, closure)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
     def _stop_engine(self) -> None:
-        if self.memory is not None:
-            self.memory.close(self.lightning_module)
-        if self.engine is not None:
+        if self._runtime is not None:
+            self._runtime.close(self.lightning_module)
+        elif self.engine is not None:
             self.engine.detach()
         if self.lightning_module is not None:
             callbacks = self.lightning_module.trainer.callbacks
             callbacks[:] = [callback for callback in callbacks if callback is not self._callback]
-        self._active.close()
+        self._release_model()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._stop_engine()
         explain_lost_process(exception, self.global_rank)
         if isinstance(exception, KeyboardInterrupt):
-            # A notebook keeps it, and the frames that it went through would keep the activations of a step.
+            # A notebook keeps the exception, and the frames in its traceback would keep the activations of a step.
             exception.__traceback__ = None
         super().on_exception(exception)
 
@@ -502,3 +305,34 @@ class MemoStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         self._stop_engine()
         super().teardown()
+
+    # ---- a step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = functools.partial(super().training_step, *args, **kwargs)
+        return step() if self._runtime is None else self._runtime.forward(step)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        backward = functools.partial(super().backward, closure_loss, optimizer, *args, **kwargs)
+        return backward() if self._runtime is None else self._runtime.backward(backward)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if self._runtime is not None:
+            closure = functools.partial(self._runtime.step, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+
+def _check_machine(config: MemoConfig) -> None:
+    """Refuse settings that this machine cannot follow.
+
+    Raises:
+        ValueError: The attention kernel is not installed, the plan does not exist, or the disk cannot be used.
+    """
+    check_available(config.attention)
+    if config.plan is not None and not Path(config.plan).is_file():
+        raise ValueError(f'plan="{config.plan}": no such file; give one that Plan.save wrote, or None to profile')
+    if config.spill_path is not None:
+        open_unnamed(Path(config.spill_path)).close()

@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_memo.train [overrides]`` trains, ``-m`` sweeps over comma-separated values."""
+"""Command line ``python -m lightning_memo.train [overrides]``: one training run, or a sweep with ``-m``."""
 
 if __name__ == "__main__":  # before the imports that take seconds
     from lightning_memo.cli.prepare_process import prepare_process
@@ -27,14 +27,14 @@ from lightning_memo.callbacks.step_stats import StepStats
 from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
 from lightning_memo.cli.launch import arguments_of_process, ending_together
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.runs.assemble import (
+from lightning_memo.cli.runs.baselines import measure_baselines
+from lightning_memo.cli.runs.build_run import (
     build_trainer,
     check_data,
     count_processes,
     module_settings,
     trainer_settings,
 )
-from lightning_memo.cli.runs.compare import measure_baselines
 from lightning_memo.cli.runs.earlier_metrics import EarlierMetrics
 from lightning_memo.cli.runs.training_job import run_training_job
 from lightning_memo.cli.sweeps.job_processes import is_separate_job
@@ -47,37 +47,37 @@ from lightning_memo.utils.process_rank import is_rank_zero
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a finished training run leaves behind."""
+    """Results of a finished training run."""
 
     stats: StepStats
     processes: int
     val_loss: float | None
     peak_device_bytes: int | None
     alpha: float | None = None
-    """Fraction of the tokens whose activations were swapped; None: all stayed on the device."""
+    """Fraction of the tokens whose activations were swapped, or None if all stayed on the device."""
     host_bytes: int = 0
     spill_bytes: int = 0
     memory: MemoryUse | None = None
-    """What became of the requests for memory; None where none were planned."""
+    """How the requests for memory were served, or None if memory was not planned."""
 
 
 def train(cfg: DictConfig) -> RunSummary:
     """Trains as configured, prints the results and returns them.
 
     Args:
-        cfg: The composed configuration, see ``conf/train.yaml``.
+        cfg: Composed configuration, see ``conf/train.yaml``.
 
     Raises:
         ValueError: A setting is not allowed, or data or a checkpoint is missing.
     """
-    # Batches are views of text in memory: worker processes would only cost.
+    # Batches are views of text in memory, so worker processes have no benefit.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own use of torch
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning's use of torch
     if not is_rank_zero():
-        warnings.simplefilter("ignore")  # the first one gives them, too
+        warnings.simplefilter("ignore")  # rank zero gives the same warnings
     seed_everything(cfg.seed, verbose=False)
     model = ModelConfig(**module_settings(cfg)["model"])
-    load_hf_config(model)  # before the text is read
+    load_hf_config(model)  # fails before the text is read
     data: SequenceDataModule = instantiate(cfg.data)
     with settings_of("data"):
         data.check_model(model.path)
@@ -108,29 +108,29 @@ def train(cfg: DictConfig) -> RunSummary:
 
 
 def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
-    """Trains, and reads what the strategy planned, if it plans.
+    """Trains, and reads the plan of the strategy, if there is one.
 
     Raises:
         ValueError: A setting is not allowed.
     """
     ckpt_path = cfg.ckpt_path
-    goes_on = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
+    resumes = ckpt_path is not None and Path(ckpt_path).is_relative_to(Path(cfg.paths.output_dir).resolve())
     settings = module_settings(cfg)
     with settings_of("data"):
         check_vocabulary(ModelConfig(**settings["model"]), data.vocab_size)
-    stats, earlier = StepStats(goes_on=goes_on), EarlierMetrics()
+    stats, earlier = StepStats(goes_on=resumes), EarlierMetrics()
     trainer = build_trainer(cfg, stats, earlier)
     processes = count_processes(trainer)
     check_data(data, trainer)
-    if goes_on:
+    if resumes:
         earlier.read(trainer.loggers)
-        warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory")  # nothing of it is lost
+        warnings.filterwarnings("ignore", message="(Experiment logs|Checkpoint) directory")
     else:
         for logger in trainer.loggers:
             logger.log_metrics({"unigram_entropy": data.unigram_entropy}, step=0)
     with ending_together(trainer.strategy.launcher, with_parent=is_separate_job()):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
-    data.trainer = None  # it holds the model, and what follows needs the memory
+    data.trainer = None  # releases the model, because the comparison needs the memory
     val_loss = trainer.callback_metrics.get("val_loss")
     fitted = Fitted(
         stats,
@@ -146,7 +146,7 @@ def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
 
 
 def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
-    # The two rounding buffers stay on the device between steps, so the peak within a step lacks them.
+    # The measured peak of a step excludes the two rounding buffers, which stay on the device between steps.
     peak = fitted.peak_device_bytes
     return replace(
         fitted,
@@ -158,9 +158,11 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
 
 
 def compare(cfg: DictConfig, data: SequenceDataModule, fitted: Fitted) -> list[Measurement]:
-    """Returns rows for plain training, full recomputation and the run, in this order; none with several processes."""
+    """Returns rows for plain training, full recomputation and the run, or no rows with several processes."""
     if fitted.processes > 1:
-        rank_zero_warn(f"compare=true compares runs in one process, and this one had {fitted.processes}: left out.")
+        rank_zero_warn(
+            f"compare=true needs a run in one process, but this run has {fitted.processes}: the comparison is left out."
+        )
         return []
     gc.collect()
     batch = next(iter(data.train_dataloader()))
@@ -171,7 +173,7 @@ def compare(cfg: DictConfig, data: SequenceDataModule, fitted: Fitted) -> list[M
 
 
 def print_results(summary: RunSummary, rows: list[Measurement], memory: MemoryUse | None) -> None:
-    """Prints the losses beside the entropy of the text, and what was compared and how memory was used, if it was."""
+    """Prints the memory table, the comparison and the losses, with the unigram entropy of the text."""
     console = Console()
     if memory is not None:
         console.print(memory_table(memory))
@@ -187,29 +189,29 @@ def print_results(summary: RunSummary, rows: list[Measurement], memory: MemoryUs
 
 
 def task(cfg: DictConfig) -> None:
-    """What Hydra runs: a single run, or each job of a sweep."""
+    """The task of Hydra: a single run, or each job of a sweep."""
     summary = run_training_job(cfg, train)
     if is_separate_job() and summary.status == "failed":
         raise SystemExit(1)
 
 
 def main() -> None:
-    """Runs one job, or a sweep; a sweep with failed jobs ends with status 1, after its report.
+    """Runs one job, or a sweep. A sweep with failed jobs ends with status 1 after its report.
 
-    What SIGTERM ended has the status of shells for that, 143; Lightning's own would be 0. An interrupt stays one, which
-    is status 130; Lightning makes it 1.
+    After SIGTERM the exit status is 143, as in shells; Lightning's status would be 0. After an interrupt it is 130;
+    Lightning's status would be 1.
     """
 
     def command() -> None:
         sys.argv[1:] = arguments_of_process(sys.argv[1:])
         try:
             hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
-        except OSError as error:  # of a run itself, the job tells
+        except OSError as error:  # the job reports errors of the run itself
             if isinstance(error, HydraException):
                 raise
             raise ValueError(
-                f"{error.filename}: {error.strerror}: a run's folder is made there; give paths.root=FOLDER, one that"
-                " can be written"
+                f"{error.filename}: {error.strerror}: cannot create the folder of the run; give a writable folder as "
+                "paths.root=FOLDER"
             ) from error
 
     try:
@@ -224,8 +226,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     # What launchers like submitit's send to other processes has to be found there by the module's own name.
-    from lightning_memo.cli.interrupts import exit_on_interrupt
+    # Launchers such as submitit pickle the task, so that its functions must be importable by the module's real name.
     from lightning_memo.train import main as _main
 
-    exit_on_interrupt()
     _main()

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import sys
@@ -22,12 +23,16 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """Tests neither see nor fill the user's cache; workers share theirs, so that libraries are compiled once."""
+def own_cache(request, tmp_path_factory):
+    """Tests neither see nor fill the user's cache. Workers share one, and libraries are kept for later test runs."""
     base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    if request.config.pluginmanager.has_plugin("cacheprovider"):
+        (cache / "lightning_memo").mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # another worker was first
+            (cache / "lightning_memo" / "native").symlink_to(request.config.cache.mkdir("native"))
     with pytest.MonkeyPatch.context() as patch:
-        shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

@@ -1,1 +1,1 @@
-"""Training steps by many methods side by side: each combination of method, model and length is a cell."""
+"""Training steps with many methods: each combination of method, model and length is a cell."""

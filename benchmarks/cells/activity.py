@@ -1,4 +1,4 @@
-"""What a GPU did in a step, by PyTorch's profiler: kernels, copies to and from the host, and copies with no kernel."""
+"""The activity of a GPU in a step, from PyTorch's profiler: kernels, copies, and copies without kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COPIES = {"copy_out": "DtoH", "copy_in": "HtoD"}
 
 @contextlib.contextmanager
 def recording(device: torch.device) -> Iterator[list[tuple[str, float, float]]]:
-    """Inside, what a GPU does is recorded: names, starts and stops in seconds; nothing on a CPU."""
+    """Records the activity of a GPU inside the block, as names, starts and stops in seconds; nothing on a CPU."""
     events: list[tuple[str, float, float]] = []
     if device.type != "cuda":
         yield events
@@ -30,13 +30,13 @@ def recording(device: torch.device) -> Iterator[list[tuple[str, float, float]]]:
 
 
 def summary(events: Iterable[tuple[str, float, float]]) -> dict[str, float] | None:
-    """Seconds of kernels, of copies by direction, of copies beside which no kernel ran, and of nothing at all.
+    """Returns the seconds of kernels, of copies by direction, of copies during which no kernel runs, and of idle time.
 
     Args:
-        events: Names, starts and stops of what the device did.
+        events: Names, starts and stops of the device's activity.
 
     Returns:
-        `None` if nothing was recorded.
+        The seconds by kind, or `None` if nothing was recorded.
     """
     kernels: list[Interval] = []
     copies: dict[str, list[Interval]] = {name: [] for name in _COPIES}
@@ -57,7 +57,7 @@ def summary(events: Iterable[tuple[str, float, float]]) -> dict[str, float] | No
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The times that at least one interval covers, in order and apart."""
+    """Merges intervals into sorted intervals that do not overlap."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -68,5 +68,5 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Sequence[Interval]) -> float:
-    """How long intervals that are apart are together."""
+    """Returns the total length of intervals that do not overlap."""
     return sum(stop - start for start, stop in intervals)

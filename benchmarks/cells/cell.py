@@ -1,4 +1,4 @@
-"""What is measured in one process, and the file that its result is kept in."""
+"""A cell, which is measured in one process, and the file with its result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Final
 from lightning_memo.utils.files import replacing
 
 Result = dict[str, Any]
-"""What the JSON file of a cell holds."""
+"""The content of the JSON file of a cell."""
 
 UNFINISHED: Final = ("error", "unavailable")
-"""States that the next run may change: a bug is mended, a package installed."""
+"""States that the next run may change, because a bug was fixed or a package was installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,16 +21,16 @@ class Cell:
     """Some steps of one method.
 
     Attributes:
-        method: A name of `methods.METHODS`.
-        tokens: Of the sequence; the batch is one sequence.
-        model: A file of `conf/model`; its weights are random.
-        layers: How many of its layers; `None`: all.
-        tuning: "full": all weights are trained; "lora": adapters of rank 16 on all linear layers.
+        method: A name in `methods.METHODS`.
+        tokens: Length of the sequence; the batch has one sequence.
+        model: A file in `conf/model`; its weights are random.
+        layers: Number of layers of the model; `None` means all.
+        tuning: "full" trains all weights; "lora" trains adapters of rank 16 on all linear layers.
         device: "cuda" or "cpu".
-        attention: The kernel, the same for all methods: "sdpa" is PyTorch's flash attention, "cudnn" cuDNN's.
-        loss: "chunked": no method ever holds the logits of all tokens; "whole": as Hugging Face computes it.
-        allocator: Of PyTorch's settings for the device's memory, "native" or "expandable_segments".
-        slice_tokens: Longest slice of the methods that run many.
+        attention: Kernel of all methods: "sdpa" is PyTorch's flash attention, "cudnn" cuDNN's.
+        loss: "chunked" never holds the logits of all tokens; "whole" is Hugging Face's loss.
+        allocator: PyTorch's setting for device memory, "native" or "expandable_segments".
+        slice_tokens: Longest slice of the methods that use many slices.
     """
 
     method: str
@@ -46,7 +46,7 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """What is compared has this in common, and its length."""
+        """Name that cells have in common if they are compared at each length."""
         layers = "all" if self.layers is None else self.layers
         usual = {"attention": "sdpa", "loss": "chunked", "allocator": "native"}
         special = [f"-{getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def path(self) -> Path:
-        """Of its file within the folder of a device."""
+        """Path of the file within the folder of a device."""
         slices = f"-{self.slice_tokens}" if self.method == "memo_slices" else ""
         return Path(self.group) / f"{self.tokens:08d}-{self.method}{slices}.json"
 
@@ -64,11 +64,11 @@ class Effort:
     """How long a cell is measured.
 
     Attributes:
-        warmup: Untimed steps, once what a method does in its first ones is over.
+        warmup: Untimed steps after the first steps, in which a method settles.
         repeats: Timed steps.
-        settle_seconds: How long a method may take for its first ones, planning of memory above all.
-        seconds: The whole cell; it is ended then.
-        prime_tokens: Of a first, shorter sequence, which brings the optimizer's state to be; 0: there is none.
+        settle_seconds: Longest time for the first steps, in particular for planning memory.
+        seconds: Longest time for the cell; it is then ended.
+        prime_tokens: Length of a first, shorter sequence that creates the optimizer's state; 0 means none.
         observe: Whether one more step is recorded.
     """
 
@@ -81,23 +81,23 @@ class Effort:
 
 
 def load(folder: Path, cell: Cell) -> Result | None:
-    """The result of a cell in the folder of a device; `None` if there is none."""
+    """Returns the result of a cell in the folder of a device, or `None` if there is none."""
     path = folder / cell.path
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def finished(result: Result | None, seconds: float) -> bool:
-    """Whether a cell needs no more measuring; one that took too long does where it may take longer now."""
+    """Returns whether a cell needs no more measuring. A cell that timed out does, if it now has more time."""
     if result is None or result["status"] in UNFINISHED:
         return False
     return bool(result["status"] != "timeout" or result["effort"]["seconds"] >= seconds)
 
 
 def save(folder: Path, cell: Cell, effort: Effort, result: Result) -> None:
-    """Keep the result of a cell.
+    """Saves the result of a cell.
 
     Raises:
-        OSError: The file can't be written.
+        OSError: The file cannot be written.
     """
     content = {"cell": asdict(cell), "effort": asdict(effort), **result}
     with replacing(folder / cell.path) as unfinished:
@@ -105,10 +105,10 @@ def save(folder: Path, cell: Cell, effort: Effort, result: Result) -> None:
 
 
 def load_all(folder: Path) -> list[Result]:
-    """All results below a folder, in the order of their paths.
+    """Reads all results below a folder, in the order of their paths.
 
     Raises:
-        ValueError: A file is no result of a cell.
+        ValueError: A file is not the result of a cell.
     """
     results = []
     for path in sorted(folder.glob("*/*.json")):

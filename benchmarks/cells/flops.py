@@ -1,7 +1,7 @@
-"""FLOPs of a training step: what the model needs, and what a method has the hardware do.
+"""FLOPs of a training step: those that the model needs, and those that a method makes the hardware compute.
 
-By the usual convention attention is causal, and its backward takes twice its forward. Frozen weights have no gradient:
-with adapters, a token is multiplied by a weight twice, not three times.
+By the usual convention, attention is causal, and its backward pass counts twice its forward pass. Frozen weights have
+no gradient: with adapters, a token is multiplied by a weight twice instead of three times.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class StepFlops:
     """FLOPs of a step.
 
     Attributes:
-        model: Nothing recomputed; MFU is this over the time and the peak.
-        hardware: With what is recomputed; `None` where that is not known.
+        model: Without recomputed operations; MFU is this number divided by the time and the peak.
+        hardware: With recomputed operations; `None` if they are not known.
     """
 
     model: float
@@ -27,19 +27,19 @@ class StepFlops:
 
 
 def shape_of(cell: Cell) -> ModelShape:
-    """Of the cell's model, with as many layers as the cell has."""
+    """Returns the shape of the cell's model, with the number of layers of the cell."""
     shape = load_model(cell.model)
     return shape if cell.layers is None else replace(shape, layers=cell.layers)
 
 
 def step_flops(cell: Cell, trained: float = 1.0, alpha: float | None = None, by_kind: bool = False) -> StepFlops:
-    """FLOPs of a step of a cell.
+    """Returns the FLOPs of a step of a cell.
 
     Args:
-        cell: What is trained, and how.
-        trained: Share of the weights that get a gradient.
-        alpha: Of the plan in force; `None` if nothing is swapped or recomputed by the engine.
-        by_kind: Whether the plan says kind by kind what is recomputed.
+        cell: The cell.
+        trained: Share of the weights that have a gradient.
+        alpha: Alpha of the active plan; `None` if the engine swaps and recomputes nothing.
+        by_kind: Whether the plan decides by kind of tensor what is recomputed.
     """
     shape = shape_of(cell)
     model = shape.model_flops(cell.tokens, trained)
@@ -47,7 +47,7 @@ def step_flops(cell: Cell, trained: float = 1.0, alpha: float | None = None, by_
 
 
 def _recomputed(method: str, shape: ModelShape, tokens: int, alpha: float | None) -> float:
-    """FLOPs of what the layers compute again."""
+    """Returns the FLOPs that the layers recompute."""
     if alpha is not None:
         return (1.0 - alpha) * shape.recomputed_flops(tokens)
     attention = shape.layers * shape.attention_flops(tokens)

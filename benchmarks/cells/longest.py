@@ -1,4 +1,4 @@
-"""The longest sequence that a method trains, by trying: each length that is tried is a cell like the others."""
+"""The longest sequence that a method can train, found by trying. Each tried length is an ordinary cell."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_memo.trials.length_search import Attempt, LengthSearch
 
 
 def next_length(folder: Path, cell: Cell, low: int, high: int, multiple_of: int) -> int | None:
-    """The length to try next, by the results that are there; `None` when it is known what fits.
+    """Returns the length to try next, given the existing results, or `None` if the longest length is known.
 
     Args:
-        folder: Of the device.
-        cell: What is trained; its length is of no consequence.
-        low: The least length of interest.
-        high: The longest.
-        multiple_of: What lengths are multiples of.
+        folder: Folder of the device.
+        cell: The cell; its length is not used.
+        low: Shortest length.
+        high: Longest length.
+        multiple_of: Lengths are multiples of this number.
 
     Raises:
         ValueError: There is no such length.
@@ -32,7 +32,7 @@ def next_length(folder: Path, cell: Cell, low: int, high: int, multiple_of: int)
 
 
 def attempt_of(tokens: int, result: Result) -> Attempt:
-    """What a result says of a length. One that took too long ends the search like one that does not fit."""
+    """Returns whether a result counts as fitting. A timeout ends the search like a length that does not fit."""
     memory = result.get("memory") or {}
     return Attempt(
         tokens=tokens,

@@ -8,7 +8,7 @@ import torch
 
 
 def of_host() -> dict[str, int | None]:
-    """Most of the host that the process held at once."""
+    """Returns the peak host memory of the process."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -18,14 +18,14 @@ def of_host() -> dict[str, int | None]:
 
 
 def begin_peaks(device: torch.device) -> None:
-    """Peaks of the device, and counts, begin anew."""
+    """Resets the device's peaks and counters."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def of_device(device: torch.device) -> dict[str, int | None]:
-    """Peaks of PyTorch's allocators since `begin_peaks`, and how often the device's had to give blocks back."""
+    """Returns the peaks of PyTorch's allocators since `begin_peaks`, and the retries of the device's allocator."""
     if device.type != "cuda":
         return dict.fromkeys(
             ("peak_allocated_bytes", "peak_reserved_bytes", "total_bytes", "alloc_retries", "peak_pinned_bytes")

@@ -13,14 +13,14 @@ from lightning_memo import MemoStrategy
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train: a peer's, or this project's strategy with some settings.
+    """A training method: one of another project, or this project's strategy with some settings.
 
     Attributes:
-        label: What tables call it.
-        attach: Puts a peer's way around the model; `None`: the strategy does it.
-        settings: Of `MemoStrategy`.
-        sliced: Whether slices are at most as long as the cell says.
-        own_loss: Whether it brings a loss that never holds all logits.
+        label: Name in tables.
+        attach: Puts a method of another project around the model; `None` if the strategy does it.
+        settings: Settings of `MemoStrategy`.
+        sliced: Whether the slices have the length given by the cell.
+        own_loss: Whether the method has its own loss that never holds all logits.
     """
 
     label: str
@@ -34,7 +34,7 @@ class Method:
         return self.attach is None
 
     def strategy(self, cell: Cell) -> Any:
-        """Of Lightning's trainer."""
+        """Returns the strategy for Lightning's Trainer."""
         if not self.is_memo:
             return "auto"
         slices = {"slice_tokens": cell.slice_tokens} if self.sliced else {}
@@ -53,7 +53,7 @@ METHODS: Final = {
     "async_offload": Method("async offload", peers.attach_async_offload),
     "checkpointing_async_offload": Method("checkpointing + async offload", peers.attach_checkpointing_async_offload),
     "alst": Method("DeepSpeed ALST", peers.attach_alst, own_loss=True),
-    # Alphas are compared with each other and with the planner's choice of them, memory unplanned in all.
+    # Alphas are compared with each other and with the planner's choice, all without planned memory.
     **{
         f"memo_alpha_{alpha:g}": _memo(f"Memo, alpha {alpha:g}", alpha=alpha, plan_memory=False)
         for alpha in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
@@ -67,10 +67,10 @@ METHODS: Final = {
 
 
 def method_of(cell: Cell) -> Method:
-    """The method of a cell.
+    """Returns the method of a cell.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no method of that name.
     """
     if cell.method not in METHODS:
         raise ValueError(f"method {cell.method!r} is not known: give some of {', '.join(METHODS)}")

@@ -1,4 +1,4 @@
-"""The FLOP/s that a GPU is measured against."""
+"""The peak FLOP/s of a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Peak:
     """Dense bf16 FLOP/s.
 
     Attributes:
-        source: Where the number is from.
+        source: Origin of the number.
     """
 
     flops: float
@@ -26,7 +26,7 @@ class Peak:
 
 
 def peak_of(device: torch.device) -> Peak | None:
-    """What the maker says of a GPU, or else what a large product of matrices reaches; `None` on a CPU."""
+    """Returns the manufacturer's value for a GPU, or else the speed of a large matrix product; `None` on a CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -34,7 +34,7 @@ def peak_of(device: torch.device) -> Peak | None:
 
 
 def specified(name: str, memory_bytes: int) -> Peak | None:
-    """The peak in the file of `conf/cluster` for a GPU of such a name, with about so much memory; `None`: no file."""
+    """Returns the peak from the file in `conf/cluster` that matches the name and memory of a GPU, or `None`."""
     words = name.upper().replace("-", " ").split()
     found = [cluster for cluster in preset_names("cluster") if cluster.partition("_")[0].upper() in words]
     if not found:

@@ -1,7 +1,7 @@
-"""Which cells are measured, in which order, and how long.
+"""Which cells are measured, in which order, and for how long.
 
-Methods at one length come one after the other, and short lengths first: what is there when a run is cut short can be
-compared. Longer steps are repeated less.
+Methods at one length run one after the other, and short lengths first, so that the results of an interrupted run can be
+compared. Longer steps are repeated less often.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
 ALL: Final = (*MAIN, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")
 BOUND_LAYERS: Final = (1, 2)
-"""Plain training of so few layers has memory to spare; the difference is what a layer takes at least."""
+"""Numbers of layers with which plain training fits; the difference is the least time of one layer."""
 
 _K: Final = 1024
 FITS: Final = Effort(warmup=0, repeats=1, settle_seconds=1, seconds=560, prime_tokens=4 * _K, observe=False)
-"""What shows that a length fits, with the optimizer's state there."""
+"""Steps that show whether a length fits, including the optimizer's state."""
 
 
 def grid(
     cells: Iterable[Cell], methods: Sequence[str], lengths: Sequence[int], effort: Effort | None = None
 ) -> Iterator[Work]:
-    """Every cell by every method at every length.
+    """Returns every cell, for each method at each length.
 
     Args:
-        cells: What their methods and lengths take the place of.
-        methods: In the order in which they run.
-        lengths: Tokens.
-        effort: `None`: what goes with the length.
+        cells: Cells whose method and length are replaced.
+        methods: The methods, in the order in which they run.
+        lengths: Sequence lengths in tokens.
+        effort: How long a cell is measured; `None` chooses by length.
     """
     cells = list(cells)
     for tokens in sorted(lengths):
@@ -48,13 +48,13 @@ def grid(
 
 
 def bounds(cell: Cell, lengths: Sequence[int], effort: Effort | None = None) -> Iterator[Work]:
-    """What tells how fast a cell's model could be with memory to spare."""
+    """Returns the cells that determine the shortest possible step of a cell's model."""
     few = [replace(cell, layers=layers) for layers in BOUND_LAYERS]
     return grid(few, ("plain",), lengths, effort)
 
 
 def effort_at(tokens: int) -> Effort:
-    """How long a length is measured."""
+    """Returns how long a cell of a length is measured."""
     if tokens <= 32 * _K:
         return Effort()
     if tokens <= 128 * _K:
@@ -63,7 +63,7 @@ def effort_at(tokens: int) -> Effort:
 
 
 def most_important() -> list[Work]:
-    """What is worth most on a GPU that is there for half an hour; the first of it first."""
+    """Returns the most important cells for a GPU that is available for half an hour, the most important first."""
     few, whole = Cell(method="", tokens=0, model="llama3_8b", layers=8), Cell(method="", tokens=0, model="llama3_2_1b")
     unplanned = [replace(few, allocator=allocator) for allocator in ("native", "expandable_segments")]
     work: list[Work] = []
@@ -81,7 +81,7 @@ def most_important() -> list[Work]:
 
 
 def smoke() -> list[Work]:
-    """All methods with a tiny model on a CPU, in two minutes."""
+    """Returns cells with a tiny model for all methods on a CPU, which take two minutes."""
     cell = Cell(method="", tokens=0, model="llama_tiny", layers=4, device="cpu", slice_tokens=64)
     effort = Effort(warmup=1, repeats=2, settle_seconds=5, seconds=60)
     adapters = replace(cell, tuning="lora")

@@ -1,4 +1,4 @@
-"""A process for each cell: whatever happens in it ends with it, running out of memory included."""
+"""A process for each cell, so that a failure, such as running out of memory, ends only that cell."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _KILLED = "the process was ended by SIGKILL, as the kernel does where the host's
 
 
 def run_cell(cell: Cell, effort: Effort, seconds: float, command: Sequence[str]) -> Result:
-    """Measure a cell in a process of its own.
+    """Measures a cell in its own process.
 
     Args:
-        cell: It.
-        effort: How many steps.
-        seconds: After which the process is ended.
-        command: What is told as the command that measured it.
+        cell: The cell.
+        effort: How many steps are measured.
+        seconds: Time limit of the process.
+        command: The command that is recorded in the result.
 
     Returns:
-        Its result: `status` is "ok", "oom" (of the device), "oohm" (of the host), "timeout", "unavailable", or "error";
-        `reason` says more. What was measured before it ended is there.
+        The result. Its `status` is "ok", "oom" (device), "oohm" (host), "timeout", "unavailable" or "error", and
+        `reason` has details. It includes everything that was measured before the process ended.
     """
     context = _quickly_started()
     pipe, there = context.Pipe(duplex=False)
@@ -63,10 +63,10 @@ def run_cell(cell: Cell, effort: Effort, seconds: float, command: Sequence[str])
 
 
 def device_name(device: str) -> str:
-    """What a device calls itself; asked by a process of its own, because who asks holds some of a GPU's memory.
+    """Returns the name of a device. A separate process reads it, because reading it takes some memory of a GPU.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such device.
     """
     context = _quickly_started()
     pipe, there = context.Pipe(duplex=False)
@@ -91,10 +91,10 @@ def _send_name(pipe: Connection, device: str) -> None:
 
 
 def _quickly_started() -> Any:
-    """How processes are started: from one that has imported everything, and has not touched the device."""
+    """Returns a context whose processes start from one that has imported everything but not touched the device."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a library that asks for GPUs must not start CUDA before a fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a library that looks for GPUs must not start CUDA before a fork
     here, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     if here not in path.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [path])])
@@ -102,7 +102,7 @@ def _quickly_started() -> Any:
 
 
 def _receive(pipe: Connection, deadline: float) -> tuple[Result, bool]:
-    """What the process told last, and whether it came to an end before the deadline."""
+    """Returns the last report of the process, and whether it finished before the deadline."""
     known: Result = {}
     with contextlib.suppress(EOFError, OSError):
         while pipe.poll(max(deadline - time.monotonic(), 0.0)):
@@ -112,7 +112,7 @@ def _receive(pipe: Connection, deadline: float) -> tuple[Result, bool]:
 
 
 def _end(process: Any) -> None:
-    """With all that it started."""
+    """Ends a process with all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -125,13 +125,13 @@ def _how_it_ended(status: int | None) -> Result:
 
 
 def _serve(pipe: Connection, cell: Cell, effort: Effort, command: list[str], output: Path) -> None:
-    os.setsid()  # what this process starts, compilers for example, ends with it
+    os.setsid()  # processes that it starts, for example compilers, end with it
     exit_with_parent(output.parent)
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel's first choice
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the OOM killer's first choice
     sys.argv = command
     tempfile.tempdir = str(output.parent)  # removed with it, even if this process is killed
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -156,7 +156,7 @@ def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
         return {"status": "unavailable", "reason": str(error)}
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if _DRIVER_REFUSES in reason:  # the allocator of the device tells it in other words: this was pinned memory
+        if _DRIVER_REFUSES in reason:  # pinned memory; the device allocator has another message
             return {"status": "oohm", "reason": reason}
         if is_out_of_memory(error):
             return {"status": "oom" if "CUDA" in reason else "oohm", "reason": reason}

@@ -1,4 +1,4 @@
-"""Measures cells one after the other, keeps what comes out, and skips what is there."""
+"""Measures cells one after the other, saves their results, and skips cells that have one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from cells.cell import Cell, Effort, Result, finished, load, save
 from cells.process import device_name, run_cell
 
 _LEAST_SECONDS = 20.0
-"""A cell is not worth starting with less."""
+"""Shortest remaining time in seconds for which another cell is started."""
 
 
 class Run:
-    """One command.
+    """The cells of one command.
 
     Args:
         output: Folder of the results, with a folder for each device.
-        budget_seconds: Of the whole command: a cell that it ends is not kept, unless it had all of it.
+        budget_seconds: Time for the whole command. A cell that is interrupted by it is not saved, unless it had all of
+            it.
 
     Attributes:
-        attempted: Cells that were measured.
-        failed: Those of them that ended in an error.
+        attempted: Number of cells that were measured.
+        failed: Number of measured cells that ended with an error.
     """
 
     def __init__(self, output: Path, budget_seconds: float) -> None:
@@ -35,21 +36,21 @@ class Run:
         self._devices: dict[str, str] = {}
 
     def folder(self, device: str) -> Path:
-        """Of the results on a device.
+        """Returns the folder of the results on a device.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such device.
         """
         if device not in self._devices:
             self._devices[device] = file_name(device_name(device))
         return self._output / self._devices[device]
 
     def measure(self, cell: Cell, effort: Effort) -> bool:
-        """Measure a cell if its result is not there; whether there was time.
+        """Measures a cell if it has no result, and returns whether there was time.
 
         Raises:
             ValueError: There is no such device.
-            OSError: The result can't be written.
+            OSError: The result cannot be written.
         """
         folder = self.folder(cell.device)
         if cell in self.attempted or finished(load(folder, cell), effort.seconds):
@@ -71,7 +72,7 @@ class Run:
 
 
 def _line(result: Result) -> str:
-    """What came out, in a few words."""
+    """Returns a short summary of a result."""
     if result["status"] != "ok":
         return f"{result['status']}: {result['reason']}"
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"

@@ -1,4 +1,4 @@
-"""Which steps of a training run are timed, and what is read off them, as a Lightning callback."""
+"""A Lightning callback that times some steps of a training run and collects their measurements."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lightning_memo.engine.copies.clock import Clock, Moment
 Stage = Literal["prime", "settling", "warmup", "timed", "observed"]
 
 _MOST = 10_000
-_LOSSES = 3  # that are kept, of the first steps: all methods have the same
+_LOSSES = 3  # number of first steps whose losses are kept; all methods have the same
 _TELL_SECONDS = 2.0
-"""Telling reads the device's clock, which waits for it: not after every step of milliseconds."""
+"""Seconds between reports. A report waits for the device, so short steps do not report each time."""
 
 
 class Steps(Callback):
-    """Times steps by the device's own clock, without a word between host and device in them.
+    """Times steps by the device's own clock, without communication between host and device during the steps.
 
-    The first steps settle what is planned, some warm up, some are timed. In one more, which is not timed, the waits for
-    copies are recorded, and on a GPU all that it does.
+    In the first steps the method settles, some steps warm up, and some are timed. One more step, which is not timed,
+    records the waits for copies and, on a GPU, all of its activity.
 
     Args:
-        effort: How many.
-        settled: Whether the next step is like those that follow.
-        tell: Called after the last step, and after others some seconds after the last time.
+        effort: How many steps of each kind.
+        settled: Returns whether the next step is like those that follow.
+        tell: Called after the last step, and after other steps at most once every few seconds.
     """
 
     most = _MOST
@@ -59,7 +59,7 @@ class Steps(Callback):
 
     @property
     def seconds(self) -> list[float]:
-        """Of the timed steps."""
+        """Memory of the timed steps."""
         return [Clock.seconds(begun, ended) for begun, ended in self._timed]
 
     @property
@@ -67,7 +67,7 @@ class Steps(Callback):
         return median(self.seconds) if self._timed else None
 
     def as_json(self) -> Result:
-        """What was measured so far."""
+        """Returns everything that was measured so far."""
         return {
             "steps": dict(self._counts),
             "settled": self._settled and self._is_settled(),
@@ -156,6 +156,6 @@ class Steps(Callback):
 
 
 def _recorder(trainer: pl.Trainer) -> Any:
-    """Of the engine's step; `None` where the engine moves nothing."""
+    """Returns the waits of the engine's step, or `None` if the engine moves nothing."""
     engine = getattr(trainer.strategy, "engine", None)
     return None if engine is None or engine.memory is None else engine.recorder

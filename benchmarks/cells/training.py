@@ -1,4 +1,4 @@
-"""Runs a cell in this process: Lightning's trainer on random tokens, as a user would train."""
+"""Runs a cell in this process, with Lightning's Trainer on random tokens."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _LEARNING_RATE = 1e-5
 
 
 def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
-    """Measure a cell.
+    """Measures a cell.
 
     Args:
-        cell: It.
-        effort: How long.
-        tell: Is given what is known so far, after each step.
+        cell: The cell.
+        effort: How long to measure.
+        tell: Receives the results so far after a step.
 
     Returns:
-        What was measured.
+        The measurements.
 
     Raises:
-        Unavailable: The method is not to be had here.
-        Exception: Whatever training raises.
+        Unavailable: The method cannot be used here.
+        Exception: Any error of the training.
     """
     method = method_of(cell)
     device = torch.device(cell.device, 0) if cell.device == "cuda" else torch.device(cell.device)
@@ -75,7 +75,7 @@ def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
 
 
 def _batches(cell: Cell, effort: Effort, device: torch.device, most: int) -> list[dict[str, Tensor]]:
-    """The same sequence again and again, on the device; before it a shorter one, if that is wished."""
+    """Yields the same sequence on the device again and again, after a shorter one if requested."""
     batch_of = RandomTokens(vocabulary=shape_of(cell).vocab)
     lengths = [effort.prime_tokens] * bool(effort.prime_tokens) + [cell.tokens]
     first, last = ({name: t.to(device) for name, t in batch_of(tokens).items()} for tokens in (lengths[0], lengths[-1]))
@@ -83,12 +83,12 @@ def _batches(cell: Cell, effort: Effort, device: torch.device, most: int) -> lis
 
 
 class CellModule(pl.LightningModule):
-    """A Hugging Face model with random weights, and a method around it.
+    """Builds a Hugging Face model with random weights, and puts a method around it.
 
     Args:
-        cell: Which.
-        method: The cell's.
-        stack: Takes the method off again.
+        cell: The cell.
+        method: The method of the cell.
+        stack: Removes the method from the model when it closes.
     """
 
     def __init__(self, cell: Cell, method: Method, stack: ExitStack) -> None:
@@ -120,8 +120,8 @@ class CellModule(pl.LightningModule):
         loss: Tensor = self.model(**batch).loss if self.peer.loss is None else self.peer.loss(batch)
         return loss
 
-    # Lightning clears gradients between forward and backward, which would lose those that a peer's loss wrote in the
-    # forward: such a step begins without any.
+    # Lightning clears gradients between forward and backward, which would lose those that ALST's loss writes in the
+    # forward pass: such a step begins without gradients.
 
     @override
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -140,20 +140,20 @@ class CellModule(pl.LightningModule):
 
     @property
     def parameters_and_trained(self) -> tuple[int, int]:
-        """How many weights there are, and how many of them get a gradient."""
+        """Returns the number of weights, and of weights that have a gradient."""
         sizes = [(p.numel(), p.requires_grad) for p in self.parameters()]
         return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def _same_kernel(cell: Cell, method: Method) -> AbstractContextManager[None]:
-    """Hugging Face's attention takes the wished kernel or fails; the strategy is told by its setting."""
+    """Makes Hugging Face's attention use the requested kernel or fail; the strategy receives it as a setting."""
     if method.is_memo or cell.device != "cuda":
         return contextlib.nullcontext()
     return sdpa_kernel(_BACKENDS[cell.attention])
 
 
 def _settled(strategy: Any) -> bool:
-    """Whether the next step is like those that follow: planned, and with planned memory if that is wished."""
+    """Returns whether the next step is like those that follow: planned, and with planned memory if requested."""
     plan, planned = getattr(strategy, "plan", None), getattr(strategy, "memory", None)
     if not hasattr(strategy, "plan"):
         return True
@@ -178,7 +178,11 @@ def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.d
         "hfu": share(flops.hardware, seconds, peak),
         "parameters": weights,
         "trained_parameters": trained,
-        "memory": {**memory.of_host(), **memory.of_device(device), **steps.memory},  # of timed steps, if there are any
+        "memory": {
+            **memory.of_host(),
+            **memory.of_device(device),
+            **steps.memory,
+        },  # of timed steps, if any
         "swapped_host_bytes": 0 if engine is None else engine.host_bytes,
         "plan": None if swap is None else _plan(strategy, swap),
         "packages": list(module.peer.packages),
@@ -186,7 +190,7 @@ def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.d
 
 
 def _plan(strategy: Any, swap: Any) -> Result:
-    """What the strategy does."""
+    """Returns the plan of the strategy."""
     planned = strategy.memory
     return {
         "mode": swap.mode,
@@ -199,7 +203,7 @@ def _plan(strategy: Any, swap: Any) -> Result:
 
 
 def share(flops: float | None, seconds: float | None, peak: Peak | None) -> float | None:
-    """Of the peak; `None` where something is not known."""
+    """Returns the share of the peak, or `None` if a value is unknown."""
     if flops is None or seconds is None or peak is None:
         return None
     return flops / seconds / peak.flops

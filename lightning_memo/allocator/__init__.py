@@ -1,4 +1,4 @@
-"""The planned allocator: PyTorch's allocator, with a place known ahead for each buffer of a training step."""
+"""The planned allocator, which serves each memory request of a training step at an offset planned in advance."""
 
 from lightning_memo.allocator.allocator_library import EVENT, FREE, MALLOC
 from lightning_memo.allocator.planned_allocator import AllocatorStats, PlannedAllocator

@@ -1,4 +1,4 @@
-"""The C functions of the planned allocator, compiled on first use."""
+"""The C++ library of the planned allocator, compiled on first use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from lightning_memo.utils import native_build as native
 MALLOC: Final = 0
 FREE: Final = 1
 
-# One recorded request; csrc/recorder.h has the same fields.
-# kind: MALLOC or FREE. phase: -1 outside of any. sequence: a malloc's number within its phase, -1 if it can't be
-# planned (another stream); for a free, how many such mallocs the phase had before it. thread: numbers from 0 in the
-# order in which threads were first seen. id: pairs a malloc with its free. size: bytes. stream: the stream's handle, 0
-# on the CPU and for frees. ns: of the steady clock.
+# A recorded request, with the same fields as in csrc/recorder.h:
+# kind: MALLOC or FREE.
+# phase: the phase, -1 outside of all phases.
+# sequence: for a malloc its number within the phase, or -1 if it can't be planned (another stream); for a free the
+#     number of plannable mallocs of the phase before it.
+# thread: number of the thread, from 0, in the order in which threads made their first request.
+# id: the same for a malloc and its free.
+# size: bytes.
+# stream: the stream's handle; 0 on a CPU and for frees.
+# ns: time of the steady clock in nanoseconds.
 EVENT: Final = np.dtype(
     [
         ("kind", np.int32),
@@ -51,27 +56,31 @@ _RESULTS: Final = {
 _WRONG_PLAN: Final = -2
 
 
-class Library:
-    """The allocator's functions for one type of device.
+class AllocatorLibrary:
+    """The allocator's functions for a device type.
 
-    Each process has one such library per type, and it stays loaded: blocks that it handed out may outlive everything
-    else.
+    A process has one such library per device type. It stays loaded, because blocks that it allocated may outlive all
+    other objects.
 
     Args:
         device_type: "cpu" or "cuda".
 
+    Attributes:
+        phase: Begins a phase; see :meth:`PlannedAllocator.phase`.
+        leave: Ends the phase; see :meth:`PlannedAllocator.leave`.
+
     Raises:
-        BuildError: the library can't be built.
+        BuildError: The library can't be built.
     """
 
     def __init__(self, device_type: str) -> None:
         name = f"allocator_{device_type}"
         sources = [native.SOURCE_FOLDER / f"{name}.cpp"]
         if device_type == "cuda" and torch.version.cuda is None:
-            raise native.BuildError(f"torch {torch.__version__} is built without CUDA: install a build that has it")
+            raise native.BuildError(f"torch {torch.__version__} is built without CUDA: install a build with CUDA")
         flags = native.torch_flags(cuda=device_type == "cuda")
         self._functions = native.load(name, sources, flags)
-        # Markers are so short that giving up the interpreter's lock would cost more than the call.
+        # Phase markers are so short that releasing the GIL would take longer than the call.
         short = native.load(name, sources, flags, keep_gil=True)
         for functions in (self._functions, short):
             for function, arguments in _ARGUMENTS.items():
@@ -82,11 +91,11 @@ class Library:
         self.leave: Callable[[], object] = short.memo_leave
 
     def call(self, name: str, *arguments: int) -> int:
-        """Calls a function, and raises what it reports.
+        """Call a function by name and return its result.
 
         Raises:
-            ValueError: the plan can't be served.
-            RuntimeError: any other failure.
+            ValueError: The plan can't be served.
+            RuntimeError: The function failed for another reason.
         """
         result = int(getattr(self._functions, name)(*arguments) or 0)
         if result < 0:
@@ -95,13 +104,13 @@ class Library:
         return result
 
     def stats(self, count: int) -> list[int]:
-        """The counters, in the order of csrc/allocator_core.h."""
+        """Return the counters, in the order of csrc/allocator_core.h."""
         values = np.zeros(count, np.int64)
         self._functions.memo_stats(values.ctypes.data)
         return [int(value) for value in values]
 
     def take_events(self) -> np.ndarray:
-        """All events so far, which are then forgotten."""
+        """Return all recorded events and delete them from the recording."""
         events = np.zeros(self.call("memo_event_count"), EVENT)
         taken = self.call("memo_take_events", events.ctypes.data, len(events))
         return events[:taken]

@@ -1,4 +1,4 @@
-"""The planned allocator, as the rest of the package sees it."""
+"""The Python interface of the planned allocator."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from lightning_memo.allocator.allocator_library import Library
+from lightning_memo.allocator.allocator_library import AllocatorLibrary
 
 
 @dataclass(frozen=True)
 class AllocatorStats:
-    """What became of the requests since `PlannedAllocator.reset_stats`.
+    """Counters of memory requests since `PlannedAllocator.reset_stats`.
 
-    Requests inside a phase are either hits, or misses (delegated to PyTorch's allocator) for one of four reasons.
-    Smaller requests than the plan's least are in no counter.
+    A request inside a phase is either a hit, or a miss for one of four reasons, which is delegated to PyTorch's
+    allocator. Requests below `min_bytes` are not counted.
 
     Attributes:
-        hits: served from the arena.
-        miss_size: no request of the phase has this size in the plan.
-        miss_end: the phase makes more requests of this size than the plan has; all those of a phase that it has not.
-        miss_overlap: the place is still occupied.
-        unplanned: the plan leaves the request out.
-        out_of_order: requests of the plan that were taken in another order than recorded, as others were missing.
-        foreign: made by threads that never marked a phase.
-        outside: made by other threads outside of a phase, or where nothing is planned: another stream, a memory pool.
-        live_bytes: bytes of the arena in use.
-        peak_live_bytes: the most of them at any time.
-        live_blocks: how many planned blocks are alive.
-        arena_bytes: the arena's size; 0 if there is none.
-        bad_frees: frees of arena addresses at which no block was alive. Always 0, or there is a bug.
+        hits: Requests served from the arena.
+        miss_size: Requests of a size that the plan does not have in this phase.
+        miss_end: Requests beyond the number that the plan has of this size in this phase, and all requests of a phase
+            that the plan does not have.
+        miss_overlap: Requests whose planned bytes are still in use.
+        unplanned: Requests that the plan leaves to PyTorch's allocator.
+        out_of_order: Planned requests made in another order than recorded, because others were missing.
+        foreign: Requests of threads that never marked a phase.
+        outside: Requests of other threads outside of a phase, and requests that can't be planned because they are on
+            another stream or in a memory pool.
+        live_bytes: Bytes of the arena in use.
+        peak_live_bytes: Largest number of bytes of the arena in use at any time.
+        live_blocks: Number of planned blocks in use.
+        arena_bytes: Size of the arena; 0 if there is none.
+        bad_frees: Frees of arena addresses at which no block was in use. It is 0 unless there is a bug.
     """
 
     hits: int
@@ -55,81 +57,84 @@ class AllocatorStats:
 
 
 class PlannedAllocator:
-    """Serves the requests of a training step at the places of a plan.
+    """Serves the memory requests of a training step at the offsets of a plan.
 
-    It stands in front of PyTorch's own allocator, and passes on all that it does not serve. A plan that does not fit
-    what happens costs speed, never correctness: a place is given only if all its bytes are free.
+    It is installed in front of PyTorch's own allocator and delegates to it every request that it does not serve. A
+    plan that does not match the requests costs speed, never correctness, because a block is served only if all of its
+    bytes are free.
 
-    A process has one such allocator per type of device; objects for the same type share it.
+    A process has one such allocator per device type, which all objects for this type share.
 
     Args:
-        device: A CPU, or the CUDA device whose current stream is recorded and served. No index: the current device.
+        device: A CPU, or the CUDA device whose current stream is recorded and served; without an index, the current
+            CUDA device.
 
     Raises:
-        BuildError: the library can't be compiled: no compiler, or a torch that it was not written for.
-        ValueError: a device that is neither.
+        BuildError: The library can't be compiled, because there is no compiler or this version of torch is not
+            supported.
+        ValueError: The device is neither a CPU nor a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"no planned allocator for device {str(device)!r}: use a CPU or a CUDA device")
-        self._library = Library(device.type)
+        self._library = AllocatorLibrary(device.type)
         self._device = device
-        # Bound once: these run at every phase marker.
+        # Looked up once, because they are called at every phase marker.
         self._phase = self._library.phase
         self._leave = self._library.leave
 
     @property
     def installed(self) -> bool:
-        """Whether PyTorch asks this allocator now."""
+        """Whether PyTorch currently uses this allocator."""
         return bool(self._library.call("memo_installed"))
 
     def install(self) -> None:
-        """Stands in front of PyTorch's allocator; does nothing when it does already. Blocks from before stay valid.
+        """Install the allocator in front of PyTorch's, unless it is installed. Existing blocks stay valid.
 
         Raises:
-            RuntimeError: another allocator is in use that can't be wrapped.
+            RuntimeError: The allocator in use can't be wrapped.
         """
         self._library.call("memo_install")
 
     def uninstall(self) -> None:
-        """Restores the allocator from before; does nothing when not installed. Blocks that are alive stay valid."""
+        """Restore PyTorch's allocator, if this one is installed. Existing blocks stay valid."""
         self._library.call("memo_uninstall")
 
     def idle(self) -> None:
-        """Passes on all requests."""
+        """Delegate all requests."""
         self._library.call("memo_idle")
 
     def record(self, min_bytes: int) -> None:
-        """Passes on all requests, and records those inside of phases. Earlier events are dropped.
+        """Delegate all requests and record those inside of phases. Earlier events are dropped.
 
         Args:
-            min_bytes: Smaller requests are not recorded.
+            min_bytes: Size below which requests are not recorded.
 
         Raises:
-            ValueError: a negative number.
+            ValueError: `min_bytes` is negative.
         """
         _check_min_bytes(min_bytes)
         self._library.call("memo_record", self._device_index(), min_bytes)
 
     def serve(self, phases: Sequence[tuple[np.ndarray, np.ndarray]], arena_bytes: int, min_bytes: int) -> None:
-        """Loads a plan, takes the arena if the one from before is too small, and serves.
+        """Load a plan and serve requests from it. The arena is allocated unless the existing one is large enough.
 
-        Blocks of an earlier plan stay where they are; requests whose places they occupy are misses until they are free.
+        Blocks of an earlier plan stay in place. Requests for the bytes that they occupy are misses until they are free.
 
         Args:
             phases: For each phase the sizes and the offsets of its requests, in bytes. A negative offset leaves the
-                request to PyTorch's allocator. Offsets are multiples of 64 on the CPU, of 512 on CUDA.
-            arena_bytes: The arena's size.
-            min_bytes: Smaller requests are not planned.
+                request to PyTorch's allocator. Offsets are multiples of 64 on a CPU and of 512 on CUDA.
+            arena_bytes: Size of the arena.
+            min_bytes: Size below which requests are not planned.
 
         Raises:
-            ValueError: a plan that can't be served; the one from before stays.
-            RuntimeError: no memory for the arena, or blocks are alive in one that is too small.
+            ValueError: The plan can't be served; the previous one stays in force.
+            RuntimeError: There is no memory for the arena, or blocks are in use in one that is too small.
         """
         _check_min_bytes(min_bytes)
         if arena_bytes <= 0:
-            raise ValueError(f"arena_bytes={arena_bytes}: give a positive number of bytes")
+            raise ValueError(f"arena_bytes={arena_bytes} is not positive: give the size of the arena in bytes")
         for index, (sizes, offsets) in enumerate(phases):
             if len(sizes) != len(offsets):
                 raise ValueError(f"phase {index}: {len(sizes)} sizes, but {len(offsets)} offsets")
@@ -140,35 +145,36 @@ class PlannedAllocator:
         self._library.call("memo_serve", self._device_index(), min_bytes, arena_bytes, len(phases), *addresses)
 
     def phase(self, index: int) -> None:
-        """The calling thread enters the planned computation; phase ``index`` begins, or begins again.
+        """Begin phase `index`, or begin it again. The calling thread enters the planned computation.
 
-        There is one current phase for all threads of the process.
+        All threads of the process share the current phase.
 
         Args:
-            index: The phase, from 0. One that the plan doesn't have has no planned requests.
+            index: Number of the phase, from 0. A phase that the plan does not have has no planned requests.
         """
         self._phase(index)
 
     def leave(self) -> None:
-        """The calling thread leaves the planned computation, and the phase ends for all threads."""
+        """End the phase for all threads. The calling thread leaves the planned computation."""
         self._leave()
 
     def take_events(self) -> np.ndarray:
-        """The events recorded so far, an array of type `EVENT`; they are then forgotten. Recording goes on."""
+        """Return the events recorded so far, an array of type `EVENT`, and delete them. Recording continues."""
         return self._library.take_events()
 
     def stats(self) -> AllocatorStats:
+        """Return the counters."""
         return AllocatorStats(*self._library.stats(len(fields(AllocatorStats))))
 
     def reset_stats(self) -> None:
-        """Starts all counters at 0 again. What is alive stays counted, and is the new peak."""
+        """Reset all counters to 0, except those of blocks in use, which also become the new peak."""
         self._library.call("memo_reset_stats")
 
     def release(self) -> bool:
-        """Stops serving and gives the arena back, at once or when the last planned block is freed.
+        """Stop serving and free the arena, immediately or when the last planned block is freed.
 
         Returns:
-            Whether the arena is gone already.
+            Whether the arena has been freed.
         """
         return bool(self._library.call("memo_release"))
 
@@ -180,7 +186,7 @@ class PlannedAllocator:
 
 def _check_min_bytes(min_bytes: int) -> None:
     if min_bytes < 0:
-        raise ValueError(f"min_bytes={min_bytes}: give 0 or more bytes")
+        raise ValueError(f"min_bytes={min_bytes} is negative: give 0 or more bytes")
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

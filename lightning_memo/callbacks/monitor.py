@@ -1,4 +1,4 @@
-"""Throughput, utilisation and memory of training, for loggers."""
+"""Logs the throughput, the utilisation and the memory of training."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from lightning_memo.utils.find_layers import find_hugging_face
 
 
 class Monitor(Callback):
-    """Logs how fast and how full training is, every `log_every_n_steps` optimizer steps, as means since the last time.
+    """Logs throughput, utilisation and memory every `log_every_n_steps` optimizer steps.
 
-    | name | |
+    Throughput and waiting times are means over the steps since the last logging.
+
+    | name | meaning |
     | --- | --- |
-    | `throughput/tokens_per_second` | of all processes, padding included; for batches with `input_ids` |
-    | `throughput/step_seconds` | of an optimizer step, loading data included, validation and checkpoints excluded |
-    | `throughput/mfu`, `throughput/hfu` | percent of the peak: attention causal, without and with what is recomputed |
-    | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | of the plan, for a step of this process |
-    | `memo/stall_seconds` | that the computation of a step waited for copies, in this process |
-    | `device/peak_bytes`, `device/reserved_bytes` | of the device so far, as PyTorch's allocator counts; on GPUs |
-    | `host/peak_bytes` | most memory that this process had, activations included |
+    | `throughput/tokens_per_second` | tokens of all processes, padding included; needs batches with `input_ids` |
+    | `throughput/step_seconds` | time of an optimizer step with data loading, without validation and checkpoints |
+    | `throughput/mfu`, `throughput/hfu` | model and hardware FLOPs utilisation in percent (`hfu` with recomputation) |
+    | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | values of the plan, for a step of this process |
+    | `memo/stall_seconds` | time for which the computation of a step waited for copies, in this process |
+    | `device/peak_bytes`, `device/reserved_bytes` | peak of the GPU memory so far, as PyTorch's allocator counts it |
+    | `host/peak_bytes` | peak memory of this process so far, swapped activations included |
 
     Args:
-        peak_flops: FLOP/s of a device in the run's precision. None: that of Lightning's table, if it knows the device;
-            without, there is no utilisation.
+        peak_flops: FLOP/s of one device in the run's precision. `None` takes the value from Lightning's table; for a
+            device that the table does not list, no utilisation is logged.
 
     Raises:
         ValueError: `peak_flops` is not above 0.
@@ -72,7 +74,7 @@ class Monitor(Callback):
     ) -> None:
         rows, tokens = _size_of(batch)
         strategy = trainer.strategy
-        # What is here of the batch is this process's part of it.
+        # The batch holds only this process's part of the tokens.
         rows *= getattr(strategy, "data_parallel_size", trainer.world_size)
         tokens *= getattr(getattr(strategy, "config", None), "context_parallel_size", 1)
         self._window.tokens += rows * tokens
@@ -121,7 +123,7 @@ class Monitor(Callback):
 
 
 class _Window:
-    """What was done since `started`, in seconds of the process's clock."""
+    """What was done since `started`, a time of `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -130,7 +132,7 @@ class _Window:
 
 
 def shape_of_module(module: nn.Module) -> ModelShape | None:
-    """The shape of the Hugging Face model in a module; `None`: there is not one, or its layers are not known."""
+    """The shape of the Hugging Face model in a module; `None` if there is not exactly one, or its family is unknown."""
     models = list(find_hugging_face(module))
     if len(models) != 1:
         return None
@@ -141,17 +143,17 @@ def shape_of_module(module: nn.Module) -> ModelShape | None:
 
 
 def peak_flops_of(device: torch.device, precision: str) -> float | None:
-    """FLOP/s of a device without sparsity, from Lightning's table; `None`: it does not know the device."""
+    """FLOP/s of a device without sparsity, from Lightning's table; `None` if the table does not list the device."""
     if device.type != "cuda":
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not know the device
+        warnings.simplefilter("ignore")  # the warning that the device is not listed
         peak = get_available_flops(device, torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     return None if peak is None else float(peak)
 
 
 def plan_metrics(plan: Plan | None) -> dict[str, float]:
-    """What a step of the plan swaps and recomputes; nothing where there is none."""
+    """Alpha, and the bytes that a step of the plan swaps and recomputes; empty if there is no plan."""
     if plan is None:
         return {}
     swap, costs = plan.swap, plan.costs
@@ -166,7 +168,7 @@ def plan_metrics(plan: Plan | None) -> dict[str, float]:
 
 
 def memory_peaks(device: torch.device) -> dict[str, float]:
-    """Most memory so far."""
+    """Peak memory of the process and of the GPU so far, in bytes."""
     peaks = {"host/peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
     if device.type == "cuda":
         peaks["device/peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
@@ -179,7 +181,7 @@ def _recomputed_share(plan: Plan | None) -> float:
 
 
 def _size_of(batch: Any) -> tuple[int, int]:
-    """Rows and tokens of each row; 0 where it can't be told."""
+    """Number of rows, and of tokens in each row; zeros for batches without `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return (ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (0, 0)
 

@@ -1,4 +1,4 @@
-"""Lightning's progress bar, which counts steps where they end training, with what the monitor measures."""
+"""Lightning's progress bar with steps instead of epochs, and with the metrics of the monitor."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing_extensions import override
 from lightning_memo.utils.units import format_bytes
 
 _BAR_COLUMNS: Final = 12
-_NARROW_COLUMNS: Final = 100  # of a terminal, where the numbers need the room of the bar
+_NARROW_COLUMNS: Final = 100  # in narrower terminals, the metrics take the place of the bar
 _LINE_SECONDS: Final = 30.0
 
 
 class StepProgressBar(RichProgressBar):
-    """Shows the steps of `max_steps`, or epochs where none are given; tokens per second, alpha and the peak of memory.
+    """Shows the progress in steps if `max_steps` is set, tokens per second, alpha and the peak memory.
 
-    These stand beside the module's own metrics, as `Monitor` logged them last. In a narrow terminal the bar gives way;
-    where the output is a file or a pipe, there is a line each half a minute instead. The peak is the device's, on a CPU
-    the process's. Arguments are those of Lightning's `RichProgressBar`.
+    The last values that `Monitor` logged are shown next to the module's own metrics. In a narrow terminal the bar is
+    left out. If the output is a file or a pipe, a line is printed every half a minute instead. The peak memory is that
+    of the GPU, or of the process if it trains on a CPU. Takes the arguments of Lightning's `RichProgressBar`.
     """
 
-    _told = 0.0  # when the last line was printed
+    _printed_at = 0.0  # time of the last line
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     @override
     def configure_columns(self, trainer: pl.Trainer) -> list[ProgressColumn]:
@@ -53,8 +53,8 @@ class StepProgressBar(RichProgressBar):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         self._count_steps(trainer)
-        if time.monotonic() - self._told >= _LINE_SECONDS:
-            self._told = time.monotonic()
+        if time.monotonic() - self._printed_at >= _LINE_SECONDS:
+            self._printed_at = time.monotonic()
             self._print_line(trainer, pl_module)
 
     def _count_steps(self, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Records the schedule of one step, and writes it as a picture and as a trace."""
+"""Records the schedule of one step, and writes it as a picture and as a trace file."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _DEFAULT_STEP = 6
 
 
 class ScheduleRecorder(Callback):
-    """Records what a step computes and copies when; see `docs/schedule.md`.
+    """Records when a step computes and copies; see `docs/schedule.md`.
 
-    A step is all micro-batches of an optimizer step. Nothing is recorded of others, and the numbers of the one that is
-    are the same. Of several processes the first one records itself.
+    A step is all micro-batches of an optimizer step. Recording does not change its results, and no other step is
+    recorded. With several processes, the first one records its own step.
 
     Args:
-        step: Which optimizer step of this run, counted from 0: the first is profiled, and planning of memory may record
-            the next three. `None`: 6, or the last one of a shorter run; the files are written when training ends, and
-            nothing is said where there is nothing to write.
-        folder: Where the files go; `None` is the run's folder of logs.
+        step: Index of the optimizer step in this run, from 0. Step 0 is profiled, and the next three may be recorded to
+            plan memory. `None` records step 6, or the last step of a shorter run, writes the files when training ends,
+            and is silent if there is nothing to write.
+        folder: Folder for the files. `None` is the run's folder for logs.
 
     Attributes:
-        timeline: The step, once it is over.
+        timeline: The recorded step; `None` until it is over.
 
     Raises:
-        ValueError: A negative step.
+        ValueError: `step` is negative.
     """
 
     def __init__(self, step: int | None = 6, folder: str | Path | None = None) -> None:
@@ -51,7 +51,7 @@ class ScheduleRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning asks all processes for its folder at once.
+        # All processes have to ask Lightning for its folder at the same time.
         self._folder = Path(self._given_folder or trainer.log_dir or trainer.default_root_dir)
         self._first_step, self._written, self.timeline = trainer.global_step, False, None
         if self._given_step is None:
@@ -70,7 +70,7 @@ class ScheduleRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._given_step is not None:
-            self._write()  # here it is in no step's time
+            self._write()  # between steps, so that no step takes longer
         if self._recorder is not None and self._is_now(trainer) and not self._recorder.on:
             self._recorder.start()
 
@@ -85,7 +85,7 @@ class ScheduleRecorder(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write()
         if self._recorder is not None and self.timeline is None and self._given_step is not None:
-            rank_zero_warn(f"ScheduleRecorder: training ended before step {self._step} was over: nothing is written.")
+            rank_zero_warn(f"ScheduleRecorder: training ended before step {self._step} was over; nothing is written.")
 
     def _is_now(self, trainer: pl.Trainer) -> bool:
         return trainer.global_step == self._first_step + self._step
@@ -98,8 +98,8 @@ class ScheduleRecorder(Callback):
             if self._given_step is None:
                 return
             rank_zero_warn(
-                f"ScheduleRecorder: layers ran plainly in step {self._step}, with nothing swapped or recomputed, so "
-                "there is no schedule to write. Longer sequences, or less device_memory, have one."
+                f"ScheduleRecorder: step {self._step} swapped and recomputed nothing, so no schedule is written. "
+                "Train on longer sequences, or set a smaller device_memory."
             )
             return
         draw_schedule(self.timeline, self._folder / PICTURE_FILE, f"Step {self._step}")

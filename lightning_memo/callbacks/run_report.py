@@ -1,4 +1,4 @@
-"""Writes a page about a run when it ends."""
+"""Writes an HTML page about a run when training ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CURVES: Final = {
     "Waiting for copies (seconds of a step)": ("memo/stall_seconds",),
     "Learning rate": ("lr",),
 }
-"""Titles, and how the names of the metrics of each end."""
+"""Title of each diagram, and the endings of the names of its metrics."""
 
 _RATES: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "throughput/step_seconds": ("a step, median", format_seconds),
@@ -36,22 +36,23 @@ _RATES: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "throughput/mfu": ("MFU, median", "{:.1f} %".format),
     "throughput/hfu": ("HFU, median", "{:.1f} %".format),
 }
-_MAP: Final = "Memory map: where each buffer of a step lies"
+_MAP: Final = "Memory map: the offset of each buffer of a step"
 _SCHEDULE: Final = "Schedule: when a step computes and copies"
 _PICTURES: Final = {_MAP: "memory_map.png", "Memory over a step": "memory_curve.png", _SCHEDULE: "schedule.png"}
-_PAGES: Final = {"Memory map to look around in": "memory.html"}
+_PAGES: Final = {"Interactive memory map": "memory.html"}
 
 
 class WriteReport(Callback):
-    """Writes `report.html` into the logs' folder when training ends: plan, memory map, schedule, curves.
+    """Writes `report.html` with the plan, memory map, schedule and metrics when training ends.
 
-    The page needs no network and no other file. Metrics are those that the module and other callbacks log. Of several
-    processes, the first one writes. It stands after the callbacks that log or draw.
+    The page is in the run's folder for logs, and needs no network and no other file. It shows the metrics that the
+    module and other callbacks log. With several processes, the first one writes it. Add this callback after those that
+    log or draw.
     """
 
     def __init__(self) -> None:
         self._history: dict[str, list[tuple[int, float]]] = {}
-        self._evaluated: set[str] = set()  # metrics of validation, which stay as they are until the next one
+        self._evaluated: set[str] = set()  # validation metrics, which stay the same until the next validation
         self._started = 0.0
         self._seen = -1
 
@@ -77,7 +78,7 @@ class WriteReport(Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # the first process's: all ask for it together
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # all processes have to ask
         if not trainer.is_global_zero:
             return
         memory = getattr(trainer.strategy, "memory", None)
@@ -133,15 +134,15 @@ def _tables(trainer: pl.Trainer) -> list[Any]:
 
 
 def _absent(trainer: pl.Trainer) -> dict[str, Path | str]:
-    """Why a run of MemoStrategy may have no map, and no schedule."""
+    """Reasons to show in place of the memory map and the schedule, if a run of MemoStrategy has none."""
     if getattr(trainer.strategy, "engine", None) is None:
         return {}
     plan, memory = getattr(trainer.strategy, "plan", None), getattr(trainer.strategy, "memory", None)
     plain = plan is not None and plan.swap.mode == "plain"
-    planned = "training ended before memory was planned, or it could not be"
+    planned = "training ended before memory was planned, or planning failed"
     return {
         _MAP: "plan_memory is off" if memory is None else planned,
-        _SCHEDULE: "layers ran plainly, with nothing swapped or recomputed" if plain else "no step was recorded",
+        _SCHEDULE: "nothing was swapped or recomputed" if plain else "no step was recorded",
     }
 
 
@@ -150,7 +151,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def _weights(module: torch.nn.Module) -> str:
-    """Their number, short."""
+    """The number of parameters, as short text."""
     count = sum(p.numel() for p in module.parameters())
     return next(
         (f"{count / size:.3g} {name}" for size, name in ((1e9, "B"), (1e6, "M")) if count >= size), f"{count:,}"

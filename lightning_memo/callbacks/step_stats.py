@@ -1,4 +1,4 @@
-"""The time and the memory of optimizer steps, as a Lightning callback."""
+"""Measures the time and the memory of optimizer steps."""
 
 import time
 from collections import deque
@@ -14,26 +14,26 @@ from lightning_memo.profiler.memory_meter import PeakMeter
 from lightning_memo.reports.comparison_table import Measurement
 
 METERED_STEP = 2
-"""Steps before it: one that may be profiled for planning, and one in which buffers and optimizer state appear."""
+"""Index of the step whose memory is measured. Step 0 may be profiled; step 1 allocates buffers and optimizer state."""
 
 
 class StepStats(Callback):
     """Times the last optimizer steps of a :class:`~lightning_memo.models.CausalLM`, and measures the memory of one.
 
-    A step is all its micro-batches, without loading data, logging, validation or checkpoints. Time and memory come from
-    different steps, because measuring memory takes time. With several processes, both are this process's own; tokens
-    and losses are those of all.
+    A step is all its micro-batches, without data loading, logging, validation or checkpoints. Time and memory are
+    measured in different steps, because measuring memory takes time. With several processes, both are those of this
+    process, whereas tokens and losses are those of all processes.
 
     Args:
-        last: How many of the last steps count for time and loss.
-        goes_on: The checkpoint resumed from is of this very run: what was measured before it counts, too.
+        last: Number of the last steps whose time and loss are averaged.
+        goes_on: Whether the run resumes from a checkpoint of its own, so that earlier measurements count, too.
     """
 
     def __init__(self, last: int = 20, goes_on: bool = False) -> None:
         self.goes_on = goes_on
         self.peak_device_bytes: int | None = None  # above what is allocated between steps
         self.tokens_per_step = 0
-        self.train_loss: float | None = None  # mean of the last micro-batches; when training is over
+        self.train_loss: float | None = None  # mean over the last micro-batches; set when training ends
         self._seconds: deque[float] = deque(maxlen=last)
         self._losses: deque[torch.Tensor] = deque(maxlen=last)
         self._steps_done = 0
@@ -46,16 +46,16 @@ class StepStats(Callback):
 
     @property
     def step_seconds(self) -> float | None:
-        """Median time of the last steps; None before a step was timed."""
+        """Median time of the last steps; `None` before a step was timed."""
         return median(self._seconds) if self._seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of a step over its median time."""
+        """Tokens of a step divided by its median time."""
         return self.tokens_per_step / self.step_seconds if self.step_seconds else None
 
     def measurement(self, name: str, peak_device_bytes: int | None, host_bytes: int) -> Measurement | None:
-        """Returns a row for the comparison; None where the run was too short to be measured."""
+        """A row of the comparison; `None` if the run was too short to be measured."""
         if self.step_seconds is None or self.tokens_per_second is None or peak_device_bytes is None:
             return None
         return Measurement(
@@ -73,7 +73,7 @@ class StepStats(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._steps_done == METERED_STEP and self._meter is None:
-            # Stale gradients would go during the step and hide as many bytes of its peak.
+            # Gradients of the last step would be freed during this one, and hide as many bytes of its peak.
             trainer.optimizers[0].zero_grad()
             self._meter = self._open.enter_context(PeakMeter(pl_module.device))
         _wait(pl_module.device)
@@ -129,6 +129,6 @@ class StepStats(Callback):
 
 
 def _wait(device: torch.device) -> None:
-    """Waits until the device has done all that it was asked for; a CPU always has."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

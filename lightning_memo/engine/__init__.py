@@ -3,7 +3,7 @@
 from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.engine import Engine
 from lightning_memo.engine.layers.token_sharing import TokenSharing
-from lightning_memo.engine.memory.restored_checks import RestoredError
+from lightning_memo.engine.memory.checksums import RestoredError
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 
 __all__ = ["Engine", "RequestedSettings", "RestoredError", "TestMode", "TokenSharing"]

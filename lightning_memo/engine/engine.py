@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.engine.attention.attention_core import attend
-from lightning_memo.engine.attention.choose_core import AttentionKernels
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.engine.attention.sliced_attention import attend
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
 from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.forward.activation_checkpointing import refuse_layer_in_backward
@@ -99,7 +99,7 @@ class Engine:
         self.before_layer: Callable[[], None] | None = None
         self.recorder = StepRecorder(device)
         self.cutter = SequenceCutter(self.sharing, self.settings)
-        self.attention = AttentionKernels(
+        self.attention = AttentionSelector(
             self.settings.attention, self.sharing.context, self.cutter.outside, self.sharing.ranks
         )
         self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings)
@@ -320,7 +320,7 @@ class Engine:
 
     # ---- services for layer calls
 
-    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | UlyssesCore:
+    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
         """Return the attention core of a layer whose earlier keys and values come from the host.
 
         Args:

@@ -64,7 +64,7 @@ def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ra
 
 def _too_much_state(question: Question, best: Estimate) -> list[str]:
     """Returns a sentence if the model state alone exceeds the device memory."""
-    state = sum(best.device_bytes.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+    state = sum(best.device_bytes.get(category, 0) for category in ("parameters", "gradients", "optimizer"))
     room = device_budget(question, best.parallel).device_bytes
     if state <= room:
         return []

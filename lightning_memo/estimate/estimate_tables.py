@@ -83,10 +83,10 @@ def bytes_table(question: Question, answer: Estimate) -> Table:
     table = Table(title="Device memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    kinds = sorted(answer.device_bytes.items(), key=lambda item: -item[1])
-    for kind, size in kinds:
-        if size and kind != "total":
-            table.add_row(kind.replace("_", " "), format_bytes(size))
+    categories = sorted(answer.device_bytes.items(), key=lambda item: -item[1])
+    for category, size in categories:
+        if size and category != "total":
+            table.add_row(category.replace("_", " "), format_bytes(size))
     table.add_section()
     table.add_row("total", f"{format_bytes(answer.device_bytes['total'])} of the {format_bytes(room)} usable")
     return table

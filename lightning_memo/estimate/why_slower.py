@@ -68,7 +68,9 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
 
 def _device(question: Question, answer: Estimate) -> str:
     room = device_budget(question, answer.parallel).device_bytes
-    largest = max((kind for kind in answer.device_bytes if kind != "total"), key=answer.device_bytes.__getitem__)
+    largest = max(
+        (category for category in answer.device_bytes if category != "total"), key=answer.device_bytes.__getitem__
+    )
     size = format_bytes(answer.device_bytes[largest])
     return f"device: {_of(_total(answer), room)}, {largest.replace('_', ' ')} {size}"
 

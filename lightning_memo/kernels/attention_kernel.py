@@ -1,8 +1,8 @@
-"""What the engine asks of an attention kernel: explicit output and log-sum-exp, and a backward that takes them.
+"""The interface of an attention kernel: a forward that returns the log-sum-exp, and a backward that takes it.
 
-Every back end computes one *block*: queries at absolute positions `query_start ...` against keys at `key_start ...`, so
-that a slice's queries can meet the keys of the slices before it. Queries, keys and values are
-`[batch, heads, tokens, head_dim]`; outputs lie in memory as `[batch, tokens, heads, head_dim]`, the layout that the
+Every kernel computes one *block*: queries at the absolute positions `query_start ...` against keys at `key_start ...`.
+The queries of a slice can therefore attend to the keys of earlier slices. Queries, keys and values are
+`[batch, heads, tokens, head_dim]`. Outputs are laid out in memory as `[batch, tokens, heads, head_dim]`, which the
 output projection reads without a copy.
 """
 
@@ -15,22 +15,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.transfer import sent
+from lightning_memo.kernels.async_transfer import to_device_async
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Which keys a query sees, and how scores are formed.
+    """The keys that each query sees, and the computation of the scores.
 
     Attributes:
-        causal: A query sees keys at its own position and before.
-        scale: Factor on the scores; `None` is `head_dim ** -0.5`.
-        window: With `causal`, a query sees only the last `window` positions, its own included.
+        causal: Whether a query sees only keys at its own position and before.
+        scale: Factor of the scores; `None` means `head_dim ** -0.5`.
+        window: With `causal`, the number of positions that a query sees, including its own; `None` means all.
         dropout: Probability with which attention weights are dropped.
-        lengths: Valid keys of each batch row, counted from token 0 (right padding); `None` when all are valid.
-        mask: An explicit mask as `scaled_dot_product_attention` takes it, `[..., queries, keys]`.
-        documents: Where packed documents start, of each batch row, the first at 0; a query sees keys of its own
-            document only, beside the other rules. `None`: one document a row.
+        lengths: Number of valid keys of each batch row (right padding); `None` if all are valid.
+        mask: An explicit mask as in `scaled_dot_product_attention`, `[..., queries, keys]`.
+        documents: Start positions of the packed documents of each batch row, the first one 0. In addition to the other
+            rules, a query sees only keys of its own document. `None` means one document per row.
     """
 
     causal: bool = True
@@ -43,19 +43,24 @@ class AttentionSpec:
 
     @property
     def sliceable(self) -> bool:
-        """Whether a slice's attention needs the keys of its own and earlier slices only."""
+        """Whether the attention of a slice needs only the keys of this slice and of earlier ones."""
         return self.causal and self.dropout == 0.0 and self.mask is None
 
     def sees_nothing(self, query_start: int, key_stop: int) -> bool:
-        """Whether every key before `key_stop` is outside the window of every query from `query_start` on."""
+        """Return whether all keys before `key_stop` are outside the windows of all queries from `query_start` on."""
         return self.window is not None and key_stop <= query_start - self.window + 1
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionResult:
-    """Output `[batch, heads, tokens, head_dim]`, log-sum-exp `[batch, heads, tokens]` (fp32), and kernel state.
+    """The result of an attention kernel.
 
     Queries that see no key of the block have output 0 and log-sum-exp minus infinity, so that blocks can be merged.
+
+    Attributes:
+        out: Output, `[batch, heads, tokens, head_dim]`.
+        lse: Log-sum-exp of the scores, fp32 `[batch, heads, tokens]`.
+        state: Kernel state that the backward needs, for example the random state of dropout.
     """
 
     out: Tensor
@@ -64,14 +69,30 @@ class AttentionResult:
 
 
 class AttentionBackend(Protocol):
-    """One kernel. `blocks` says whether queries may begin later than keys: whether slices can be computed with it."""
+    """An attention kernel.
+
+    Attributes:
+        name: Name of the kernel.
+        blocks: Whether queries may begin at a later position than keys, which slices need.
+    """
 
     name: str
     blocks: bool
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
-    ) -> AttentionResult: ...
+    ) -> AttentionResult:
+        """Compute the attention of one block.
+
+        Args:
+            q: Queries, `[batch, heads, queries, head_dim]`.
+            k: Keys, `[batch, key heads, keys, head_dim]`.
+            v: Values, with the shape of the keys.
+            spec: The keys that each query sees.
+            query_start: Absolute position of the first query.
+            key_start: Absolute position of the first key.
+        """
+        ...
 
     def backward(
         self,
@@ -84,84 +105,90 @@ class AttentionBackend(Protocol):
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v, given the output and log-sum-exp over *all* keys."""
+        """Return the gradients of q, k and v of one block.
+
+        `result` has the output and the log-sum-exp over *all* keys that the queries see, and the state of this block.
+        """
         ...
 
 
 class Kernel(AttentionBackend, Protocol):
-    """One that can be asked for by name."""
+    """An attention kernel that a user can select by name."""
 
     def __init__(self) -> None: ...
 
     @staticmethod
     def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
-        """Whether it computes such a call itself, rather than leave it to PyTorch's own kernel."""
+        """Return whether the kernel computes such a call itself instead of passing it on to PyTorch's own kernel."""
         ...
 
 
 def sees_nothing_result(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> AttentionResult:
-    """The result of queries that see no key, its output in `dtype` (the queries' by default)."""
+    """Return the result of queries that see no key, with an output of type `dtype` (by default that of the queries)."""
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=dtype).transpose(1, 2)
     return AttentionResult(out, q.new_full(q.shape[:3], -math.inf, dtype=sums_dtype(q)))
 
 
 def merge(out: Tensor, lse: Tensor, part: AttentionResult) -> None:
-    """Put the result for one more block of keys into that for others, in place: the online softmax.
+    """Merge the result for another block of keys into `out` and `lse`, in place, by online softmax.
 
     Args:
-        out: Output for the keys so far `[batch, heads, queries, head_dim]`, in fp32 for half-precision blocks.
-        lse: Their log-sum-exp `[batch, heads, queries]`.
-        part: The result for the block.
+        out: Output for the keys so far, `[batch, heads, queries, head_dim]`; in fp32 for half-precision blocks.
+        lse: Log-sum-exp for the keys so far, `[batch, heads, queries]`.
+        part: The result for the other block.
     """
-    # Minus infinity on both sides: no key was seen, and both outputs are 0.
+    # Where both are minus infinity, no key was seen and both outputs are 0.
     weight = torch.sigmoid(part.lse - lse).nan_to_num_(0.0)
     out.lerp_(part.out.to(out.dtype), weight[..., None])
     lse.copy_(torch.logaddexp(lse, part.lse))
 
 
 def sums_dtype(t: Tensor) -> torch.dtype:
-    """The dtype in which parts of `t` are added up: fp32 for half precision, where many parts meet."""
+    """Return the dtype in which contributions of the type of `t` are summed: fp32 for half precision."""
     return torch.promote_types(t.dtype, torch.float32)
 
 
 def finite(lse: Tensor) -> Tensor:
-    """`lse` for a backward kernel: where queries see nothing it must not meet its own minus infinity in the scores."""
+    """Replace minus infinity in `lse` by 0, so that a backward kernel does not subtract it from infinite scores."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def token_major(t: Tensor) -> Tensor:
-    """`t` `[batch, heads, tokens, head_dim]` with memory laid out as `[batch, tokens, heads, head_dim]`."""
+    """Return `t` `[batch, heads, tokens, head_dim]` with the memory layout `[batch, tokens, heads, head_dim]`."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def side_by_side(t: Tensor) -> Tensor:
-    """`t`, copied if the elements of a head do not lie side by side, as kernels for CUDA want them."""
+    """Return `t`, copied if its last dimension is not contiguous, which CUDA kernels require."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def repeat_heads(t: Tensor, groups: int) -> Tensor:
-    """Keys or values of grouped-query attention, repeated to one per query head (kernels without GQA)."""
+    """Repeat the heads of keys or values, for kernels without grouped-query attention."""
     return t if groups == 1 else t.repeat_interleave(groups, 1)
 
 
 def sum_head_groups(t: Tensor, groups: int) -> Tensor:
-    """The gradient of `repeat_heads`."""
+    """Return the gradient of `repeat_heads`: the sum over the repetitions of each head."""
     return t if groups == 1 else t.view(t.shape[0], -1, groups, *t.shape[2:]).sum(2)
 
 
 def block_mask(
     spec: AttentionSpec, batch: int, queries: range, keys: range, device: torch.device, flag_with_mask: bool = True
 ) -> tuple[Tensor | None, bool]:
-    """The boolean mask that a block needs beside its kernel's own causal flag.
+    """Return the boolean mask and the causal flag with which a kernel computes a block.
 
     Args:
+        spec: The keys that each query sees.
+        batch: Number of batch rows.
         queries: Absolute positions of the block's queries.
-        keys: Absolute positions of its keys.
-        flag_with_mask: Whether the kernel takes a mask and the causal flag at once.
+        keys: Absolute positions of the block's keys.
+        device: Device of the mask.
+        flag_with_mask: Whether the kernel accepts a mask together with the causal flag.
 
     Returns:
-        A mask `[1 or batch, 1, 1 or queries, keys]` (`True` is seen) or `None`, and whether the kernel's causal flag
-        is to be set.
+        A mask `[1 or batch, 1, 1 or queries, keys]`, in which `True` means seen, or `None` if none is needed, and the
+        kernel's causal flag.
     """
     aligned = spec.causal and queries == keys
     windowed = spec.window is not None and queries.stop - 1 - keys.start >= spec.window
@@ -175,7 +202,7 @@ def block_mask(
         if spec.window is not None:
             mask = mask & (j > i - spec.window)
     if spec.lengths is not None and padded:
-        lengths = sent(torch.tensor(spec.lengths), device)[:, None]
+        lengths = to_device_async(torch.tensor(spec.lengths), device)[:, None]
         valid = (torch.arange(keys.start, keys.stop, device=device)[None, :] < lengths)[:, None, None, :]
         mask = valid if mask is None else mask & valid
     if spec.documents is not None:
@@ -185,8 +212,8 @@ def block_mask(
 
 
 def _same_document(starts: tuple[int, ...], queries: range, keys: range, device: torch.device) -> Tensor:
-    """Whether query and key are of one document, `[queries, keys]`."""
-    edges = sent(torch.tensor(starts), device)
+    """Return whether query and key belong to the same document, `[queries, keys]`."""
+    edges = to_device_async(torch.tensor(starts), device)
     of_query, of_key = (
         torch.bucketize(torch.arange(r.start, r.stop, device=device), edges, right=True) for r in (queries, keys)
     )
@@ -194,7 +221,7 @@ def _same_document(starts: tuple[int, ...], queries: range, keys: range, device:
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as CPU kernels take it: minus infinity where nothing is seen, in the queries' dtype."""
+    """Convert a mask for CPU kernels: minus infinity where a key is not seen, in the dtype of the queries."""
     if mask is None or mask.dtype == dtype:
         return mask
     if mask.dtype != torch.bool:

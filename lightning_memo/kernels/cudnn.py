@@ -1,4 +1,4 @@
-"""cuDNN's fused attention, through PyTorch's operators."""
+"""cuDNN's fused attention, called through PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, side_by_side, token_major
-from lightning_memo.kernels.banded import AtenFlash
+from lightning_memo.kernels.flash_attention import AtenFlash
 
-_LARGEST_HEAD = 128  # larger ones work on some GPUs only
-_DROPOUT_STEPS = 16  # dropout is a multiple of 1/16
-_WITHOUT_DROPOUT = range(91101, 91400)  # versions of cuDNN
+_LARGEST_HEAD = 128  # larger head sizes work on some GPUs only
+_DROPOUT_STEPS = 16  # cuDNN's dropout probability is a multiple of 1/16
+_WITHOUT_DROPOUT = range(91101, 91400)  # versions of cuDNN without dropout
 
 
 class CudnnSdpa(AtenFlash):
-    """`aten::_scaled_dot_product_cudnn_attention`.
+    """cuDNN's attention (`aten::_scaled_dot_product_cudnn_attention`).
 
-    Its causal flag is aligned at the first query and the first key, and it knows neither windows nor padding: blocks
-    whose queries begin later than their keys, windows and padded batches go to the flash kernel, and so does everything
-    where deterministic algorithms are asked for. Keys and values of grouped-query attention are taken as they are, and
-    their gradients come back summed over the queries' heads.
+    Its causal flag is aligned at the first query and the first key, and it supports neither windows nor padding. Blocks
+    whose queries begin later than their keys, windows and padded batches are passed on to PyTorch's flash kernel, and
+    so is everything if deterministic algorithms are requested. Grouped-query attention needs no repeated heads; the
+    gradients of keys and values are summed over the heads of the queries.
     """
 
     name = "cudnn"
@@ -34,7 +34,7 @@ class CudnnSdpa(AtenFlash):
         ):
             return False
         square = query_start == key_start and queries == keys
-        # PyTorch refuses a single query or key with some versions of cuDNN.
+        # With some versions of cuDNN, PyTorch refuses a single query or key.
         return (square or not spec.causal) and min(queries, keys) > 1 and head <= _LARGEST_HEAD
 
     def forward(
@@ -45,7 +45,7 @@ class CudnnSdpa(AtenFlash):
         out, lse, *rest, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *map(side_by_side, (q, k, v)), None, True, spec.dropout, spec.causal, False, scale=spec.scale
         )
-        # PyTorch's backward wants the log-sum-exp as its forward gave it, with or without a last dimension of 1.
+        # PyTorch's backward needs the log-sum-exp in the forward's shape, with or without a last dimension of 1.
         return AttentionResult(token_major(out), lse.reshape(q.shape[:3]), (lse.shape, rest))
 
     def backward(

@@ -1,4 +1,4 @@
-"""Optional packages of attention kernels: which versions' signatures the code here was written for."""
+"""Optional packages of attention kernels, and their supported versions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Package:
     """An optional package.
 
     Attributes:
-        distribution: Its name on PyPI.
-        extra: The extra of this project that installs it.
-        first: The first release line whose signatures are known, `(major, minor)`.
-        last: The last one.
+        distribution: Name of the package on PyPI.
+        extra: Extra of lightning_memo that installs it.
+        first: First supported release line, `(major, minor)`.
+        last: Last supported release line.
     """
 
     distribution: str
@@ -24,7 +24,7 @@ class Package:
     last: tuple[int, int]
 
     def release(self) -> tuple[int, int] | None:
-        """Major and minor of the installed version; `None` if it is not installed."""
+        """Return the major and minor number of the installed version; `None` if the package is not installed."""
         try:
             version = metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
@@ -33,10 +33,13 @@ class Package:
         return (int(numbers[1]), int(numbers[2])) if numbers else None
 
     def check(self, choice: str) -> None:
-        """Refuse to run without a known version of the package.
+        """Check that a supported version is installed.
+
+        Args:
+            choice: The setting of `attention` that needs the package.
 
         Raises:
-            ValueError: It is not installed, or another version is; the text says what to do.
+            ValueError: The package is not installed, or its version is not supported.
         """
         release = self.release()
         if release is None:
@@ -47,11 +50,11 @@ class Package:
         if not self.first <= release <= self.last:
             first, last, found = (".".join(map(str, numbers)) for numbers in (self.first, self.last, release))
             raise ValueError(
-                f'attention="{choice}" knows {self.distribution} {first} to {last}, and {found} is installed: '
-                'install one of those, or use attention="auto"'
+                f'attention="{choice}" supports {self.distribution} {first} to {last}, but {found} is installed: '
+                'install a supported version, or use attention="auto"'
             )
 
 
-# Both call functions that are not public API: a release line that was not read is refused, not guessed.
+# The kernels call functions of these packages that are not public API, so untested release lines are refused.
 FLASH_ATTN = Package("flash-attn", "flash", first=(2, 7), last=(2, 8))
 TRANSFORMER_ENGINE = Package("transformer-engine", "te", first=(2, 0), last=(2, 18))

@@ -1,4 +1,4 @@
-"""Packed documents: a batch row that holds several, each attending to itself, computed by kernels that know of none."""
+"""Attention of packed documents: one kernel call per document, for kernels without support of documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from lightning_memo.kernels.attention_kernel import (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One kernel call of a block: batch rows, and the block's queries and keys that are of one document."""
+    """One kernel call: batch rows, and the queries and keys of a block that belong to one document.
+
+    Attributes:
+        batch: Batch rows.
+        queries: Range of the block's queries.
+        keys: Range of the block's keys.
+        spec: The keys that each query sees, without documents.
+    """
 
     batch: slice
     queries: slice
@@ -35,13 +42,13 @@ class Piece:
 
 
 def pieces(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Iterator[Piece]:
-    """The calls that make up one block; queries in none of them see nothing.
+    """Return the kernel calls that make up a block. Queries in none of them see no key.
 
     Args:
-        spec: What a query sees.
-        batch: Rows of the batch; neighbours with the same documents are computed together.
+        spec: The keys that each query sees.
+        batch: Number of batch rows. Neighbouring rows with the same documents are computed by one call.
         queries: Absolute positions of the block's queries.
-        keys: Absolute positions of its keys.
+        keys: Absolute positions of the block's keys.
     """
     documents = spec.documents or ((0,),) * batch
     for starts, group in groupby(range(batch), documents.__getitem__):
@@ -57,13 +64,13 @@ def pieces(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Iter
 
 
 def sees_any(spec: AttentionSpec, queries: range, keys: range) -> bool:
-    """Whether some query of some batch row sees a key."""
+    """Return whether any query of any batch row sees a key."""
     batch = len(spec.documents or spec.lengths or (0,))
     return any(True for _ in pieces(spec, batch, queries, keys))
 
 
 def _documents_of_both(starts: tuple[int, ...], queries: range, keys: range) -> Iterator[tuple[int, int | None]]:
-    """Start and end of the documents that queries and keys both have a part of; the last one has no end."""
+    """Iterate over the start and end of the documents that have queries and keys; the last document has no end."""
     first = bisect_right(starts, max(queries.start, keys.start)) - 1
     stop = bisect_left(starts, min(queries.stop, keys.stop))
     for n in range(first, stop):
@@ -80,7 +87,7 @@ def _within(part: range, whole: range) -> slice:
 
 
 def _blind(spec: AttentionSpec, queries: range, keys: range) -> bool:
-    """Whether no query sees a key, by the rules other than documents."""
+    """Return whether no query sees a key by the rules other than documents."""
     return (
         (spec.causal and keys.start >= queries.stop)
         or (spec.lengths is not None and keys.start >= max(spec.lengths))
@@ -89,10 +96,10 @@ def _blind(spec: AttentionSpec, queries: range, keys: range) -> bool:
 
 
 class PackedDocuments:
-    """Any kernel that computes blocks, called once for each document that a block's queries and keys both touch.
+    """Calls a kernel once for each document that has both queries and keys in a block.
 
     Args:
-        inner: The kernel; it gets the spec without documents, and absolute positions as before.
+        inner: A kernel that computes blocks. It gets the spec without documents, and absolute positions.
     """
 
     blocks = True
@@ -126,7 +133,7 @@ class PackedDocuments:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # No two calls share a query or a key of a row, so that nothing is added up here.
+        # No two calls share a query or a key of a batch row, so gradients are copied and not summed.
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for piece, state in zip(_pieces(q, k, spec, query_start, key_start), result.state, strict=True):
             part = AttentionResult(piece.of_queries(result.out), piece.of_queries(result.lse), state)

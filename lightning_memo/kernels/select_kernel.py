@@ -1,4 +1,4 @@
-"""Which attention kernel serves a call."""
+"""Selection of the attention kernel that computes a call."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec, Kernel
-from lightning_memo.kernels.banded import AtenFlash, FlashAttn
-from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.flash_attention import AtenFlash, FlashAttn
 from lightning_memo.kernels.kernel_packages import FLASH_ATTN, TRANSFORMER_ENGINE
 from lightning_memo.kernels.packed_documents import PackedDocuments
-from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
 _FLASH = 1  # at::SDPBackend::flash_attention
 _PACKAGES = {"flash_attn": FLASH_ATTN, "transformer_engine": TRANSFORMER_ENGINE}
-# The first one is PyTorch's own; the others do no worse where they leave a call to it.
+# The first kernel is PyTorch's own. The others pass a call on to it if they do not compute it themselves.
 KERNELS: dict[str, dict[Attention, type[Kernel]]] = {
     "cpu": {"sdpa": CpuFlash},
     "cuda": {
@@ -31,14 +31,14 @@ KERNELS: dict[str, dict[Attention, type[Kernel]]] = {
         "transformer_engine": TransformerEngineAttention,
     },
 }
-"""Kernels of each type of device."""
+"""Kernels of each device type, by name."""
 
-_FIRST_WITH_FLASH = (8, 0)  # compute capability
+_FIRST_WITH_FLASH = (8, 0)  # the first compute capability with flash attention
 _LARGEST_HEAD = 256
 
 
 def check_available(choice: str) -> None:
-    """Refuse a back end whose package is missing, or of a version that is not known here.
+    """Check that the package of a kernel is installed in a supported version.
 
     Raises:
         ValueError: See :meth:`Package.check`.
@@ -48,21 +48,31 @@ def check_available(choice: str) -> None:
 
 
 def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: str = "auto") -> AttentionBackend:
-    """The kernel for queries, keys and values `[batch, heads, tokens, head_dim]`.
+    """Return the kernel for an attention call.
 
-    Where the kernel of that name cannot compute the call (its head size, dtype, mask or dropout), PyTorch's own
-    attention is replayed instead, which is right but slower. "auto" is PyTorch's own kernel: which one is the fastest
-    is found out by trying, once, see `probe.py`. Packed documents are computed one by one, or replayed with a mask.
+    If no flash kernel can compute the call because of its head size, dtype, mask or dropout, PyTorch's attention is
+    replayed in the backward, which is correct but slower. Packed documents are computed one by one, or replayed with a
+    mask.
+
+    Args:
+        q: Queries, `[batch, heads, tokens, head_dim]`.
+        k: Keys.
+        v: Values.
+        spec: The keys that each query sees.
+        choice: Name of the kernel. "auto" is PyTorch's own kernel; the fastest one is found by trials, see
+            `time_kernels.py`.
     """
     backend = _select(q, k, v, spec, choice)
     return PackedDocuments(backend) if spec.documents is not None and backend.blocks else backend
 
 
-def candidates(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> dict[Attention, Callable[[], AttentionBackend]]:
-    """Makers of the kernels that compute such calls themselves, whatever a batch's padding, documents and windows.
+def candidate_kernels(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+) -> dict[Attention, Callable[[], AttentionBackend]]:
+    """Return factories of the kernels that compute such calls themselves, whatever the padding, documents and window.
 
-    Where there is none, PyTorch's attention is replayed. A maker raises `ValueError` where the package is of a version
-    that is not known here.
+    There are none if PyTorch's attention is replayed. A factory raises `ValueError` if the version of the kernel's
+    package is not supported.
     """
     spec = replace(spec, window=None, lengths=None, documents=None)
     if isinstance(_select(q, k, v, spec, "auto"), Replay):
@@ -92,7 +102,7 @@ def _kernels_of(device: torch.device) -> dict[Attention, type[Kernel]]:
 
 
 def _flash_serves(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
-    """What all kernels for CUDA ask of a call."""
+    """Return whether a call fulfils the conditions of all CUDA kernels."""
     head = q.shape[-1]
     return (
         q.dtype in (torch.float16, torch.bfloat16)

@@ -1,7 +1,8 @@
-"""Which of several attention kernels is the fastest: tried side by side on calls like the model's.
+"""Timing of attention kernels, to find the fastest one for calls like the model's.
 
-A trial is a forward and a backward on random queries, keys and values with the model's own heads, dimensions and type,
-at a bounded length. A kernel that raises, or whose results are not those of the first one, is dropped.
+A trial is a forward and a backward with random queries, keys and values that have the model's number of heads, head
+size and dtype, at a bounded length. A kernel that raises, or whose results differ from those of the first one, is
+dropped.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from torch import Tensor
 from lightning_memo.artifacts.plan import AttentionTrial
 from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.rng_state import RngState
 
 PROBE_TOKENS = 4096
-"""Longest sequence of a trial: some milliseconds on a GPU, and long enough to keep all of it busy."""
+"""Longest sequence of a trial, which takes some milliseconds on a GPU and is long enough to occupy all of it."""
 
 _ROUNDS = 3
-# Results in half precision are 2^-8 from each other; a kernel that sees the wrong keys is as far off as they are large.
+# Results in half precision differ by about 2^-8. The relative error of a kernel that sees wrong keys is of order 1.
 _TOLERANCE = 2**-4
 
-Cost = Callable[[Callable[[], object]], float]
-"""Runs something, waits for it, and says how many seconds it took."""
+Timer = Callable[[Callable[[], object]], float]
+"""Runs a function, waits until the device has finished, and returns the seconds it took."""
 
-Makers = Mapping[Attention, Callable[[], AttentionBackend]]
+KernelFactories = Mapping[Attention, Callable[[], AttentionBackend]]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeInputs:
-    """q, k, v and the output's gradient of a trial, `[1, heads, tokens, head_dim]`, and what a query sees."""
+    """Inputs of a trial: q, k, v and the gradient of the output, each `[1, heads, tokens, head_dim]`, and the spec."""
 
     q: Tensor
     k: Tensor
@@ -42,14 +43,14 @@ class ProbeInputs:
 
     @classmethod
     def like(cls, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, parts: int = 1) -> ProbeInputs:
-        """Random ones for calls like a model's, whatever the padding, documents and window of the batch at hand.
+        """Return random inputs for calls like a model's, without padding, documents and window.
 
         Args:
-            q: Queries `[batch, heads, tokens, head_dim]`.
+            q: Queries of the model's call, `[batch, heads, tokens, head_dim]`.
             k: Keys.
             v: Values.
-            spec: Of the call.
-            parts: Processes that share the heads in attention.
+            spec: Spec of the model's call.
+            parts: Number of processes that share the heads in attention.
         """
         tokens = min(q.shape[2], k.shape[2], PROBE_TOKENS)
         generator = torch.Generator(q.device).manual_seed(0)
@@ -62,32 +63,32 @@ class ProbeInputs:
         return cls(random(q, q.shape[3]), random(k, k.shape[3]), random(v, v.shape[3]), random(q, v.shape[3]), spec)
 
     def run(self, backend: AttentionBackend) -> tuple[Tensor, ...]:
-        """Output, and gradients of q, k and v."""
+        """Run forward and backward, and return the output and the gradients of q, k and v."""
         result = backend.forward(self.q, self.k, self.v, self.spec)
         return result.out, *backend.backward(self.dout, self.q, self.k, self.v, result, self.spec)
 
 
-def try_kernels(makers: Makers, inputs: ProbeInputs, seconds_of: Cost) -> tuple[AttentionTrial, ...]:
-    """Try kernels side by side, and leave the random state as it was.
+def try_kernels(factories: KernelFactories, inputs: ProbeInputs, seconds_of: Timer) -> tuple[AttentionTrial, ...]:
+    """Run trials of several kernels. The random state is unchanged afterwards.
 
     Args:
-        makers: Makers of the kernels, by name; the first tells what is right.
-        inputs: Of the calls.
-        seconds_of: Measures; each kernel gets the least of some times, after one that counts for nothing.
+        factories: Factories of the kernels, by name. The results of the first one are the reference.
+        inputs: Inputs of the calls.
+        seconds_of: Times a call. A kernel's time is the shortest of several, after one warm-up call.
     """
     trials: dict[Attention, AttentionTrial] = {}
     running: dict[Attention, AttentionBackend] = {}
     expected: tuple[Tensor, ...] | None = None
     present = RngState.capture(inputs.q.device)
     try:
-        for name, make in makers.items():
+        for name, make in factories.items():
             try:
                 backend = make()
                 found, _ = _measured(backend, inputs, seconds_of)
                 why_not = "" if expected is None or inputs.spec.dropout else _deviation(found, expected)
             except torch.OutOfMemoryError:
-                raise  # of the step, not of the kernel
-            except Exception as error:  # whatever a package raises
+                raise  # memory is short because of the step, not because of the kernel
+            except Exception as error:  # a package may raise anything
                 why_not = _brief(error)
             else:
                 expected = found if expected is None else expected
@@ -103,60 +104,60 @@ def try_kernels(makers: Makers, inputs: ProbeInputs, seconds_of: Cost) -> tuple[
             trials[name] = AttentionTrial(name=name, seconds=min(seconds[name] for seconds in rounds))
     finally:
         present.restore()
-    return tuple(trials[name] for name in makers)
+    return tuple(trials[name] for name in factories)
 
 
 def agreed(trials_of_ranks: Sequence[Sequence[AttentionTrial]]) -> tuple[AttentionTrial, ...]:
-    """Trials of all processes as one: a kernel is as slow as on the slowest, and dropped if it is on any.
+    """Combine the trials of all processes: a kernel's time is the longest one, and it fails if it fails on any rank.
 
     Args:
-        trials_of_ranks: Trials by rank.
+        trials_of_ranks: The trials of each rank.
     """
     names = dict.fromkeys(trial.name for trials in trials_of_ranks for trial in trials)
     by_rank = [{trial.name: trial for trial in trials} for trials in trials_of_ranks]
-    together = []
+    combined = []
     for name in names:
         same = [trials.get(name, AttentionTrial(name=name, why_not="not available")) for trials in by_rank]
         failed = [(rank, trial.why_not) for rank, trial in enumerate(same) if trial.why_not]
         if failed:
             where = f"rank {failed[0][0]}: " if len(same) > 1 else ""
-            together.append(AttentionTrial(name=name, why_not=f"{where}{failed[0][1]}"))
+            combined.append(AttentionTrial(name=name, why_not=f"{where}{failed[0][1]}"))
         else:
             seconds = [trial.seconds for trial in same if trial.seconds is not None]
-            together.append(AttentionTrial(name=name, seconds=max(seconds, default=None)))
-    return tuple(together)
+            combined.append(AttentionTrial(name=name, seconds=max(seconds, default=None)))
+    return tuple(combined)
 
 
-def fastest(trials: Sequence[AttentionTrial]) -> Attention:
-    """The kernel with the least seconds.
+def fastest_kernel(trials: Sequence[AttentionTrial]) -> Attention:
+    """Return the name of the kernel with the shortest time.
 
     Raises:
-        ValueError: None was measured; the text tells why.
+        ValueError: No kernel was timed; the message says why.
     """
     measured = [trial for trial in trials if trial.seconds is not None]
     if not measured:
-        told = "; ".join(f"{trial.name}: {trial.why_not}" for trial in trials)
-        raise ValueError(f"no attention kernel runs on this device ({told})")
+        reasons = "; ".join(f"{trial.name}: {trial.why_not}" for trial in trials)
+        raise ValueError(f"no attention kernel runs on this device ({reasons})")
     return min(measured, key=lambda trial: trial.seconds or 0.0).name
 
 
-def _measured(backend: AttentionBackend, inputs: ProbeInputs, seconds_of: Cost) -> tuple[tuple[Tensor, ...], float]:
+def _measured(backend: AttentionBackend, inputs: ProbeInputs, seconds_of: Timer) -> tuple[tuple[Tensor, ...], float]:
     results: list[tuple[Tensor, ...]] = []
     seconds = seconds_of(lambda: results.append(inputs.run(backend)))
     return results[0], seconds
 
 
 def _deviation(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """How results differ from those of the first kernel by more than rounding; empty: they do not."""
+    """Describe how results differ from the reference by more than rounding; empty if they do not."""
     for name, mine, theirs in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         distance = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
         if not distance <= _TOLERANCE:
-            return f"its {name} is off by {distance:.1%}"
+            return f"its {name} differs by {distance:.1%} from that of PyTorch's kernel"
     return ""
 
 
 def _brief(error: Exception) -> str:
-    """One printable line."""
+    """Return the type and the first line of an error as printable text."""
     lines = str(error).strip().splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0][:200]}"
     return "".join(character if character.isprintable() else " " for character in text)

@@ -1,4 +1,4 @@
-"""TransformerEngine's fused attention, called with explicit log-sum-exp."""
+"""TransformerEngine's fused attention, with explicit log-sum-exp."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec
-from lightning_memo.kernels.banded import AtenFlash
+from lightning_memo.kernels.flash_attention import AtenFlash
 from lightning_memo.kernels.kernel_packages import TRANSFORMER_ENGINE
 
 _LAYOUT = "bshd_bshd_bshd"
 _BACKEND = "F16_arbitrary_seqlen"
-# From this release on, layouts of outputs and gradients are arguments, and the gradients' type is none any more.
+# From this release on, the layouts of outputs and gradients are arguments, and the dtype of gradients is not.
 _LAYOUTS_OF_OUTPUTS = (2, 15)
 _LARGEST_HEAD = 128
 _LARGEST_HEAD_ON_HOPPER = 256
 
 
 class TransformerEngineAttention(AtenFlash):
-    """`fused_attn_fwd` and `fused_attn_bwd` of TransformerEngine: cuDNN's kernels for half precision.
+    """TransformerEngine's `fused_attn_fwd` and `fused_attn_bwd`: cuDNN's kernels for half precision.
 
-    A causal mask is aligned at the last query and the last key, as a slice's attention needs it. Windows, padded
-    batches and head sizes that its kernels refuse go to PyTorch's flash kernel.
+    A causal mask is aligned at the last query and the last key, as the attention of a slice needs it. Windows, padded
+    batches and unsupported head sizes are passed on to PyTorch's flash kernel.
 
     Raises:
-        ValueError: The package is not installed, or its version is not known here.
+        ValueError: The package is not installed, or its version is not supported.
     """
 
     name = "transformer_engine"
@@ -58,7 +58,7 @@ class TransformerEngineAttention(AtenFlash):
             return super().forward(q, k, v, spec, query_start, key_start)
         out, (lse, rng_state, *_) = self._module.fused_attn_fwd(
             True, *_lengths(q, k), *map(_token_major, (q, k, v)), q.dtype, self._module.FusedAttnBackend[_BACKEND],
-            # The kernel draws even without dropout: not from the generator that the model's own dropout uses.
+            # The kernel draws random numbers even without dropout. They must not come from the model's generator.
             rng_gen=None if spec.dropout else torch.Generator(q.device),
             **({"o_format": "bshd"} if self._with_layouts else {}),
             **_mask(q, k, spec),
@@ -95,7 +95,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _mask(q: Tensor, k: Tensor, spec: AttentionSpec) -> dict[str, Any]:
-    """The arguments, alike in forward and backward, that say what a query sees."""
+    """Return the mask arguments, which are the same in forward and backward."""
     kind = "no_mask"
     if spec.causal:
         kind = "causal" if q.shape[2] == k.shape[2] else "causal_bottom_right"
@@ -110,11 +110,11 @@ def _mask(q: Tensor, k: Tensor, spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _lengths(q: Tensor, k: Tensor) -> tuple[int, int, Tensor, Tensor]:
-    """Tokens of queries and keys, and where each batch row begins and ends, int32 `[batch + 1]`."""
+    """Return the numbers of queries and of keys, and the cumulative sequence lengths of both, int32 `[batch + 1]`."""
     edges = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return q.shape[2], k.shape[2], edges * q.shape[2], edges * k.shape[2]
 
 
 def _token_major(t: Tensor) -> Tensor:
-    """`[batch, tokens, heads, head_dim]` without gaps: the kernels do not look at strides."""
+    """Return a contiguous copy as `[batch, tokens, heads, head_dim]`, because the kernels ignore strides."""
     return t.transpose(1, 2).contiguous()

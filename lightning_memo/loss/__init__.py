@@ -1,1 +1,1 @@
-"""The loss of long sequences: the logits of a few tokens at a time, forward and backward."""
+"""The loss of long sequences, with the logits of a few tokens at a time in forward and backward."""

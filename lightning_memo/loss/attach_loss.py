@@ -1,11 +1,11 @@
-"""Makes Hugging Face models compute the loss of long sequences in chunks of tokens, without touching their code."""
+"""Makes Hugging Face models compute the loss of long sequences in chunks of tokens, without changes to their code."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -17,25 +17,34 @@ from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.loss.logits_recipe import Head
 from lightning_memo.utils.find_layers import find_hugging_face, find_layers
 
-# Of the logits of a chunk in fp32. Every chunk reads and writes the fp32 gradient of the head's weights once, which is
-# hidden by its matrix products from about a thousand tokens on: those are 512 MiB for a vocabulary of 128K.
+# Size of the fp32 logits of a chunk. Every chunk reads and writes the fp32 gradient of the head's weights once. From
+# about a thousand tokens on, the matrix products hide this time; a thousand tokens have 512 MiB of logits for a
+# vocabulary of 128K.
 CHUNK_BYTES = 512 * 2**20
 
 
 def attach_chunked_loss(
-    model: nn.Module, chunk_tokens: int | str = "auto", shards: int = 1, vocabulary_parts: int = 1
+    model: nn.Module,
+    chunk_tokens: int | str = "auto",
+    shards: int = 1,
+    vocabulary_parts: int = 1,
+    warn: Callable[[str], object] = warnings.warn,
 ) -> list[Callable[[], None]]:
-    """Give every Hugging Face model inside `model` lazy logits, and its last norm in chunks; returns what undoes it.
+    """Give every Hugging Face model inside `model` lazy logits, and run its last norm in chunks.
 
-    Calls of no more tokens than a chunk run as they are, bit for bit. A head that cannot run in chunks is left alone,
-    which is told.
+    Calls with no more tokens than a chunk run as before, with bit-identical results. A head that cannot run in chunks
+    is left unchanged, with a warning.
 
     Args:
-        model: What is trained; other models in it are left as they are.
-        chunk_tokens: Tokens whose logits exist at once, all sequence-parallel ranks together; "auto": as many as make
-            `CHUNK_BYTES` of fp32 logits on a process.
-        shards: Sequence-parallel ranks, each with its own part of the tokens of every row.
-        vocabulary_parts: Processes that share the logits of a token.
+        model: The trained module. Models inside it that are not from Hugging Face are left unchanged.
+        chunk_tokens: Number of tokens whose logits exist at the same time, over all sequence-parallel ranks. "auto"
+            gives `CHUNK_BYTES` of fp32 logits per process.
+        shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
+        vocabulary_parts: Number of processes that share the logits of a token.
+        warn: Issues a warning.
+
+    Returns:
+        Functions that undo the change.
     """
     undo: list[Callable[[], None]] = []
     for host in find_hugging_face(model):
@@ -44,7 +53,7 @@ def attach_chunked_loss(
         if not isinstance(head, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
             continue
         if why := why_scaled_together(head):
-            rank_zero_warn(
+            warn(
                 f"MemoStrategy: the logits of all tokens are computed at once, because {why}: leave the head in higher "
                 "precision, or set loss_chunk_tokens=None"
             )
@@ -72,12 +81,15 @@ def _attach_head(head: Head, vocabulary: int) -> list[Callable[[], None]]:
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
-    """Whether someone wants gradients of the module's output, which then has to exist."""
+    """Return whether a backward hook needs the gradients of the module's output, which must then exist."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def find_last_norm(host: nn.Module, hidden: int) -> nn.Module | None:
-    """The norm between the layers and the head: the only one of `hidden` features that follows the list of layers."""
+    """Return the norm between the layers and the head, or `None`.
+
+    It is the only norm of `hidden` features among the siblings behind the list of layers.
+    """
     try:
         path, layers = find_layers(host)
     except ValueError:

@@ -1,15 +1,15 @@
 """Cross-entropy of an output head whose logits exist for one chunk of tokens at a time.
 
 Note: [Gradients in the forward]
-A chunk's logits are computed once. Loss and gradients come from them together, in the forward; backward only multiplies
-by the gradient of the loss. So the head's matrix products are those of plain training, and what is kept until backward
-is the gradient of the hidden states and that of the head's parameters, the latter in fp32.
+The logits of a chunk are computed once. The forward computes the loss and the gradients from them, and the backward
+only multiplies by the gradient of the loss. The head's matrix products are therefore those of plain training. The
+gradients of the hidden states and of the head's parameters are kept until the backward, the latter in fp32.
 
 Note: [One chunk of logits]
-Logits of half precision are copied to fp32, and softmax and gradient are computed in place there; fp32 logits are
-overwritten themselves. The gradient goes back into the head's logits where the graph does not need them. At most this
-is alive, per logit of a chunk: 4 bytes in fp32, 6 in half precision. Functions after the head add their results: a
-scale makes it 8 in fp32, a soft cap 16.
+Half-precision logits are copied to fp32, where softmax and gradient are computed in place; fp32 logits are overwritten.
+The gradient is written back into the head's logits if the graph does not need them. The memory per logit of a chunk is
+at most 4 bytes in fp32 and 6 bytes in half precision. The results of functions after the head are added: with a scale
+it is 8 bytes in fp32, with a soft cap 16 bytes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Pointwise = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLogits:
-    """What makes logits of hidden states.
+    """Computes logits from hidden states chunk by chunk.
 
     Attributes:
-        head: The output head: hidden states `[1, tokens, hidden]` to logits, plain or a `DTensor` that is split in the
-            vocabulary, for all tokens of the sequence-parallel ranks.
-        pointwise: Functions of the logits that are applied after the head.
-        chunk_tokens: Tokens of this process whose logits exist at once.
-        shards: Sequence-parallel ranks, each with its own part of the tokens of every row.
+        head: The output head. It maps hidden states `[1, tokens, hidden]` to the logits of all sequence-parallel ranks'
+            tokens, a tensor or a `DTensor` that is sharded in the vocabulary.
+        pointwise: Functions that are applied to the logits after the head.
+        chunk_tokens: Number of this process's tokens whose logits exist at the same time.
+        shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
     """
 
     head: TokenLocal
@@ -52,19 +52,22 @@ class ChunkedLogits:
 def chunked_cross_entropy(
     logits: ChunkedLogits, x: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of the logits of `x`; a scalar in fp32.
+    """Compute `torch.nn.functional.cross_entropy` of the logits of `x`.
 
     Args:
-        logits: How they are made.
-        x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this one, hidden]`.
+        logits: Computes the logits.
+        x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this shard, hidden]`.
         target: Labels, int64 `[all tokens]`, in the order of rows and tokens.
-        ignore_index: Label of tokens that have no part in the loss.
+        ignore_index: Label of tokens that do not contribute to the loss.
         reduction: "mean" over the labels that are not ignored, or "sum".
+
+    Returns:
+        The loss, a scalar in fp32.
     """
     valid = target != ignore_index
     one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     count = valid.sum() if reduction == "mean" else one
-    weight = torch.where(valid, one / count, 0.0)  # also where no label is valid, and the loss 0 / 0
+    weight = torch.where(valid, one / count, 0.0)  # finite even if no label is valid, when the loss is 0 / 0
     parts = _Parts(logits, _by_shard(target.masked_fill(~valid, 0), x, logits), _by_shard(weight, x, logits))
     total: Tensor
     if torch.is_grad_enabled() and (x.requires_grad or logits.head.trained):
@@ -75,7 +78,7 @@ def chunked_cross_entropy(
 
 
 def _by_shard(values: Tensor, x: Tensor, logits: ChunkedLogits) -> Sequence[Tensor]:
-    """Values of all tokens `[rows * tokens]`, cut like `x`: in a chunk, one shard's tokens after another's."""
+    """Split the values of all tokens `[rows * tokens]` into chunks like `x`; a chunk has one shard after the other."""
     rows = x.shape[0] if logits.shards > 1 else 1
     of_shards = values.reshape(rows, logits.shards, -1).transpose(0, 1).reshape(logits.shards, -1)
     return [part.flatten() for part in of_shards.split(logits.chunk_tokens, 1)]
@@ -83,14 +86,14 @@ def _by_shard(values: Tensor, x: Tensor, logits: ChunkedLogits) -> Sequence[Tens
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The work: by chunk, labels and what each token's loss weighs."""
+    """The labels and the weights of the tokens' losses, by chunk."""
 
     logits: ChunkedLogits
     targets: Sequence[Tensor]
     weights: Sequence[Tensor]
 
     def run(self, x: Tensor, of_x: bool = False, of_head: bool = False) -> tuple[Tensor, Tensor | None, GradientSums]:
-        """The loss, and the gradients that are wished: of `x`, and of the head's parameters."""
+        """Return the loss, the gradient of `x` if `of_x`, and the gradients of the head's parameters if `of_head`."""
         dx, tokens = Assembly.like(x) if of_x else None, self.logits.chunk_tokens
         losses, sums = [], GradientSums()
         for number, (part, target, weight) in enumerate(
@@ -109,8 +112,8 @@ class _Parts:
     ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
         with torch.set_grad_enabled(needs_gradient):
             logits, columns, spare = _compute(self.logits, x)
-        # In place where the graph does not need the logits, as `spare` says; `data` hides that from autograd, which
-        # would refuse it for views. See Note: [One chunk of logits].
+        # The logits are overwritten if the graph does not need them (`spare`). `data` hides this from autograd, which
+        # refuses it for views. See Note: [One chunk of logits].
         work = logits.data.to(torch.promote_types(logits.dtype, torch.float32), copy=not spare)
         loss = _cross_entropy_(work, target, weight, columns, needs_gradient)
         if not needs_gradient:
@@ -123,7 +126,7 @@ class _Parts:
 
 
 def _compute(logits: ChunkedLogits, x: Tensor) -> tuple[Tensor, _Columns, bool]:
-    """Logits `[tokens, columns]` of a chunk, which columns they are, and whether they may be overwritten."""
+    """Return the logits `[tokens, columns]` of a chunk, their columns, and whether they may be overwritten."""
     saved: set[int] = set()
     with noting_saved(saved):
         z = logits.head(x)
@@ -137,7 +140,13 @@ def _compute(logits: ChunkedLogits, x: Tensor) -> tuple[Tensor, _Columns, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The part of the vocabulary that this process has the logits of: `size` from `first` on."""
+    """The part of the vocabulary whose logits this process has.
+
+    Attributes:
+        first: First token id.
+        size: Number of token ids.
+        group: Processes that share the vocabulary; `None` if this process has all of it.
+    """
 
     first: int
     size: int
@@ -152,16 +161,17 @@ class _Columns:
         return cls(per_rank * mesh.get_local_rank(), logits.to_local().shape[-1], mesh.get_group())
 
     def combine(self, t: Tensor, operation: Any) -> Tensor:
-        """`t` of all processes together, in place."""
+        """Reduce `t` over the processes that share the vocabulary, in place."""
         if self.group is not None:
             dist.all_reduce(t, operation, self.group)
         return t
 
 
 def _cross_entropy_(logits: Tensor, target: Tensor, weight: Tensor, columns: _Columns, gradient: bool) -> Tensor:
-    """Weighted losses `[tokens]` of fp32 logits `[tokens, columns]`, which become the gradient of their sum if wished.
+    """Return the weighted losses `[tokens]` of fp32 logits `[tokens, columns]`.
 
-    `loss = weight * (log(sum(exp(z - m))) - (z_target - m))`, `m` the largest logit of the token, and
+    The logits are overwritten, if `gradient` with the gradient of the sum of the losses. With the largest logit `m` of
+    a token, `loss = weight * (log(sum(exp(z - m))) - (z_target - m))` and
     `gradient = weight * (softmax(z) - onehot(target))`.
     """
     largest = columns.combine(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)

@@ -1,6 +1,7 @@
-"""Runs a module that treats each token by itself on chunks of tokens, and keeps nothing but its input for backward.
+"""Runs a module on chunks of tokens, and saves only its input for the backward.
 
-A norm after the last layer otherwise keeps copies of the whole sequence, in fp32.
+The module must treat each token independently. Without chunks, the norm after the last layer would save copies of the
+complete sequence in fp32.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from lightning_memo.parallel.local_tensors import awaited
 
 
 def attach_chunks(module: nn.Module, chunk_tokens: int) -> Callable[[], None]:
-    """Make a module run on `chunk_tokens` tokens at a time where it is given more; returns what undoes it.
+    """Make a module run on at most `chunk_tokens` tokens at a time.
 
     Args:
-        module: Treats each token by itself: `[..., hidden]` to `[..., hidden]`.
-        chunk_tokens: Tokens, of all sequences of a batch together.
+        module: A module that treats each token independently, from `[..., hidden]` to `[..., hidden]`.
+        chunk_tokens: Number of tokens, counted over all sequences of a batch.
+
+    Returns:
+        A function that undoes the change.
     """
 
     def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +42,7 @@ def attach_chunks(module: nn.Module, chunk_tokens: int) -> Callable[[], None]:
 
 
 def run_in_chunks(module: nn.Module, forward: Forward, x: Tensor, chunk_tokens: int) -> Tensor:
-    """What a module makes of `x` `[..., hidden]`, without a graph; backward computes each chunk again."""
+    """Run a module on chunks of `x` `[..., hidden]` without saving a graph; the backward recomputes each chunk."""
     local = TokenLocal(module, forward)
     result: Tensor = _InChunks.apply(local, chunk_tokens, awaited(x), *local.trained)
     return result
@@ -49,7 +53,7 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, module: TokenLocal, chunk_tokens: int, x: Tensor, *trained: Tensor) -> Tensor:
         ctx.module, ctx.chunk_tokens, ctx.dtypes = module, chunk_tokens, [p.dtype for p in trained]
         ctx.save_for_backward(x)
-        if isinstance(x, LazyTensor):  # so is what is made of it: nobody reads it more than once
+        if isinstance(x, LazyTensor):  # the output is lazy too, because it is read only once
             dtype = module(torch.zeros(1, 1, x.shape[-1], dtype=x.dtype, device=x.device)).dtype
             return x.mapped(lambda rows: module(rows[None])[0], dtype)
         y: Assembly | None = None

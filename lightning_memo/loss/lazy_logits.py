@@ -1,11 +1,11 @@
-"""Logits that are not computed until something needs them whole.
+"""Logits that are computed in chunks, or in full only when an operation needs all of them.
 
-Note: [What is recorded and what is computed]
-`LazyLogits` stands for `pointwise(head(x))`. Functions that act on each logit alone (a soft cap, a scale, a cast) are
-recorded. Functions that only choose or arrange tokens (`[:, :-1]`, `view(-1, vocabulary)`) act on the hidden states
-instead. `cross_entropy` and `argmax` over the vocabulary take one chunk of tokens after another. So the loss of an
-unmodified model runs in chunks, and so does one that a user writes the usual way. Everything else gets real logits,
-computed once: correct, but as large as without this.
+Note: [Recorded and computed operations]
+`LazyLogits` represents `pointwise(head(x))`. Functions of single logits (a soft cap, a scale, a cast) are recorded.
+Functions that only select or rearrange tokens (`[:, :-1]`, `view(-1, vocabulary)`) are applied to the hidden states.
+`cross_entropy` and `argmax` over the vocabulary compute one chunk of tokens after the other. The loss of an unmodified
+model therefore runs in chunks, and so does a loss that a user writes in the usual way. Any other operation gets real
+logits that are computed once, which is correct but takes as much memory as in plain training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_e
 from lightning_memo.loss.logits_recipe import Head, Recipe, leaves_vocabulary
 from lightning_memo.parallel.local_tensors import awaited
 
-# Names of functions, as methods and in `torch`.
+# Names of methods of `Tensor` and of functions in `torch`.
 _CASTS = ("float", "bfloat16", "half", "double", "to", "type")
 _POINTWISE = ("mul", "div", "true_divide", "tanh", *_CASTS)
 _ARRANGING = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")
@@ -44,15 +44,16 @@ _METADATA = {
 
 
 class LazyLogits(Tensor):
-    """Logits `[..., vocabulary]` that are computed when something needs them; see the note above.
+    """Logits `[..., vocabulary]` that are computed when an operation needs them; see the note above.
 
-    They say `requires_grad=False`, as nothing has been computed that could be tracked; what is computed from them is
-    tracked as from real logits. In-place functions are refused while a view of the same logits is alive.
+    Their `requires_grad` is `False`, because there is no graph before they are computed; results of operations on them
+    have the same autograd history as with real logits. In-place functions are refused while a view of the same logits
+    is in use.
     """
 
     @staticmethod
     def of(head: Head, x: Tensor, vocabulary: int) -> LazyLogits:
-        """The logits that a head is going to make of hidden states `[..., tokens of this shard, hidden]`."""
+        """Return the lazy logits of a head for hidden states `[..., tokens of this shard, hidden]`."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         leading = (*x.shape[:-2], x.shape[-2] * head.shards)
@@ -71,7 +72,7 @@ class LazyLogits(Tensor):
         family.append(weakref.ref(self))
 
     def materialize(self) -> Tensor:
-        """The real logits: computed once, and what everything goes to from then on."""
+        """Return the real logits, which are computed once and used by all operations from then on."""
         if self._real is None:
             self._real = self._recipe.compute()
         return self._real
@@ -105,7 +106,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} reached logits that are not computed: set loss_chunk_tokens=None, and report this")
 
-    # ---- what needs no real logits
+    # ---- operations without real logits
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.__name__
@@ -126,18 +127,18 @@ class LazyLogits(Tensor):
         return NotImplemented
 
     def _with(self, **changes: Any) -> Recipe:
-        """The recipe of what is made of these logits now."""
+        """Return a changed recipe, for the result of an operation on these logits."""
         return replace(self._recipe, **{"tracked": self._recipe.tracked and torch.is_grad_enabled()} | changes)
 
     def _view(self, recipe: Recipe) -> LazyLogits:
-        """Logits that would share their memory with these, were they real."""
+        """Return lazy logits for a view: real ones would share their memory with these."""
         return LazyLogits(recipe, self.shape[-1], self.dtype, self._family)
 
     def _refuse_views(self, name: str) -> None:
         if sum(relative() is not None for relative in self._family) > 1:
             raise RuntimeError(
-                f"{name} in place on logits of which a view is in use, which would not see it: clone() them first, or "
-                "set loss_chunk_tokens=None"
+                f"{name} in place on logits of which a view is in use, which would not see the change: clone() them "
+                "first, or set loss_chunk_tokens=None"
             )
 
     def _apply(self, function: Pointwise, arguments: Sequence[Any], cast: bool) -> Any:

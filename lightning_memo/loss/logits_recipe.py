@@ -1,4 +1,4 @@
-"""How logits that are not computed yet will be."""
+"""The recipe of lazy logits: the head, its input, and the functions to apply to its output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_memo.loss.chunked_cross_entropy import ChunkedLogits, Pointwise
 
 @dataclass(eq=False, slots=True)
 class Head:
-    """A model's output head while its logits are lazy.
+    """A model's output head with lazy logits.
 
     Attributes:
         module: The head.
-        forward: Its own forward.
-        chunk_tokens: Tokens of this process whose logits exist at once.
-        shards: Sequence-parallel ranks, each with its own part of the tokens of every row.
-        parts: Processes that share the logits of a token, which are then a `DTensor`.
-        steps: Optimizer steps that changed its weights.
+        forward: The head's own forward.
+        chunk_tokens: Number of this process's tokens whose logits exist at the same time.
+        shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
+        parts: Number of processes that share the logits of a token; if more than one, the logits are a `DTensor`.
+        steps: Number of optimizer steps that changed the head's weights.
     """
 
     module: nn.Module
@@ -37,28 +37,30 @@ class Head:
     steps: int = 0
 
     def replicated(self, t: Tensor) -> Tensor:
-        """What all processes that share the logits of a token computed alike, in the type of those logits."""
+        """Convert a result that is equal on all processes that share the logits to the tensor type of the logits."""
         if self.parts == 1:
             return t
         mesh = next(p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor))
         return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that an optimizer has stepped: a hook of `torch.optim`."""
+        """Count the steps of optimizers that change the head; a hook of `torch.optim`."""
         own = {id(p) for p in self.module.parameters()}
         self.steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to compute logits: `pointwise(head(x))`, arranged as `leading`.
+    """The computation of logits: `pointwise(head(x))`, with the shape `[*leading, vocabulary]`.
 
     Attributes:
-        x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this one, hidden]`.
-        leading: Dimensions of the logits before the vocabulary.
-        tracked: Whether the logits are part of a graph.
-        step: `head.steps` when `x` was computed.
-        autocast: Autocast as it was then.
+        head: The output head.
+        x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this shard, hidden]`.
+        leading: Dimensions of the logits in front of the vocabulary.
+        pointwise: Functions to apply to the output of the head.
+        tracked: Whether autograd tracks the logits.
+        step: Value of `head.steps` when `x` was computed.
+        autocast: Restores the autocast state of that time.
     """
 
     head: Head
@@ -70,15 +72,19 @@ class Recipe:
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def check(self) -> None:
-        """Refuse logits of weights that are gone."""
+        """Check that the head still has the weights of the forward.
+
+        Raises:
+            RuntimeError: An optimizer has changed them.
+        """
         if self.head.steps != self.step:
             raise RuntimeError(
                 "logits of long sequences are computed when they are used, and the optimizer has changed the head "
-                "since this forward: take what you need of them within the step, or set loss_chunk_tokens=None"
+                "since this forward: use them within the step, or set loss_chunk_tokens=None"
             )
 
     def compute(self) -> Tensor:
-        """Real logits."""
+        """Compute the real logits."""
         self.check()
         with torch.set_grad_enabled(self.tracked), self.autocast():
             logits = self.head.forward(self.x)
@@ -88,11 +94,11 @@ class Recipe:
             return logits if logits.shape == shape else logits.reshape(shape)
 
     def tokens_first(self) -> Tensor:
-        """Hidden states arranged like the logits, `[*leading, hidden]`; of one shard only."""
+        """Return the hidden states with the shape `[*leading, hidden]`; for a single shard."""
         return self.x.reshape(*self.leading, self.x.shape[-1])
 
     def in_chunks(self) -> ChunkedLogits:
-        """The same logits, chunk by chunk."""
+        """Return the computation of the same logits in chunks."""
         self.check()
         with self.autocast():
             local = TokenLocal(self.head.module, self.head.forward)
@@ -100,19 +106,19 @@ class Recipe:
         return ChunkedLogits(local, self.pointwise, tokens, self.head.shards)
 
     def argmax(self) -> Tensor:
-        """The token of the largest logit, `[*leading]`; of one shard only."""
+        """Return the token id of the largest logit, `[*leading]`; for a single shard."""
         logits, found = self.in_chunks(), []
         with torch.no_grad():
             for part in chunks(self.x, logits.chunk_tokens):
-                whole = logits.head(part)
+                z = logits.head(part)
                 for function in logits.pointwise:
-                    whole = function(whole)
-                found.append((whole.full_tensor() if isinstance(whole, DTensor) else whole).argmax(-1))
+                    z = function(z)
+                found.append((z.full_tensor() if isinstance(z, DTensor) else z).argmax(-1))
         return torch.cat(found, 1).view(self.leading)
 
 
 def leaves_vocabulary(index: Any, dims: int) -> bool:
-    """Whether an index of logits with `dims` dimensions takes the whole vocabulary and leaves it the last dimension."""
+    """Return whether an index keeps the complete vocabulary as the last dimension of logits with `dims` dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is None or part is ... or type(part) in (int, slice, Tensor) for part in parts):
         return False

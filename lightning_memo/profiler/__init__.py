@@ -1,1 +1,1 @@
-"""Measuring: what the machine has, and what a block of code takes."""
+"""Measurements: the machine's free memory and bandwidths, the costs of layers, and the memory requests of a step."""

@@ -1,4 +1,4 @@
-"""Turns a profiled step into what the planner reads."""
+"""Converts a profiled step into the planner's inputs: costs, budget and fingerprint."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lightning_memo.profiler.memory_meter import WorkingSet
 
 _LONGEST_COPY_BYTES = 256 * 2**20
 _BANDWIDTH_SECONDS = 0.2
-# The rest of the host is for the data loader, checkpoints and the system.
+# The rest of the host memory is left to the data loader, checkpoints and the system.
 _USABLE_HOST_SHARE = 0.9
 _USABLE_DISK_SHARE = 0.9
-# Kinds of tensors that a slice recomputes, where it is not swapped.
+# Kinds of tensors that a slice recomputes if it is not swapped.
 _RECOMPUTED = ("query", "key", "value", "other")
 
 
-def layer_costs(
+def measured_layer_costs(
     profile: StepProfile,
     step_seconds: float,
     fixed_device_bytes: int,
@@ -42,15 +42,15 @@ def layer_costs(
     device: torch.device,
     spill_path: Path | None = None,
 ) -> LayerCosts:
-    """Costs of the layers of a profiled step.
+    """Return the costs of the layers in a profiled step.
 
     Args:
-        profile: The step.
-        step_seconds: How long it took, optimizer included.
-        fixed_device_bytes: Parameters, gradients and optimizer state.
-        working_set: What it took beside those, all layers recomputed.
-        device: Where it ran; bandwidth is measured there, with both directions busy.
-        spill_path: Folder on a disk, whose bandwidth is measured likewise.
+        profile: Profile of the step.
+        step_seconds: Duration of the step, including the optimizer.
+        fixed_device_bytes: Bytes of parameters, gradients and optimizer state.
+        working_set: Peaks of the other device memory, with all layers recomputed.
+        device: Where the layers run. Its copy bandwidth is measured with both directions busy.
+        spill_path: Folder on a disk, whose bandwidth is measured in the same way.
     """
     recompute = profile.seconds_of("recompute")
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
@@ -79,12 +79,12 @@ def layer_costs(
     )
 
 
-def storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
-    """The same costs kind by kind.
+def measured_storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
+    """Return the costs of each kind of tensor in a profiled step.
 
     Args:
-        profile: The step, with matrix products.
-        costs: Of its layers.
+        profile: Profile of the step, including matrix products.
+        costs: Costs of the layers in the step.
     """
     attention = profile.seconds_of("attention")
     calls = [_call_costs(call, costs, n, attention[n]) for n, call in enumerate(profile.in_order())]
@@ -117,7 +117,7 @@ def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_sec
 
 
 def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """Bytes per second from device to host and back, both at once, over the engine's own copy streams."""
+    """Return the bytes per second from device to host and back, both at once, with the engine's copy streams."""
     pinned = device.type == "cuda"
     hosts = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     blocks = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -139,11 +139,11 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]
 
 
 def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """Bytes per second from device to disk and back, both at once, by the engine's own way.
+    """Return the bytes per second from device to disk and back, both at once, with the engine's spill file.
 
     Raises:
-        SpillError: The disk has no room for it, or failed.
-        ValueError: The folder is not usable.
+        SpillError: The disk does not have the space, or it failed.
+        ValueError: The folder cannot be used.
     """
     sizes = SpillLayout(max(size_bytes, 1))
     spill = Spill(folder, 2 * sizes.region_bytes, sizes, device)
@@ -163,10 +163,10 @@ def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple
 
 
 def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes that this process has of parameters, buffers, gradients (of what is trained) and optimizer state.
+    """Return this process's bytes of parameters, buffers, gradients of trained parameters, and optimizer state.
 
-    An optimizer that has not stepped yet (gradients accumulate) has no state; it is taken to keep two moments of every
-    parameter, as Adam does.
+    An optimizer that has not stepped yet, because gradients are accumulated, has no state. It is assumed to keep two
+    moments of every parameter, like Adam.
     """
     weights = sum(local_part(t).nbytes for t in [*model.parameters(), *model.buffers()])
     gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
@@ -181,12 +181,12 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def estimated_working_set(profile: StepProfile, earlier: LayerCosts | None) -> WorkingSet:
-    """What a profiled step takes that was not metered: it grows with the tokens of the batch.
+    """Estimate the working set of a profiled step whose memory was not measured.
 
     Args:
-        profile: The step.
-        earlier: Costs of a shorter batch; `None`: the largest layer's activations stand for what it takes, which is too
-            little where logits are larger.
+        profile: Profile of the step.
+        earlier: Costs of a shorter batch, from which the working set is scaled by the number of tokens. With `None`,
+            the activations of the largest layer are taken instead, which is too little if the logits are larger.
     """
     if earlier is None:
         kinds = ("input", "out", "lse", *_RECOMPUTED)
@@ -196,17 +196,17 @@ def estimated_working_set(profile: StepProfile, earlier: LayerCosts | None) -> W
     return WorkingSet(layers=layers, outside=math.ceil(earlier.transient_device_bytes * grown))
 
 
-def budget(
+def available_budget(
     config: MemoConfig, device: torch.device, fixed_device_bytes: int, held_host_bytes: int, processes: int = 1
 ) -> Budget:
-    """What a process may use: the user's limits, else what is free now (cgroup limits respected).
+    """Return the memory that a process may use: the user's limits, or the memory that is free now.
 
     Args:
-        config: The limits.
-        device: Where layers run.
-        fixed_device_bytes: What the process has there whatever the plan.
-        held_host_bytes: Host memory that the engine holds for the profile and gives back.
-        processes: Processes of this node, which share its host memory and its disk evenly.
+        config: The user's settings.
+        device: Where the layers run.
+        fixed_device_bytes: Device bytes that the process needs with any plan.
+        held_host_bytes: Host bytes that the engine holds for the profile and frees before the plan is executed.
+        processes: Number of processes on this node, which share its host memory and its disk evenly.
     """
     host = config.host_memory_bytes
     if host is None:
@@ -229,13 +229,13 @@ def _disk_bytes(config: MemoConfig) -> int:
 def fingerprint(
     model: nn.Module, profile: StepProfile, precision: str, device: torch.device, parallel: str
 ) -> Fingerprint:
-    """What a plan of this run is valid for."""
+    """Return the fingerprint of a run, which says for which runs a plan is valid."""
     run = run_fingerprint(model, precision, device, parallel)
     return Fingerprint(batch=profile.batch, tokens=profile.tokens, **run)
 
 
 def run_fingerprint(model: nn.Module, precision: str, device: torch.device, parallel: str) -> dict[str, str]:
-    """The part of a fingerprint that is known before the first batch."""
+    """Return the part of the fingerprint that is known before the first batch."""
     return {
         "model": model_fingerprint(model),
         "precision": precision,
@@ -246,10 +246,10 @@ def run_fingerprint(model: nn.Module, precision: str, device: torch.device, para
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Class, and a digest of the names, shapes and types of the weights."""
+    """Return the model's class name with a digest of the names, shapes and dtypes of its parameters."""
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
-    # FSDP2 gives a module another class.
+    # FSDP2 changes the class of a module.
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     return f"{own.__name__}-{digest.hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""The device memory that a block of code takes at its peak."""
+"""Peak device memory of a block of code or of the phases of a training step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ import torch
 from torch.autograd.profiler import profile
 
 _ALLOCATION: Final = "Allocation"
+# Training has no events of this scope. A recorded event that ends after the profiler, like a collective that is still
+# under way (of USER_SCOPE) when it is stopped, writes its end time into freed memory: PyTorch does not check for it.
+_SCOPE_WITHOUT_EVENTS: Final = torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL
 
 
-class Request(NamedTuple):
-    """Memory of the CPU that is allocated, or freed (its size is then negative)."""
+class AllocationRequest(NamedTuple):
+    """An allocation on the CPU, or a free.
+
+    Attributes:
+        time_ns: Time in nanoseconds of the system's clock.
+        address: Address of the memory.
+        size_bytes: Size of the allocation; negative for a free.
+    """
 
     time_ns: int
     address: int
@@ -25,13 +34,13 @@ class Request(NamedTuple):
 
 
 class AllocationRecorder:
-    """Records each allocation on the CPU of the calling thread and of autograd's backward, by PyTorch's profiler.
+    """Records the CPU allocations of the calling thread and of autograd's backward with PyTorch's profiler.
 
-    The profiler is asked for memory only, not for operations, so that it hardly slows them: a step of many tiny ones
-    takes a tenth longer. What it saw is kept in memory until `stop`.
+    The profiler records memory only, not operations, and slows them little: a step of many tiny operations takes a
+    tenth longer. Its events are kept in memory until `stop`.
 
     Args:
-        gives_way: End without an answer where another recorder starts, which else could not.
+        gives_way: Whether this recorder ends without a result when another one starts, which otherwise could not.
 
     Raises:
         RuntimeError: Another profiler is running.
@@ -41,31 +50,33 @@ class AllocationRecorder:
 
     def __init__(self, gives_way: bool = False) -> None:
         if AllocationRecorder._giving_way is not None:
-            with contextlib.suppress(RuntimeError):  # it had been ended before
+            with contextlib.suppress(RuntimeError):  # it has ended before
                 AllocationRecorder._giving_way.stop()
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
-        # Read when a process profiles first: two lines about each measured step tell a user nothing.
+        # Read when a process profiles for the first time. It silences two lines of log per measured step.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         settings, activities = profile(profile_memory=True).config(), {torch.profiler.ProfilerActivity.CPU}
         torch._C._autograd._prepare_profiler(settings, activities)
-        torch._C._autograd._enable_profiler(settings, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+        torch._C._autograd._enable_profiler(settings, activities, {_SCOPE_WITHOUT_EVENTS})
         self._gave_way = False
         if gives_way:
             AllocationRecorder._giving_way = self
 
-    def stop(self) -> list[Request]:
-        """The requests since the start, in the order of time.
+    def stop(self) -> list[AllocationRequest]:
+        """Return the requests since the start, in the order of time.
 
         Raises:
-            RuntimeError: Another profiler was started meanwhile, which ended this one.
+            RuntimeError: Another profiler was started in the meantime, which ended this one.
         """
         if self._gave_way:
-            raise RuntimeError("peak memory was not measured: another measurement was started meanwhile")
+            raise RuntimeError("peak memory was not measured: another measurement was started in the meantime")
         if AllocationRecorder._giving_way is self:
             AllocationRecorder._giving_way, self._gave_way = None, True
         if torch.autograd.profiler._is_profiler_enabled or not torch._C._autograd._profiler_enabled():
-            raise RuntimeError("peak memory was not measured: another profiler was started meanwhile, turn it off")
+            raise RuntimeError(
+                "peak memory was not measured: another profiler was started in the meantime, turn it off"
+            )
         requests = []
         waiting = list(torch._C._autograd._disable_profiler().experimental_event_tree())
         while waiting:
@@ -73,25 +84,25 @@ class AllocationRecorder:
             waiting.extend(event.children)
             tag, allocation = event.typed
             if tag.name == _ALLOCATION and allocation.device.type == "cpu":
-                requests.append(Request(event.start_time_ns, allocation.ptr, allocation.alloc_size))
+                requests.append(AllocationRequest(event.start_time_ns, allocation.ptr, allocation.alloc_size))
         return sorted(requests, key=lambda request: request.time_ns)
 
 
 class PeakMeter:
-    """Measures the peak of device bytes allocated above the level at entry, inside a `with` block.
+    """Measures the peak of the allocated device bytes inside a `with` block, relative to the bytes at its start.
 
-    On CUDA the allocator's own counter is read: its peak is reset at entry, and the block takes no longer. On the
-    CPU, where there is no counter, allocations are recorded; see `AllocationRecorder`.
+    On CUDA, the allocator's peak counter is reset at the start and read at the end. On a CPU, which has no counter,
+    allocations are recorded; see `AllocationRecorder`.
 
-    What was allocated before the block and is freed inside it lowers the level on CUDA. The CPU's recorder doesn't know
-    such blocks, so there the level stays and the peak is an upper bound: free gradients before the block.
+    On CUDA, freeing memory that was allocated before the block lowers the level. On a CPU such memory is not known, and
+    the peak is an upper bound; free the gradients before the block.
 
     Attributes:
-        peak_bytes: the peak in bytes; 0 until the block has ended.
+        peak_bytes: The peak in bytes; 0 until the block has ended.
 
     Raises:
-        ValueError: the device is neither a CPU nor a GPU of CUDA.
-        RuntimeError: on the CPU, another profiler is running, or was started inside the block.
+        ValueError: The device is neither a CPU nor a CUDA device.
+        RuntimeError: On a CPU, another profiler is running or was started inside the block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,33 +126,36 @@ class PeakMeter:
         if self._recorder is None:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._entry_bytes
             return
-        self.peak_bytes = _peak_bytes((address, size) for _, address, size in self._recorder.stop())
+        self.peak_bytes = peak_of((address, size) for _, address, size in self._recorder.stop())
         self._recorder = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Highest peaks of a step in bytes, above its weights, all their gradients, and the optimizer's state."""
+    """Peak bytes of a step, in addition to weights, gradients and optimizer state.
+
+    Attributes:
+        layers: Peak during the backward of the layers.
+        outside: Peak before and after it: in the forward, the loss, and the optimizer step.
+    """
 
     layers: int
-    """In the backward of the layers."""
-
     outside: int
-    """Before and after it: in the forward, the loss, and the optimizer's step."""
 
 
 class WorkingSetMeter:
     """Measures the working set of a training step, from construction to `stop`.
 
-    What is still alive at the end does not count. In the backward, gradients that are not there yet leave room.
+    Memory that is still allocated at the end does not count. The memory of gradients is counted as allocated during the
+    complete backward, so that gradients that do not exist yet lower the peak.
 
     Args:
-        device: A CPU or a GPU of CUDA.
-        gives_way: On the CPU, end without an answer where something else is measured meanwhile.
+        device: A CPU or a CUDA device.
+        gives_way: Whether, on a CPU, this meter ends without a result when another measurement starts.
 
     Raises:
-        ValueError: Another device.
-        RuntimeError: On the CPU, another profiler is running.
+        ValueError: The device is neither a CPU nor a CUDA device.
+        RuntimeError: On a CPU, another profiler is running.
     """
 
     def __init__(self, device: torch.device, gives_way: bool = False) -> None:
@@ -155,31 +169,31 @@ class WorkingSetMeter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def begin_backward(self) -> None:
-        """The backward begins; the first call counts."""
+        """Note that the backward begins; only the first call counts."""
         if not self._times.backward:
             self._times.backward = time.time_ns()
             self._take_peak("forward")
 
     def begin_layers(self) -> None:
-        """The backward of the layers begins; the first call counts."""
+        """Note that the backward of the layers begins; only the first call counts."""
         if not self._times.layers:
             self._times.layers = time.time_ns()
             self._take_peak("loss")
 
     def end_backward(self) -> None:
-        """The backward is over; the last call counts."""
+        """Note that the backward has ended; the last call counts."""
         self._times.end = time.time_ns()
         self._take_peak("layers")
 
     def stop(self, kept_bytes: int, accumulating: bool) -> WorkingSet:
-        """What was measured.
+        """End the measurement and return the working set.
 
         Args:
-            kept_bytes: Device memory that was allocated in the forward, and stays.
-            accumulating: Whether gradients of an earlier backward are there in others.
+            kept_bytes: Device memory that was allocated in the forward and stays allocated.
+            accumulating: Whether gradients are accumulated, so that they exist before the backward.
 
         Raises:
-            RuntimeError: On the CPU, another profiler was started meanwhile.
+            RuntimeError: On a CPU, another profiler was started in the meantime.
         """
         if self._recorder is not None:
             return working_set(self._recorder.stop(), self._times, accumulating)
@@ -202,21 +216,26 @@ class WorkingSetMeter:
 
 @dataclass(slots=True)
 class StepTimes:
-    """When phases of a step begin, in nanoseconds of the system's clock; 0 if they did not."""
+    """Times of a step in nanoseconds of the system's clock; 0 if they have not come.
+
+    Attributes:
+        backward: Start of the backward.
+        layers: Start of the backward of the layers.
+        end: End of the backward.
+    """
 
     backward: int = 0
     layers: int = 0
     end: int = 0
-    """Of the backward."""
 
 
-def working_set(requests: Iterable[Request], times: StepTimes, accumulating: bool = False) -> WorkingSet:
-    """The working set of a step that made these requests; see `WorkingSetMeter`."""
+def working_set(requests: Iterable[AllocationRequest], times: StepTimes, accumulating: bool = False) -> WorkingSet:
+    """Return the working set of a step from its allocation requests; see `WorkingSetMeter`."""
     requests = list(requests)
     freed = _freed(requests)
     layers_begin = times.layers or times.end
     backward = range(times.backward or layers_begin, times.end)
-    # Gradients; where they are accumulated, they are there from the start.
+    # Gradients. If they are accumulated, they exist from the start.
     born = {
         number: request.size_bytes
         for number, request in enumerate(requests)
@@ -240,8 +259,8 @@ def working_set(requests: Iterable[Request], times: StepTimes, accumulating: boo
     return WorkingSet(layers, outside)
 
 
-def _freed(requests: Iterable[Request]) -> set[int]:
-    """Which of the requests allocate what a later one frees."""
+def _freed(requests: Iterable[AllocationRequest]) -> set[int]:
+    """Return the numbers of the requests whose memory a later request frees."""
     alive: dict[int, int] = {}
     freed = set()
     for number, (_, address, size_bytes) in enumerate(requests):
@@ -252,8 +271,12 @@ def _freed(requests: Iterable[Request]) -> set[int]:
     return freed
 
 
-def _peak_bytes(requests: Iterable[tuple[int, int]]) -> int:
-    """Most bytes alive at once among what the requests allocate."""
+def peak_of(requests: Iterable[tuple[int, int]]) -> int:
+    """Return the largest number of bytes allocated at the same time.
+
+    Args:
+        requests: Address and size of each request in order; the size of a free is negative.
+    """
     alive: dict[int, int] = {}
     level_bytes = peak_bytes = 0
     for address, size_bytes in requests:
@@ -262,8 +285,8 @@ def _peak_bytes(requests: Iterable[tuple[int, int]]) -> int:
             level_bytes += size_bytes
             peak_bytes = max(peak_bytes, level_bytes)
         else:
-            # The profiler reports the free of an older block with the size of whatever an earlier profile saw at
-            # that address, which may be another block's.
+            # For the free of a block from before the profile, the profiler reports the size of the block that an
+            # earlier profile saw at that address. The size is therefore taken from this profile's allocation.
             level_bytes -= alive.pop(address, 0)
     return peak_bytes
 

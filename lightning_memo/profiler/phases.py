@@ -1,4 +1,4 @@
-"""Names and numbers of the phases of a training step."""
+"""Names and numbers of the phases of a training step, for the planned allocator."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from lightning_memo.profiler.step_trace import Events, RecordedStep
 
 
 class StepPhases:
-    """Tells the allocator which phase of a step begins.
+    """Numbers the phases of a step and passes each number to the allocator when its phase begins.
 
-    A name that comes again in the same step, as with several micro-batches, is another phase: "backward", "backward 2".
+    A name that is repeated in a step, for example with several micro-batches, is another phase: "backward 2" follows
+    "backward".
 
     Args:
-        begin_phase: Told the number of each phase as it begins.
-        names: Phases that are known already, numbered in this order; others get numbers as they come.
+        begin_phase: Called with the number of each phase when it begins.
+        names: Names of phases that are numbered already, in this order; further phases get the next numbers.
     """
 
     def __init__(self, begin_phase: Callable[[int], None], names: Sequence[str] = ()) -> None:
@@ -26,15 +27,16 @@ class StepPhases:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All phases met so far, by number."""
+        """Names of all phases so far, by number."""
         return tuple(self._number)
 
     def begin_step(self) -> None:
+        """Begin a step."""
         self._seen.clear()
         self._order = []
 
     def mark(self, name: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self._seen[name] += 1
         if self._seen[name] > 1:
             name = f"{name} {self._seen[name]}"
@@ -43,5 +45,5 @@ class StepPhases:
         self._begin_phase(number)
 
     def recorded(self, events: Events) -> RecordedStep:
-        """The step so far with its events."""
+        """Return the phases of the step so far together with its events."""
         return RecordedStep(events, tuple(self._order))

@@ -1,4 +1,4 @@
-"""From the allocator's events to the trace of a step."""
+"""Conversion of the allocator's events to the trace of a step."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ Events = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step as the allocator saw it."""
+    """A step that the allocator recorded.
+
+    Attributes:
+        events: Events of type `allocator.EVENT`: those since the end of the previous step, and then those of the step.
+        phases: Numbers of the step's phases, in order.
+    """
 
     events: Events
-    """Of type `allocator.EVENT`: those of the step, and before them those since the step before."""
-
     phases: tuple[int, ...]
-    """The phases of the step in order."""
 
 
 def trace_of(step: RecordedStep, following: RecordedStep, names: Sequence[str]) -> Trace:
-    """The trace of a step that was recorded together with the one after it.
+    """Return the trace of a step that was recorded together with the next one.
 
     Args:
         step: The step.
-        following: The next one, in which buffers like gradients die. It may have made other requests: a death in it is
-            told by its phase and the number of requests that the phase had made.
-        names: Names of the phases, by the index that events have.
+        following: The next step, in which buffers such as gradients are freed. Its requests may differ from those of
+            `step`. The time of a free in it is therefore given by the phase and by the number of the phase's requests
+            before the free.
+        names: Names of the phases, by number.
     """
     timeline = _Timeline(step)
     death = np.full(len(timeline), NEVER, np.int64)
     for phase, sequence, row in timeline.frees(step.events):
-        # What was born in this list is freed outside of phases only after the last of them.
+        # Buffers of this step are freed outside of phases only after the last phase.
         at = len(timeline) if phase < 0 else timeline.time(phase, sequence)
         death[row] = max(at, row + 1)
     begins = np.argmax(following.events["phase"] >= 0) if len(following.events) else 0
@@ -57,13 +60,13 @@ def trace_of(step: RecordedStep, following: RecordedStep, names: Sequence[str]) 
 
 
 class _Timeline:
-    """The requests of a step in order, and when its phases made them."""
+    """The requests of a step in order, and the times of its phases."""
 
     def __init__(self, step: RecordedStep) -> None:
         self.position = {phase: position for position, phase in enumerate(step.phases)}
         mallocs = step.events[step.events["kind"] == _MALLOC]
         phase = np.array([self.position[phase] for phase in mallocs["phase"].tolist()], np.int64)
-        order = np.argsort(phase, kind="stable")  # threads may log a little out of order
+        order = np.argsort(phase, kind="stable")  # threads may record slightly out of order
         self.mallocs, self.phase = mallocs[order], phase[order]
         self._row = {own: row for row, own in enumerate(self.mallocs["id"].tolist())}
         self._start = np.searchsorted(self.phase, np.arange(len(step.phases) + 1))
@@ -77,7 +80,7 @@ class _Timeline:
 
     @property
     def lane(self) -> npt.NDArray[np.int64]:
-        """[requests] 0 for those that can be planned; other streams are numbered as they come."""
+        """`[requests]`: 0 for requests that can be planned, and a number per stream for the others."""
         planned = self.mallocs["sequence"] >= 0
         streams = {
             stream: 1 + number for number, stream in enumerate(dict.fromkeys(self.mallocs["stream"][~planned].tolist()))
@@ -86,13 +89,13 @@ class _Timeline:
         return np.where(planned, 0, np.array(others, np.int64))
 
     def time(self, phase: int, sequence: int) -> int:
-        """Requests made before a phase makes its planned request number `sequence`."""
+        """Return the number of requests before the plannable request number `sequence` of a phase."""
         position = self.position[phase]
         rows = self._in_lane[position]
         return int(rows[sequence]) if sequence < len(rows) else int(self._start[position + 1])
 
     def frees(self, events: Events) -> Iterator[tuple[int, int, int]]:
-        """Phase, requests that it had made, and the row of the request that is freed."""
+        """Iterate over frees: the phase, its number of requests before the free, and the row of the freed request."""
         frees = events[events["kind"] != _MALLOC]
         columns = (frees[name].tolist() for name in ("phase", "sequence", "id"))
         for phase, sequence, own in zip(*columns, strict=True):

@@ -1,4 +1,4 @@
-"""Work that goes on beside training."""
+"""Work in a thread next to training."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 
-def in_background(work: Callable[[], _Result], name: str, to_its_end: bool = False) -> Future[_Result]:
-    """Starts a thread.
+def in_background(work: Callable[[], _Result], name: str, finish_at_exit: bool = False) -> Future[_Result]:
+    """Run a function in a new thread.
 
     Args:
-        work: What it does.
-        name: Of the thread.
-        to_its_end: Whether a process that ends waits for it: HiGHS aborts a process of which the interpreter is gone
-            when it comes back.
+        work: The function.
+        name: Name of the thread.
+        finish_at_exit: Whether the process waits for the thread when it ends. HiGHS needs this: it aborts the process
+            if the interpreter is gone when the solver returns.
 
     Returns:
-        Its result, or its exception, in time.
+        A future of the function's result or exception.
     """
     future: Future[_Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # whoever asks for the result gets it
+        except BaseException as error:  # raised where the result is asked for
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=not to_its_end).start()
+    threading.Thread(target=run, name=name, daemon=not finish_at_exit).start()
     return future

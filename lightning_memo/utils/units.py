@@ -26,14 +26,14 @@ def parse_bytes(size: str | int) -> int:
     """Read a size in bytes.
 
     Args:
-        size: bytes as an integer, or a number with a unit: "120GiB" (powers of 1024), "1.5GB" (powers of 1000).
+        size: Bytes as an integer, or a number with a unit: "120GiB" (powers of 1024), "1.5GB" (powers of 1000).
             A number without a unit is bytes. Fractions of a byte are dropped.
 
     Returns:
         The size in bytes, at least 1.
 
     Raises:
-        ValueError: `size` is no size, or is less than one byte.
+        ValueError: `size` is not a size, or is less than one byte.
     """
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         multiplier = _MULTIPLIERS.get(match[2].lower() or "b")
@@ -46,10 +46,10 @@ def parse_bytes(size: str | int) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Write a size for people: the largest power of 1024 that leaves at least 1, one decimal ("1.2 GiB").
+    """Write a size for people, in the largest unit in which it is at least 1, with one decimal ("1.2 GiB").
 
     Args:
-        size_bytes: size in bytes.
+        size_bytes: Size in bytes.
     """
     if abs(size_bytes) < 1024:
         return f"{size_bytes:.0f} B"
@@ -65,7 +65,7 @@ def format_seconds(seconds: float) -> str:
     """Write a duration for people ("1.25 s", "12.5 ms").
 
     Args:
-        seconds: the duration.
+        seconds: Duration in seconds.
     """
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler")
 
 @pytest.fixture
 def allocator():
-    """An installed allocator that leaves no trace, whatever the test does."""
+    """An installed allocator, which is uninstalled after the test even if it fails."""
     planned = PlannedAllocator(torch.device("cpu"))
     planned.install()
     planned.reset_stats()
@@ -151,7 +151,7 @@ def test_a_missing_request_is_skipped(allocator):
 
 
 def test_requests_that_come_and_go_leave_the_others_their_places(allocator):
-    """More and other requests in between than a plan has, as packed documents of other lengths make, cost no others."""
+    """Additional requests, such as those of packed documents of other lengths, do not make other requests miss."""
     serve(allocator, [(4, 0), *[(16, -1)] * 12, (8, 4), (4, 12), (4, 16)])
     allocator.phase(0)
     blocks = [block(4 * KIB), *[block(12 * KIB) for _ in range(20)], *[block(n * KIB) for n in (8, 4, 4)]]
@@ -226,7 +226,7 @@ def test_wrong_arguments_are_refused(allocator):
 
 
 def test_an_arena_that_does_not_fit_is_an_error_and_nothing_else(allocator):
-    with pytest.raises(RuntimeError, match="no arena of"):
+    with pytest.raises(RuntimeError, match="no memory for an arena of"):
         serve(allocator, [(4, 0)], arena_bytes=1 << 60)
     allocator.phase(0)
     assert block(4 * KIB).fill_(1).sum() == 4 * KIB
@@ -349,7 +349,7 @@ def test_the_profiler_sees_served_blocks_as_native_ones(allocator):
 
 
 def make_plan(events):
-    """A place of its own for each request of a recorded step: sizes and offsets per phase, and the arena's bytes."""
+    """A plan with separate bytes for each request of a recorded step: sizes and offsets per phase, and arena bytes."""
     mallocs = events[(events["kind"] == MALLOC)]
     ends = np.cumsum((mallocs["size"] + 63) // 64 * 64)
     offsets = np.concatenate([[0], ends[:-1]])

@@ -23,7 +23,7 @@ def build(source, program, flags):
 
 
 def need_sanitizer(folder, flags):
-    """Skips where the compiler has no runtime library for a sanitizer, or the machine can't run it."""
+    """Skip the test if the compiler lacks the sanitizer's runtime library, or if the machine can't run it."""
     empty = folder / "empty.cpp"
     empty.write_text("int main() {}")
     program = folder / "empty"

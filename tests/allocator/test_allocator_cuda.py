@@ -16,7 +16,7 @@ BACK_END = native.SOURCE_FOLDER / "allocator_cuda.cpp"
 pytestmark = pytest.mark.skipif(not VERSIONS, reason="no headers of CUDA builds: make cuda-headers")
 each_version = pytest.mark.parametrize("version", VERSIONS, ids=[version.name for version in VERSIONS])
 
-# In a process of its own, because this one has the CPU build's library of the same name.
+# Runs in a separate process, because this one has loaded the CPU build's library of the same name.
 RUN = """
 import ctypes, sys
 for library in sys.argv[1:-1]:
@@ -34,14 +34,14 @@ def compiler():
 
 
 def torch_flags(version):
-    """The flags that a machine with this version would give; without optimization, which takes half of the time."""
+    """Compiler flags for this version of torch, without optimization, which would double the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "torch_folder", lambda: version)
         return [*native.torch_flags(cuda=True), "-O0", "-Werror"]
 
 
 def not_overridden(compiler, source, version, folder):
-    """Entries of the virtual table of PlannedCuda that are not this project's own."""
+    """Entries of the virtual table of PlannedCuda that this project does not define."""
     layout = folder / "classes.txt"
     flags = ["-std=c++20", "-fsyntax-only", f"-fdump-lang-class={layout}", *torch_flags(version), "-w"]
     done = subprocess.run([*compiler, *flags, str(source)], capture_output=True, text=True, check=False)
@@ -77,7 +77,7 @@ def test_versions_that_nobody_looked_at_are_refused(compiler, tmp_path):
     flags = ["-std=c++20", "-fsyntax-only", f"-I{tmp_path}", *torch_flags(VERSIONS[-1])]
     done = subprocess.run([*compiler, *flags, str(BACK_END)], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "planned allocator knows torch 2.11 to 2.14" in native._first_error(done.stderr)
+    assert "planned allocator supports torch 2.11 to 2.14" in native._first_error(done.stderr)
 
 
 @each_version

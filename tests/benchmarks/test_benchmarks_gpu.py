@@ -43,7 +43,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cells")
     arguments = (*TINY, "--methods", *METHODS, "--tuning", "full", "lora", "--output", folder)
     process = subprocess.Popen(command(*arguments), env=environment(), stdout=subprocess.PIPE, text=True)
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600
     while not list(folder.glob("*/*/*.json")) and time.monotonic() < limit:
         time.sleep(0.02)
     process.kill()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy, Plan
 from lightning_memo.allocator import PlannedAllocator
-from lightning_memo.callbacks.planning import plan_memory as planning
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import user_cache
 

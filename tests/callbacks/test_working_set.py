@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 from lightning_memo.profiler.memory_meter import (
     AllocationRecorder,
+    AllocationRequest,
     PeakMeter,
-    Request,
     StepTimes,
     WorkingSet,
     working_set,
@@ -85,22 +85,22 @@ def test_the_working_set_is_what_was_planned(monkeypatch, settings):
 def test_what_stays_is_no_part_of_the_working_set():
     kept, forward, backward, gradient = 1, 2, 3, 4
     requests = [
-        Request(10, kept, 1000),
-        Request(11, forward, 50),
-        Request(20, backward, 30),
-        Request(21, gradient, 20),
-        Request(22, forward, -50),
-        Request(30, backward, -30),
-        Request(31, forward, 60),  # the address again
-        Request(32, forward, -60),
-        Request(33, 9, -500),  # from before
+        AllocationRequest(10, kept, 1000),
+        AllocationRequest(11, forward, 50),
+        AllocationRequest(20, backward, 30),
+        AllocationRequest(21, gradient, 20),
+        AllocationRequest(22, forward, -50),
+        AllocationRequest(30, backward, -30),
+        AllocationRequest(31, forward, 60),  # the address again
+        AllocationRequest(32, forward, -60),
+        AllocationRequest(33, 9, -500),  # from before
     ]
     times = StepTimes(backward=20, layers=20, end=30)
     # A gradient that is not there yet leaves room, unless it was there before.
     assert working_set(requests[:3] + requests[4:], times) == WorkingSet(layers=80, outside=60)
     assert working_set(requests, times) == WorkingSet(layers=80, outside=60)
     early = [requests[0], requests[1], requests[2], requests[4], requests[3], *requests[5:]]
-    early[3], early[4] = Request(21, forward, -50), Request(22, gradient, 20)
+    early[3], early[4] = AllocationRequest(21, forward, -50), AllocationRequest(22, gradient, 20)
     assert working_set(early, times) == WorkingSet(layers=60, outside=60)
     assert working_set(early, times, accumulating=True) == WorkingSet(layers=80, outside=60)
     assert working_set(requests, StepTimes()) == WorkingSet(layers=0, outside=80)

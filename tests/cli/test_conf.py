@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.commands import composed
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
-from lightning_memo.cli.runs.assemble import build_strategy
+from lightning_memo.cli.runs.build_run import build_strategy
 from lightning_memo.models import ModelConfig, load_hf_config
 
 GROUPS = ("model", "data", "strategy", "trainer", "callbacks", "logger", "experiment")

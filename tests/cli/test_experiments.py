@@ -18,7 +18,7 @@ from support.samples.documents import TEXTS
 from support.samples.models import SAVED
 
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.runs.assemble import build_strategy
+from lightning_memo.cli.runs.build_run import build_strategy
 from lightning_memo.estimate.command import answer
 from lightning_memo.estimate.request.command_settings import read_settings
 from lightning_memo.models import ModelConfig, build_model, load_hf_config
@@ -132,7 +132,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
     """In one process of its own, as ZeRO makes a process group; few weights, a ten-thousandth of the tokens."""
     small = {
         "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
-        "data.path": ROOT / "lightning_memo",
+        "data.path": commands.TEXT_FOLDER,
         "data.max_bytes": 40000,
         "model.config.hidden_size": 32,
         "model.config.intermediate_size": 64,

@@ -219,7 +219,7 @@ def test_the_command_says_that_there_is_no_compiler(tmp_path):
     (tmp_path / "in.csv").write_text(TABLE)
     done = command_line("in.csv", "out.csv", folder=tmp_path, CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0
-    assert "without the C++ search" in done.stderr
+    assert "The C++ search is not available" in done.stderr
     assert peak_of(rows_of(tmp_path / "out.csv")) == 12
 
 
@@ -324,7 +324,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, monkey
 
     monkeypatch.setattr(Path, "touch", touch)
     monkeypatch.setattr(command, "place", lambda *_, **__: pytest.fail("placed"))
-    assert_refused(run(), "out.csv: can't be written: Permission denied")
+    assert_refused(run(), "out.csv cannot be written: Permission denied")
 
 
 def test_a_full_disk_is_reported(run, monkeypatch):

@@ -154,12 +154,18 @@ def end(process, number):
     for _ in range(6):
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=30)
+            return process.wait(timeout=60)
     raise AssertionError("it goes on and on")
 
 
+@pytest.fixture(scope="module")
+def root_of_whole(tmp_path_factory):
+    """Folder of the uninterrupted sweep, which is the same for each signal: the first test runs it."""
+    return tmp_path_factory.mktemp("whole")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_interrupted_sweep_goes_on(train, tmp_path, number):
+def test_interrupted_sweep_goes_on(train, tmp_path, root_of_whole, number):
     often = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=40"]
     settings = ["strategy=plain", "optim.lr=0.001,0.002,0.003", *often]
     assert interrupted(tmp_path, number, *settings) != 0
@@ -177,13 +183,15 @@ def test_interrupted_sweep_goes_on(train, tmp_path, number):
         name = (tmp_path / SWEEP).resolve().name
         assert f"run the same command with sweep={name}" in (tmp_path / "killed.log").read_text()
 
-    assert train("-m", *settings, "name=whole")[0] == 0
-    runs, whole = load_runs(tmp_path / SWEEP), load_runs(tmp_path / "outputs/whole/sweeps/last")
+    whole_sweep = root_of_whole / "whole/sweeps/last"
+    if not whole_sweep.exists():
+        assert train("-m", *settings, "name=whole", f"paths.root={root_of_whole}")[0] == 0
+    runs, whole = load_runs(tmp_path / SWEEP), load_runs(whole_sweep)
     assert [run.train_loss for run in runs] == [run.train_loss for run in whole]
     assert [run.val_loss for run in runs] == [run.val_loss for run in whole]
     for job in "012":
         lost = last_step(checkpoint) if (job, number) == ("1", signal.SIGKILL) else None
-        assert rows(tmp_path / SWEEP / job, lost) == rows(tmp_path / "outputs/whole/sweeps/last" / job, lost)
+        assert rows(tmp_path / SWEEP / job, lost) == rows(whole_sweep / job, lost)
     table = out[out.rindex("Sweep") :]
     assert [line.split()[0] for line in table.splitlines() if "MiB" in line or "KiB" in line] == [
         "0.001",
@@ -234,7 +242,7 @@ def test_other_jobs_are_refused(train, tmp_path, arguments, message):
 
 
 def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
-    failing = ["strategy=plain", "data.max_bytes=30000", "data.batch_size=1,300"]
+    failing = ["strategy=plain", "data.max_bytes=25000", "data.batch_size=1,300"]
     sweep = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=1,2", *failing]
     status, out, err = run_command(sweep, tmp_path)
     assert status == 1, err
@@ -250,7 +258,7 @@ def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
     often = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=30"]
     settings = ["trainer.devices=2", "strategy.context_parallel_size=2", "strategy.alpha=0.5", *often]
     assert interrupted(tmp_path, signal.SIGKILL, *settings, job=0, cold=True) == -signal.SIGKILL
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (left := commands_with(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left

@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 from lightning_memo import train as command
 from lightning_memo.cli.hydra_command import command_error_message, config_dir
-from lightning_memo.cli.runs import compare
+from lightning_memo.cli.runs import baselines
 from lightning_memo.utils.files import replacing
 
 EXPERIMENTS = sorted(path.stem for path in Path(config_dir(), "experiment").glob("demo*.yaml"))  # on a CPU
@@ -94,7 +94,7 @@ def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(compare, "CausalLM", Terminated)
+    monkeypatch.setattr(baselines, "CausalLM", Terminated)
     # Lightning's own exception has no status, which Python takes for 0.
     assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 
@@ -151,7 +151,10 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["ckpt_path=/nowhere"], "ckpt_path=/nowhere: no such checkpoint"),
         (["strategy.plan=/nowhere.json"], "/nowhere.json"),
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
-        (["paths.root=/dev/null/runs"], "a run's folder is made there; give paths.root=FOLDER"),
+        (
+            ["paths.root=/dev/null/runs"],
+            "cannot create the folder of the run; give a writable folder as paths",
+        ),
         (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
         (["strategy.context_parallel_size=3"], "context_parallel_size=3 x tensor_parallel_size=1 = 3 does not divide"),
         (["strategy.zero_stage=4"], "zero_stage=4"),
         (
-            ["data.max_bytes=30000", "data.seq_len=1000", "data.batch_size=10"],
+            ["data.max_bytes=25000", "data.seq_len=1000", "data.batch_size=10"],
             "data.batch_size=10 on 2 data-parallel processes: the training",
         ),
     ],
@@ -152,7 +152,7 @@ def test_mistakes_are_found_before_other_processes_start(train, overrides, messa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.devices=1"], "that is 1 processes, and 2 were started; make trainer.devices"),
+        (["trainer.devices=1"], "= 1 processes, but 2 were started; set trainer.devices"),
         (["-m", "trainer.devices=2", "data.seq_len=16,32"], "-m: start a sweep as one process, without torchrun"),
     ],
 )

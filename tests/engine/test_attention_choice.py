@@ -20,13 +20,13 @@ from torch import Tensor
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import AttentionTrial, Plan
 from lightning_memo.artifacts.plan_cache import PlanCache
-from lightning_memo.engine.attention.choose_core import AttentionKernels
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels import select_kernel as select
 from lightning_memo.kernels.attention_kernel import AttentionResult
-from lightning_memo.kernels.cpu import CpuFlash
-from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.time_kernels import PROBE_TOKENS, ProbeInputs, agreed, fastest, try_kernels
+from lightning_memo.kernels.cpu_flash import CpuFlash
+from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.time_kernels import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
 from lightning_memo.parallel.rank_groups import Ranks
 from lightning_memo.reports.plan_tables import plan_table
 
@@ -84,7 +84,7 @@ def kernels_of_the_cpu(**others: type[CpuFlash]) -> Iterator[None]:
         yield
 
 
-def choose(kernels: AttentionKernels, **sizes: Any) -> str:
+def choose(kernels: AttentionSelector, **sizes: Any) -> str:
     q, k, v, _ = make_inputs(**sizes)
     with kernels.choosing():
         kernels.backend(q, k, v, SPEC)
@@ -99,7 +99,7 @@ def test_kernels_are_measured_side_by_side_and_the_random_state_stays():
     before = torch.get_rng_state()
     trials = try_kernels({"sdpa": CpuFlash, "cudnn": Replay}, ProbeInputs.like(q, k, v, SPEC), costs(sdpa=3, cudnn=2))
     assert [(trial.name, trial.seconds, trial.why_not) for trial in trials] == [("sdpa", 3, ""), ("cudnn", 2, "")]
-    assert fastest(trials) == "cudnn"
+    assert fastest_kernel(trials) == "cudnn"
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -108,7 +108,7 @@ def test_the_clock_of_the_device_measures():
         serves = CpuFlash.serves
 
     with kernels_of_the_cpu(cudnn=ReplayOfTheCpu):
-        kernels = AttentionKernels("auto")
+        kernels = AttentionSelector("auto")
         choose(kernels, batch=1, queries=128, keys=128)
     assert [trial.name for trial in kernels.trials] == ["sdpa", "cudnn"]
     assert all(0 < trial.seconds < 10 for trial in kernels.trials)
@@ -131,7 +131,7 @@ def test_trials_have_the_models_heads_and_a_bounded_length(queries):
 
 @pytest.mark.parametrize(
     ("kernel", "why"),
-    [(Broken, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), (Blind, "its output is off by ")],
+    [(Broken, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"), (Blind, "its output differs by ")],
 )
 def test_a_kernel_that_raises_or_is_wrong_is_dropped_and_says_why(kernel, why):
     q, k, v, _ = make_inputs()
@@ -141,7 +141,7 @@ def test_a_kernel_that_raises_or_is_wrong_is_dropped_and_says_why(kernel, why):
     assert trials[1].why_not.startswith(why)
     assert "\n" not in trials[1].why_not
     assert trials[1].seconds is None
-    assert fastest(trials) != "cudnn"
+    assert fastest_kernel(trials) != "cudnn"
 
 
 def test_without_any_kernel_the_reasons_are_told():
@@ -150,7 +150,7 @@ def test_without_any_kernel_the_reasons_are_told():
     with pytest.raises(
         ValueError, match=r"^no attention kernel runs .*sdpa: RuntimeError.*cudnn: RuntimeError"
     ) as error:
-        fastest(trials)
+        fastest_kernel(trials)
     assert "\n" not in str(error.value)
 
 
@@ -170,7 +170,7 @@ def test_a_kernel_is_as_fast_as_on_the_slowest_process():
         [AttentionTrial(name="sdpa", seconds=2.1), AttentionTrial(name="cudnn", seconds=5.0)],
     ]
     assert [(trial.name, trial.seconds) for trial in agreed(ranks)] == [("sdpa", 2.1), ("cudnn", 5.0)]
-    assert fastest(agreed(ranks)) == "sdpa"
+    assert fastest_kernel(agreed(ranks)) == "sdpa"
 
 
 def test_a_kernel_that_some_process_has_not_is_dropped():
@@ -187,7 +187,7 @@ def test_a_kernel_that_some_process_has_not_is_dropped():
 def test_the_fastest_is_chosen_once():
     with kernels_of_the_cpu(cudnn=Chunked):
         measured, tried = costs(sdpa=2, cudnn=1), []
-        kernels = AttentionKernels("auto", seconds_of=lambda work: tried.append(work) or measured(work))
+        kernels = AttentionSelector("auto", seconds_of=lambda work: tried.append(work) or measured(work))
         assert choose(kernels) == "cudnn"
         q, k, v, _ = make_inputs()
         assert type(kernels.backend(q, k, v, SPEC)) is Chunked
@@ -198,7 +198,7 @@ def test_the_fastest_is_chosen_once():
 
 
 def test_where_there_is_one_kernel_nothing_is_tried():
-    kernels = AttentionKernels("auto", seconds_of=lambda work: pytest.fail("tried"))
+    kernels = AttentionSelector("auto", seconds_of=lambda work: pytest.fail("tried"))
     assert choose(kernels) == "sdpa"
     assert kernels.trials == ()
 
@@ -206,7 +206,7 @@ def test_where_there_is_one_kernel_nothing_is_tried():
 def test_what_only_a_replay_computes_is_not_tried():
     q, k, v, _ = make_inputs()
     with kernels_of_the_cpu(cudnn=Chunked):
-        kernels = AttentionKernels("auto", seconds_of=lambda work: pytest.fail("tried"))
+        kernels = AttentionSelector("auto", seconds_of=lambda work: pytest.fail("tried"))
         with kernels.choosing():
             assert isinstance(kernels.backend(q, k, v, AttentionSpec(dropout=0.1)), Replay)
     assert kernels.chosen == "sdpa"
@@ -214,20 +214,20 @@ def test_what_only_a_replay_computes_is_not_tried():
 
 def test_a_kernel_that_leaves_all_to_another_is_not_tried():
     with kernels_of_the_cpu(cudnn=Unserving):
-        assert choose(AttentionKernels("auto", seconds_of=lambda work: pytest.fail("tried"))) == "sdpa"
+        assert choose(AttentionSelector("auto", seconds_of=lambda work: pytest.fail("tried"))) == "sdpa"
 
 
 def test_outside_of_a_profiled_step_nothing_is_chosen():
     q, k, v, _ = make_inputs()
     with kernels_of_the_cpu(cudnn=Chunked):
-        kernels = AttentionKernels("auto")
+        kernels = AttentionSelector("auto")
         assert type(kernels.backend(q, k, v, SPEC)) is CpuFlash
     assert kernels.chosen is None
 
 
 def test_a_wished_kernel_is_taken_even_if_it_is_slower():
     with kernels_of_the_cpu(cudnn=Chunked, flash_attn=Broken):
-        kernels = AttentionKernels("cudnn", seconds_of=costs(sdpa=1, cudnn=2))
+        kernels = AttentionSelector("cudnn", seconds_of=costs(sdpa=1, cudnn=2))
         assert choose(kernels) == "cudnn"
     assert [trial.name for trial in kernels.trials] == ["sdpa", "cudnn"]
 
@@ -239,15 +239,15 @@ def test_a_wished_kernel_that_fails_is_refused():
             ValueError, match=r'^attention="cudnn" does not work here \(RuntimeError: cuDNN.*"auto"'
         ) as error,
     ):
-        choose(AttentionKernels("cudnn"))
+        choose(AttentionSelector("cudnn"))
     assert "\n" not in str(error.value)
 
 
 def test_a_plan_needs_its_kernel():
-    assert AttentionKernels("auto").why_not("cudnn") == ""
-    assert "not installed" in AttentionKernels("auto").why_not("flash_attn")
-    assert 'attention="sdpa", and "cudnn" is wished for' in AttentionKernels("cudnn").why_not("sdpa")
-    assert AttentionKernels("cudnn").why_not("cudnn") == ""
+    assert AttentionSelector("auto").why_not("cudnn") == ""
+    assert "not installed" in AttentionSelector("auto").why_not("flash_attn")
+    assert 'attention="sdpa", but attention="cudnn" is set' in AttentionSelector("cudnn").why_not("sdpa")
+    assert AttentionSelector("cudnn").why_not("cudnn") == ""
 
 
 # ---- plans
@@ -296,7 +296,9 @@ def test_the_kernel_is_part_of_the_key_of_cached_plans(tmp_path):
 def cudnn_is_faster(monkeypatch):
     """Two kernels on the CPU, of which the second one is measured as faster."""
     monkeypatch.setitem(select.KERNELS, "cpu", {"sdpa": CpuFlash, "cudnn": Chunked})
-    monkeypatch.setattr("lightning_memo.engine.attention.choose_core._clock_of", lambda device: costs(sdpa=2, cudnn=1))
+    monkeypatch.setattr(
+        "lightning_memo.engine.attention.attention_selector._clock_of", lambda device: costs(sdpa=2, cudnn=1)
+    )
     monkeypatch.setattr(Chunked, "uses", 0)
 
 
@@ -309,7 +311,9 @@ def test_a_run_takes_the_kernel_its_plan_and_its_checkpoint_keep_it(cudnn_is_fas
     assert "cudnn attention; cudnn 1.00 s; sdpa 2.00 s" in " ".join(capsys.readouterr().out.split())
     strategy.plan.save(tmp_path / "plan.json")
 
-    monkeypatch.setattr("lightning_memo.engine.attention.choose_core._clock_of", lambda device: pytest.fail("tried"))
+    monkeypatch.setattr(
+        "lightning_memo.engine.attention.attention_selector._clock_of", lambda device: pytest.fail("tried")
+    )
     again = MemoStrategy(plan=tmp_path / "plan.json")
     fit(again, LanguageModel("llama"), max_steps=1)
     assert again.plan.swap.attention == "cudnn"
@@ -322,7 +326,7 @@ def test_a_plan_for_another_kernel_than_wished_is_made_again(cudnn_is_faster, tm
     fit(strategy, LanguageModel("llama"), max_steps=1)
     strategy.plan.save(tmp_path / "plan.json")
     wished = MemoStrategy(alpha=0.5, attention="sdpa", plan=tmp_path / "plan.json")
-    with pytest.warns(UserWarning, match='was made for attention="cudnn", and "sdpa" is wished for'):
+    with pytest.warns(UserWarning, match='was made for attention="cudnn", but attention="sdpa" is set'):
         fit(wished, LanguageModel("llama"), max_steps=1)
     assert wished.plan.swap.attention == "sdpa"
 
@@ -339,7 +343,7 @@ def _train_with_other_clocks(seconds: list[dict[str, float]]) -> tuple[str, list
     """Train with kernels whose measured times are those that `seconds` has for this rank."""
     clock = costs(**seconds[dist.get_rank()])
     with kernels_of_the_cpu(cudnn=Chunked), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_memo.engine.attention.choose_core._clock_of", lambda device: clock)
+        patch.setattr("lightning_memo.engine.attention.attention_selector._clock_of", lambda device: clock)
         outcome = train(
             Run(steps=2), {"alpha": 0.5, "context_parallel_size": 2}, lambda trainer: {"plan": trainer.strategy.plan}
         )
@@ -353,5 +357,5 @@ def test_processes_take_one_kernel():
 
 
 def test_a_process_alone_gathers_from_nobody():
-    kernels = AttentionKernels("auto", ranks=Ranks(), seconds_of=costs(sdpa=1))
+    kernels = AttentionSelector("auto", ranks=Ranks(), seconds_of=costs(sdpa=1))
     assert choose(kernels) == "sdpa"

@@ -418,7 +418,7 @@ def _row_without_tokens() -> Batch:
     ("batch", "advice"),
     [
         pytest.param(_left_padded(), "pad on the right", id="left_padded"),
-        pytest.param(_row_without_tokens(), "a row without tokens", id="row_without_tokens"),
+        pytest.param(_row_without_tokens(), "a row without valid tokens", id="row_without_tokens"),
     ],
 )
 def test_unsupported_batches_are_refused_in_one_line(alpha: float, batch: Batch, advice: str) -> None:

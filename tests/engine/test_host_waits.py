@@ -175,7 +175,7 @@ def test_lengths_of_a_padded_batch_take_one_wait() -> None:
         assert right_padded_lengths(mask) == (6, 2)
         assert right_padded_lengths(torch.ones(2, 6)) is None
         for wrong in (mask.flip(1), mask * torch.tensor([[1], [0]])):
-            with pytest.raises(ValueError, match="padding that is not on the right, or a row without tokens"):
+            with pytest.raises(ValueError, match="padding that is not on the right, or a row without valid tokens"):
                 right_padded_lengths(wrong)
     assert set(mode.found) <= {"aten._local_scalar_dense.default"}
 

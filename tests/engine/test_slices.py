@@ -33,7 +33,7 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode, current_handler, handling
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
-from lightning_memo.engine.memory.slot import Part, Slot
+from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.not_activations import NonActivations
 from lightning_memo.kernels import AttentionSpec
@@ -290,7 +290,7 @@ def strided(draw: st.DrawFn) -> Tensor:
 @given(st.lists(strided(), min_size=1, max_size=4))
 def test_slot_returns_what_was_put_in(tensors: list[Tensor]) -> None:
     size = sum(aligned(t.nbytes) for t in tensors)
-    slot = Slot(torch.zeros(size, dtype=torch.uint8), Part(0, size), Part(size, size))
+    slot = Slot(torch.zeros(size, dtype=torch.uint8), SlotShare(0, size), SlotShare(size, size))
     stored = [slot.put(t) for t in tensors]
     assert slot.used_bytes == size
     for t, place in zip(tensors, stored, strict=True):
@@ -386,7 +386,7 @@ def test_arena_is_one_allocation_of_distinct_regions() -> None:
     arena = HostArena(192, pinned=False)
     regions = [arena.acquire(64) for _ in range(3)]
     assert arena.acquire(1) is None
-    assert (arena.regions_in_use, arena.bytes_in_use) == (3, 192)
+    assert (arena.buffers_in_use, arena.bytes_in_use) == (3, 192)
     addresses = [region.data_ptr() for region in regions if region is not None]
     assert addresses == [addresses[0] + n * 64 for n in range(3)]
     assert len({region.untyped_storage().data_ptr() for region in regions if region is not None}) == 1

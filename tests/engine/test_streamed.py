@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.engine import Engine
-from lightning_memo.engine.attention.streamed_core import StreamedAttention
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
@@ -31,7 +31,7 @@ from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.engine.saved.offload_group import KeysValues, OffloadGroups
 from lightning_memo.engine.sequence.sliced_model import SlicedForward
 from lightning_memo.kernels import AttentionResult, AttentionSpec
-from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.profiler.memory_meter import PeakMeter

@@ -150,14 +150,14 @@ def test_plans_and_benchmarks_of_a_folder_make_constants_that_the_estimate_uses(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"files": "[broken.json]"}, "error: broken.json: no JSON"),
-        ({"files": "[missing.json]"}, "error: files: missing.json: No such file or directory; give plans"),
+        ({"files": "[broken.json]"}, "error: broken.json: not JSON"),
+        ({"files": "[missing.json]"}, "error: files: missing.json: No such file or directory; give saved plans"),
         (
             {"files": "[empty]"},
-            "error: files=['empty']: none of 0 files has a measured model: give a run's memo_plan.json",
+            "error: files=['empty']: no measurements in any of 0 files: give the memo_plan.json of a run",
         ),
         ({"files": "runs"}, "error: files='runs': give a list"),
-        ({"seq_lens": "[1]"}, "error: seq_lens has 1: give lengths of at least 2 tokens"),
+        ({"seq_lens": "[1]"}, "error: seq_lens contains 1: give lengths of at least 2 tokens"),
         ({"seq_lens": "4K"}, "error: seq_lens='4K': give a list"),
         ({"seq_lens": "[]"}, "error: seq_lens=[]: give a list"),
         ({"repeats": "0"}, "error: repeats=0: give an integer"),
@@ -185,7 +185,8 @@ def test_a_short_run_here_is_measured_and_only_progress_and_the_table_are_seen(t
     assert status == 0
     assert err == "length 1 of 1: llama_tiny, 1,024 tokens, 1 runs\n"
     assert out.count("1 x 1024 tokens") == 3
-    assert out.split()[:3] == ["measured", "and", "fitted"] and out.endswith("use it with constants=constants.json\n")
+    assert out.split()[:3] == ["measured", "and", "fitted"]
+    assert out.endswith("Use the constants with constants=constants.json\n")
     found = read_constants(tmp_path / "constants.json")
     assert "measured on cpu" in found.source and len(found.measurements) == 3
     assert list(tmp_path.iterdir()) == [tmp_path / "constants.json"]

@@ -1,4 +1,4 @@
-"""Tests that need a GPU; without one they are skipped and say so."""
+"""Tests that need a GPU; without one they are skipped with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planned allocator on a GPU: beside PyTorch's own, on its streams and threads, and in training with Lightning."""
+"""The planned allocator on a GPU: together with PyTorch's own, on streams and threads, and in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
 from lightning_memo.allocator import FREE, MALLOC, AllocatorStats, PlannedAllocator
-from lightning_memo.callbacks.planning import plan_memory as planning
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 
 KIB, MIB = 2**10, 2**20
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 
 @pytest.fixture
 def allocator(device: torch.device) -> Iterator[PlannedAllocator]:
-    """An installed allocator that leaves no trace, whatever the test does."""
+    """An installed allocator, which is uninstalled after the test even if it fails."""
     torch.ones(1, device=device)  # PyTorch's allocator is in use already, as in training
     torch.cuda.empty_cache()  # blocks of other tests might be given, with a little more than was asked for
     planned = PlannedAllocator(device)
@@ -69,7 +69,7 @@ def serve(
 
 
 def warm_up(device: torch.device) -> None:
-    """Loads the kernels that are used while others run: loading may wait for the whole device."""
+    """Loads the kernels of the test in advance, because loading one may wait for the device."""
     torch.cuda._sleep(1)
     assert bool((block(KIB, device).fill_(1).clone() == 1).all())
     torch.cuda.synchronize()
@@ -131,7 +131,9 @@ def test_places_are_multiples_of_what_kernels_want(allocator, device):
 
 
 def test_an_arena_that_does_not_fit_is_an_error_and_nothing_else(allocator, device):
-    with pytest.raises(RuntimeError, match="no arena of" if device.type == "cpu" else "Tried to allocate"):
+    with pytest.raises(
+        RuntimeError, match="no memory for an arena of" if device.type == "cpu" else "Tried to allocate"
+    ):
         serve(allocator, [(4, 0)], arena_bytes=1 << 50)
     assert allocator.stats().arena_bytes == 0
     allocator.phase(0)
@@ -234,7 +236,7 @@ def test_delegated_blocks_wait_for_other_streams_too(allocator, device):
         torch.cuda._sleep(CYCLES)
     delegated.record_stream(side)
     del delegated
-    assert not side.query()  # or the next line says nothing
+    assert not side.query()  # otherwise the next line would prove nothing
     other = block(30 * MIB, device)
     assert other.data_ptr() != address
     side.synchronize()
@@ -262,7 +264,7 @@ def test_the_arena_belongs_to_one_stream(allocator, device):
 
 
 def places(events: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """A place of its own for each request of a recorded step: sizes and offsets per phase, and the arena's bytes."""
+    """A plan with separate bytes for each request of a recorded step: sizes and offsets per phase, and arena bytes."""
     mallocs = events[(events["kind"] == MALLOC) & (events["sequence"] >= 0)]
     ends = np.cumsum(-(-mallocs["size"] // ALIGNMENT) * ALIGNMENT)
     offsets = np.concatenate([[0], ends[:-1]])
@@ -315,7 +317,7 @@ def test_backward_in_autograds_thread_is_recorded_and_served(allocator, device):
 
 @dataclass
 class Watch(Callback):
-    """Waits for what goes on in the background, and notes the counters and what PyTorch's allocator holds."""
+    """Waits for background work, and records the counters and the memory of PyTorch's allocator."""
 
     stats: list[AllocatorStats] = field(default_factory=list)
     reserved_bytes: int = 0
@@ -361,7 +363,7 @@ def train(device: torch.device, plan_memory: bool, steps: int = 20) -> tuple[Res
 
 @pytest.fixture(scope="module")
 def plans_elsewhere(tmp_path_factory) -> Iterator[None]:
-    """No plan of an earlier run is found."""
+    """Hides the plans of earlier runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "cache_folder", lambda: tmp_path_factory.mktemp("plans"))
         yield

@@ -1,4 +1,4 @@
-"""The engine on a GPU: gradients, copies beside computation, page-locked memory, and training with Lightning."""
+"""The engine on a GPU: gradients, copies during computation, page-locked memory, and training with Lightning."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("alpha", "slice_tokens"), [(0.0, None), (0.5, None), (1.0, None), (0.5, 64)])
 def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padded, device):
-    """Copies are late at random, and released memory is poisoned: a missing wait would show."""
+    """Copies are delayed at random and released memory is poisoned, which would reveal a missing wait."""
     model, batch = make_model(device, window=window), make_batch(device, padded)
     in_double = copy.deepcopy(model).to("cpu", torch.float64)
     truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from support.kernels.attention_reference import Attended, assert_close, attend, errors, make_inputs, reference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_memo.engine.attention.choose_core import AttentionKernels
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.kernels.attention_kernel import repeat_heads
-from lightning_memo.kernels.banded import AtenFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
-from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.flash_attention import AtenFlash
+from lightning_memo.kernels.replayed_sdpa import Replay
 
 TOKENS = 200  # no multiple of a kernel's block
 # Output and gradients are rounded to 8 or 11 bits, the weights between them too.
@@ -98,7 +98,7 @@ def test_pytorchs_flash_kernel_gives_what_plain_training_gets(dropout, device):
 
 @pytest.mark.parametrize("key_heads", [8, 2, 1])
 def test_cudnn_takes_keys_and_values_as_they_are(key_heads, device):
-    """Grouped-query attention without repeated keys and values gives what repeated ones give, and needs less."""
+    """Grouped-query attention without repeated keys and values gives the same results with less memory."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("cuDNN's attention needs compute capability 8.0")
     inputs = make_inputs(
@@ -120,7 +120,7 @@ def test_the_fastest_kernel_is_chosen_by_trying(device):
     inputs = make_inputs(
         batch=1, heads=8, key_heads=2, queries=1024, keys=1024, head=128, dtype=torch.bfloat16, device=device
     )
-    kernels = AttentionKernels("auto")
+    kernels = AttentionSelector("auto")
     before = torch.cuda.get_rng_state(device)
     with kernels.choosing():
         backend = kernels.backend(*inputs[:3], AttentionSpec())

@@ -1,4 +1,4 @@
-"""What is stored kind by kind on a GPU: gradients, bytes, and products that are not computed again."""
+"""storage="kinds" on a GPU: gradients, bytes, and matrix products that are not recomputed."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from support.kernels.attention_reference import Attended, Inputs, attend
 
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
-from lightning_memo.engine.memory.slot import Part, Slot
+from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.kernels import AttentionSpec, select_backend
 
 GIB = 2**30
 HEADS, HEAD = 32, 128
-# Rounded to bf16; the kernels add up gradients in no fixed order.
+# Results are rounded to bf16, and the kernels sum gradients in a varying order.
 BOUND = 2**-7
 
 
@@ -24,7 +24,7 @@ def need(size_bytes: int) -> None:
 
 
 def random_inputs(batch: int, tokens: int, key_heads: int, device: torch.device) -> Inputs:
-    """Made on the device, `[batch, tokens, heads, head_dim]` in memory."""
+    """Random inputs on the device, with the memory layout `[batch, tokens, heads, head_dim]`."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (HEADS, key_heads, key_heads, HEADS)
     shapes = [(batch, tokens, n, HEAD) for n in heads]
@@ -40,7 +40,7 @@ def assert_alike(found: Attended, expected: Attended) -> None:
 
 @pytest.mark.parametrize("key_heads", [8, 32])
 def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.device) -> None:
-    """The last row is as if it was alone."""
+    """The last batch row has the results that it has alone."""
     need(60 * GIB)
     batch, tokens = 130, 4096
     inputs, spec = random_inputs(batch, tokens, key_heads, device), AttentionSpec()
@@ -51,7 +51,7 @@ def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.devic
 
 
 def test_attention_of_many_tokens(choice: str, device: torch.device) -> None:
-    """Queries at the end of a long sequence, of which a window is seen, are as those of a short one."""
+    """With a window, queries at the end of a long sequence have the results of a short sequence."""
     need(60 * GIB)
     tokens, window = 2**31 // (HEADS * HEAD) + 4096, 256
     inputs, spec = random_inputs(1, tokens, 8, device), AttentionSpec(window=window)
@@ -72,7 +72,7 @@ def test_a_slot_of_many_bytes_goes_and_comes_back(device: torch.device) -> None:
         host = arena.acquire(2 * count)
         assert host is not None
         buffer = torch.empty(2 * count, dtype=torch.uint8, device=device)
-        slot = Slot(buffer, Part(0, 2 * count), Part(2 * count, 2 * count))
+        slot = Slot(buffer, SlotShare(0, 2 * count), SlotShare(2 * count, 2 * count))
         t = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, device=device)
         stored = slot.put(t)
         assert stored is not None

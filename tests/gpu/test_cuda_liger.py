@@ -1,4 +1,4 @@
-"""Layers with liger-kernel's kernels, compiled: gradients beside plain training with the same kernels."""
+"""Compiled layers with liger-kernel's kernels: gradients compared with plain training with the same kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-# bf16: sums of gradients are taken in another order, and dq is added up in no fixed one.
+# In bf16, gradients are summed in another order, and dq in a varying one.
 FARTHER = 2**-6
 
 

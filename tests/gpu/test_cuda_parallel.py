@@ -1,4 +1,4 @@
-"""The path of several processes on NCCL, with the one process that a single GPU allows."""
+"""The code of several processes on NCCL, with the single process that one GPU allows."""
 
 from __future__ import annotations
 

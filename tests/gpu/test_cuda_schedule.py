@@ -1,4 +1,4 @@
-"""A step on a GPU: the host waits for nothing within the layers, copies hide under them, and what is recorded is so."""
+"""A step on a GPU: the host does not wait within the layers, copies overlap with them, and the recording is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 
 LAYERS, TOKENS = 8, 8192
 _BEGIN, _END = "the first layer begins", "the backward is over"
-# What makes the host wait; `cudaMemcpy` without "Async" is one, too.
+# Calls that make the host wait; `cudaMemcpy` without "Async" is one of them.
 _WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"}
 WAYS = [("auto", None, "none"), ("auto", 128, "all"), ("slice", 128, "all")]
 each_way = pytest.mark.parametrize(("schedule", "slice_tokens", "host_backed"), WAYS)
@@ -35,7 +35,7 @@ def planned(
     slice_tokens: int | None = None,
     host_backed: HostBacked = "none",
 ) -> Iterator[EngineUnderTest]:
-    """An engine that has run a step by a plan: kernels are loaded, and memory is allocated."""
+    """An engine that has run a planned step, so that kernels are loaded and memory is allocated."""
     with EngineUnderTest(model, schedule, None, slice_tokens, host_backed, device) as under_test:
         under_test.profile_step(batch)
         under_test.load(alpha, slice_tokens)
@@ -83,7 +83,7 @@ def test_the_host_waits_for_nothing_within_the_layers(
 
 
 def large_model(device: torch.device) -> nn.Module:
-    """Layers whose copies take long enough to be seen, and less long than their computation."""
+    """Layers whose copies take a measurable time that is shorter than their computation."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=LAYERS, num_attention_heads=16,
@@ -127,12 +127,12 @@ def test_copies_hide_under_the_layers_that_they_are_meant_to(device: torch.devic
     for lane in timeline.copied_seconds:
         spans = [span for span in timeline.spans if span.lane == lane]
         assert all(a.stop_seconds <= b.start_seconds for a, b in pairwise(spans))
-    # So little is swapped that all of it hides: what is left are events that follow each other.
+    # So little is swapped that all copies are hidden. The remaining waits are the time between two events.
     assert sum(timeline.waited_seconds.values()) <= 0.02 * timeline.seconds
 
 
 def assert_losses_equal(found: Step, expected: Step) -> None:
-    """The flash kernel adds up the gradients of long sequences in no fixed order."""
+    """The flash kernel sums the gradients of long sequences in a varying order."""
     assert torch.equal(found.loss, expected.loss)
     assert found.distance(expected) <= 2**-8
 

@@ -23,7 +23,7 @@ def test_bytes_of_the_device_come_back(device: torch.device, tmp_path: Path) -> 
     writes, places = [], [tier.take(SLOT_BYTES) for _ in slots]
     for slot, place in zip(slots, places, strict=True):
         assert place is not None
-        torch.cuda._sleep(20_000_000)  # what is spilled is computed late, and overwritten as soon as it may be
+        torch.cuda._sleep(20_000_000)  # the spilled bytes are computed late, and overwritten as soon as possible
         buffer.copy_(slot)
         writes.append(tier.write(buffer, place.start))
         writes[-1].left.wait()

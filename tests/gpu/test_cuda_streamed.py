@@ -1,4 +1,4 @@
-"""Slices that swap for themselves, the whole model slice by slice, and the loss in chunks, on a GPU."""
+"""Swapping per slice, running the model slice by slice, and the loss in chunks, on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_cpu(step: Step) -> Step:
 def test_gradients_are_those_of_plain_training(
     schedule: str, host_backed: HostBacked, window: int | None, device: torch.device
 ) -> None:
-    """Keys and values come back in blocks, late at random, through buffers that are poisoned when they are free."""
+    """Keys and values are read in blocks with random delays, through buffers that are poisoned when they are free."""
     model, batch = make_model(device, window=window), make_batch(device)
     truth = truth_of(model, batch)
     plain = on_cpu(loss_and_gradients(model, batch)).distance(truth)
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_plain_training(
 
 
 def loss_peak_bytes(model: nn.Module, batch: Batch, device: torch.device) -> int:
-    """Highest above what a step begins with; gradients are there before it."""
+    """Peak bytes of a step above those at its start, when the gradients exist already."""
     loss_and_gradients(model, batch)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Attention kernels: against the definition in fp64, against PyTorch bit by bit, and as callers of other packages."""
+"""Attention kernels compared with the definition in fp64 and with PyTorch bit by bit, and their calls of packages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from support.kernels.attention_reference import (
 from support.kernels.banded import CpuBanded, flash_backward, flash_forward, flash_sees
 
 from lightning_memo.kernels import AttentionSpec
-from lightning_memo.kernels.banded import AtenFlash, Band, BandedFlash, FlashAttn, bands
-from lightning_memo.kernels.cpu import CpuFlash
+from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.flash_attention import AtenFlash, Band, BandedFlash, FlashAttn, bands
 from lightning_memo.kernels.kernel_packages import Package
-from lightning_memo.kernels.replay import Replay
-from lightning_memo.kernels.rng import RngState
+from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.kernels.select_kernel import check_available, select_backend
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
@@ -110,7 +110,7 @@ def test_cpu_kernel_is_bit_equal_to_pytorch(causal, dtype):
 
 @pytest.mark.parametrize("spec", [SPECS["window"], SPECS["lengths"], SPECS["window lengths"]])
 def test_masks_of_the_cpu_kernel_are_bit_equal_to_pytorchs(spec):
-    """A window or padding, given as transformers gives it: a boolean mask without the causal flag."""
+    """A window or padding as transformers passes it: a boolean mask without the causal flag."""
     inputs = make_inputs()
     i, j = torch.arange(24)[:, None], torch.arange(24)[None]
     mask = (j <= i) & (i - j < (spec.window or 24)) & (j < torch.tensor(spec.lengths or (24, 24))[:, None, None])
@@ -194,7 +194,7 @@ def test_replayed_dropout_is_bit_equal_to_plain_autograd():
     assert RngState.capture(q.device).same(present)
 
 
-# ---- bands: a flash kernel computed on the CPU, by what its sources do
+# ---- bands, with a flash kernel emulated on the CPU according to its sources
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -228,7 +228,7 @@ def test_a_slice_is_one_call():
 
 
 def test_padding_stays_causal_where_it_is_most_of_a_row():
-    """A bound as long as the keys is none to the kernels: in one call, queries would see the future."""
+    """Kernels ignore a bound as long as the keys, so in a single call queries would see later keys."""
     spec = AttentionSpec(lengths=(3,))
     first, second = bands(spec, 1, range(10), range(10))
     assert first == Band(slice(0, 1), slice(0, 3), 3, -1, 0)
@@ -239,12 +239,18 @@ def test_keys_in_another_layout_than_their_last_dimension_are_copied():
     inputs = make_inputs(dtype=torch.float64)
     turned = Inputs(*(t.transpose(2, 3).contiguous().transpose(2, 3) for t in inputs))
     assert turned.q.stride(-1) != 1
-    q, k, v = BandedFlash._inputs(Band(slice(0, 2), slice(0, 24), 24, -1, 0), *turned[:3])
-    assert {t.stride(-1) for t in (q, k, v)} == {1}
-    assert_close(attend(CpuBanded(), turned, AttentionSpec()), reference(inputs, AttentionSpec()), FP32_BOUND)
+    strides = set()
+
+    class Watched(CpuBanded):
+        def _call(self, q, k, v, spec, band):
+            strides.update(t.stride(-1) for t in (q, k, v))
+            return super()._call(q, k, v, spec, band)
+
+    assert_close(attend(Watched(), turned, AttentionSpec()), reference(inputs, AttentionSpec()), FP32_BOUND)
+    assert strides == {1}
 
 
-# ---- PyTorch's operators take what is passed to them
+# ---- PyTorch's operators have the signatures that the kernels use
 
 
 def arguments(operator: torch._ops.OpOverloadPacket) -> list[str]:
@@ -293,7 +299,7 @@ def test_arguments_of_the_cpu_operators():
 
 
 def without_memory(queries: int = 24, head: int = 64, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Tensors of a device without memory: operators check their arguments there, and answer with shapes."""
+    """Tensors without memory, for which operators check their arguments and return shapes."""
     shapes = [(4, queries), (2, 24), (2, 24), (4, queries)]
     return Inputs(*(torch.empty(2, n, tokens, head, dtype=dtype, device="meta") for n, tokens in shapes))
 
@@ -476,7 +482,7 @@ class FusedAttention215(FusedAttention):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Every distribution seems to be installed in this version."""
+    """Makes every distribution appear to be installed in this version."""
     monkeypatch.setattr(metadata, "version", lambda name: version)
 
 
@@ -543,7 +549,7 @@ def test_transformer_engine_is_imported_when_it_is_used_only():
     assert not outside
 
 
-# ---- the choice
+# ---- selection of a kernel
 
 
 def test_the_cpu_gets_what_plain_training_runs_there():
@@ -555,7 +561,7 @@ def test_the_cpu_gets_what_plain_training_runs_there():
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Sets the compute capability of the GPU that there seems to be."""
+    """Sets the compute capability of a GPU that appears to exist."""
 
     def become(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))

@@ -49,7 +49,7 @@ def interpreter():
 
 
 def build(lora: bool = False, fused_loss: bool = False, **sizes: int) -> nn.Module:
-    """A Llama as its user changes it with liger-kernel."""
+    """A Llama that a user has patched with liger-kernel."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     torch.manual_seed(1)
@@ -99,7 +99,7 @@ def test_gradients_with_grouped_queries_and_all_but_a_slice_on_the_host(interpre
 
 @needs_liger
 def test_products_that_a_kernel_overwrites_are_stored_as_they_were(interpreter):
-    """Rotary positions are written over what `q_proj` and `k_proj` gave, which a plan by kind stores."""
+    """liger overwrites the outputs of `q_proj` and `k_proj`, which storage="kinds" stores, with the rotated ones."""
     model, batch = build(), batch_of(TOKENS)
     expected = loss_and_gradients(model, batch)
     with ByKind(model) as run:
@@ -110,7 +110,7 @@ def test_products_that_a_kernel_overwrites_are_stored_as_they_were(interpreter):
         swap = run.engine.swap
         run.engine.load(replace(swap, slot_bytes=swap.slot_bytes // 4), TOKENS)
         assert_close(run.step(batch), expected)
-        assert run.engine.memory.stats.overflow_bytes > 0  # what finds no room in its slot stays on the device
+        assert run.engine.memory.stats.overflow_bytes > 0  # tensors that do not fit in their slot stay on the device
 
 
 # ---- the loss
@@ -123,7 +123,7 @@ def trained(strategy: Any, module: LightningModule) -> list[float]:
 
 @needs_liger
 def test_ligers_own_loss_is_left_in_force_and_told(interpreter, caplog):
-    """A model that was changed by liger with its fused loss, its default: `loss_chunk_tokens` has nothing to do."""
+    """With liger's fused loss, its default, `loss_chunk_tokens` has no effect."""
     expected = LanguageModel(lambda: build(fused_loss=True))
     losses = trained("auto", expected)
     module = LanguageModel(lambda: build(fused_loss=True))
@@ -140,7 +140,7 @@ def test_ligers_own_loss_is_left_in_force_and_told(interpreter, caplog):
 
 
 def _train_on_this_rank(settings: dict[str, Any], fused_loss: bool) -> tuple[str, list[float], dict[str, torch.Tensor]]:
-    """Train on this process's part of two sequences; returns what was refused, the losses and the weights."""
+    """Train on this process's part of two sequences; returns the refusals, the losses and the weights."""
     from support.kernels.liger_interpreter import interpreted
 
     with interpreted():
@@ -175,7 +175,7 @@ def test_tensor_parallelism_is_refused(interpreter):
     outcomes = run_in_processes(2, _train_on_this_rank, {"tensor_parallel_size": 2}, False)
     for refused, _, _ in outcomes:
         assert re.fullmatch(
-            r"\w+MLP runs by a kernel of liger-kernel, which takes no part of a weight: set [^\n]+", refused
+            r"\w+MLP runs by a kernel of liger-kernel, which takes whole weights, not shards: set [^\n]+", refused
         )
 
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.loss.attach_loss import attach_chunked_loss, find_last_norm
 from lightning_memo.loss.chunked_module import attach_chunks
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.profiler.memory_meter import PeakMeter
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 CHUNK = 7
 LLAMA = {
@@ -93,7 +93,7 @@ def chunked(model: nn.Module, tokens: int = CHUNK) -> Iterator[nn.Module]:
 
 @pytest.fixture
 def only_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may have whole logits computed."""
+    """Fails the test if the logits of all tokens are computed at once."""
 
     def refuse(logits: LazyLogits) -> Tensor:
         raise AssertionError("whole logits")
@@ -264,7 +264,7 @@ def test_logits_are_computed_once_and_stay_real() -> None:
     model, batch = build("LlamaConfig"), make_batch(2, 23)
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.__setitem__((..., 0), -9.0))
     plain = loss_and_gradients(model, batch)
-    with chunked(model):  # what the hook wrote is in the loss
+    with chunked(model):  # the hook's change affects the loss
         assert_equal(loss_and_gradients(model, batch)._replace(gradients={}), plain._replace(gradients={}))
         assert model(**batch).logits.materialize()[0, 0, 0] == -9.0
 
@@ -308,7 +308,7 @@ def test_hooks_on_the_head_and_the_model() -> None:
         assert_close(loss_and_gradients(model, batch), plain)
     handles.append(model.lm_head.register_full_backward_hook(lambda module, dx, dy: (2.0 * dx[0],)))
     plain = loss_and_gradients(model, batch)
-    with chunked(model):  # whoever wants the gradient of the logits gets it
+    with chunked(model):  # the gradient of the logits is available
         assert_close(loss_and_gradients(model, batch), plain)
     assert set(shapes) == {(2, 23, VOCABULARY)}
 
@@ -340,7 +340,7 @@ def test_half_precision_is_as_close_to_fp64_as_without_chunks(
 
 
 class VocabularyWatch(TorchDispatchMode):
-    """The bytes of all storages that hold logits, at their most."""
+    """Measures the peak bytes of all storages that hold logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ def test_module_in_chunks(norm: nn.Module) -> None:
 
 
 class Accuracy(LanguageModel):
-    """Logs how many tokens are right, and returns all that the model does, as a step may."""
+    """Logs the number of correct tokens, and returns the model's complete output from its step."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         out = self.model(**batch)
@@ -496,7 +496,7 @@ class Waits(Callback):
 
 
 def test_recorded_trace_has_no_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every request of a step is smaller than the logits of the batch."""
+    """Every memory request of a step is smaller than the logits of the batch."""
     shorten_measurements(monkeypatch)
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "plans")
     largest = {}

@@ -26,7 +26,7 @@ TENSOR, SEQUENCE = {"tensor_parallel_size": 2, "sequence_parallel": False}, {"te
 
 
 class SeesLogits(Callback):
-    """Notes what the head returns, and lets nobody have whole logits computed."""
+    """Records the head's outputs, and fails if the logits of all tokens are computed at once."""
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {"heads": set()}
@@ -64,7 +64,7 @@ class OwnLoss(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> CausalLMOutput:
         logits = self.model(input_ids=input_ids).logits
         loss = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
-        divided = isinstance(self.model.lm_head.weight, DTensor)  # then the loss of whole logits is a DTensor too
+        divided = isinstance(self.model.lm_head.weight, DTensor)  # then the loss of unchunked logits is a DTensor too
         return CausalLMOutput(loss=loss.full_tensor() if divided else loss)
 
 

@@ -312,7 +312,7 @@ def test_kind_of_mapping_stays(kind):
     [
         ({"attention_mask": 1 - mask_of(5, 5, tokens=13)}, r"padding that is not on the right.*pad on the right"),
         ({"attention_mask": torch.tensor([[1] * 6 + [0] + [1] * 6] * 2)}, r"padding that is not on the right"),
-        ({"attention_mask": torch.zeros(2, 13)}, r"row without tokens"),
+        ({"attention_mask": torch.zeros(2, 13)}, r"row without valid tokens"),
         ({"attention_mask": torch.ones(2, 1, 13, 13)}, r"attention_mask is \[2, 1, 13, 13\]: give a padding mask"),
         ({"attention_mask": {"full": None}}, r"attention_mask is dict: give a padding mask \[2, 13\]"),
         ({"bias": torch.ones(2, 4, 13, 13)}, r"bias \[2, 4, 13, 13\] relates tokens to tokens.*leave it out"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.kernels.replay import Replay
+from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.parallel.batches.token_layout import TokenLayout, zigzag
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
 from lightning_memo.parallel.context.ring_attention import kernel_calls

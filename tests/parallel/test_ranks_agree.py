@@ -65,7 +65,7 @@ def test_a_host_budget_that_is_too_small_ends_all(cut: dict[str, Any]) -> None:
     settings = [MEMO | cut, MEMO | cut | {"host_memory": "4KiB"}]
     started = time.monotonic()
     errors = [error for error, _ in run_in_processes(2, _train_with, settings)]
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100, "the group's timeout is 120 s"
     for error in errors:
         assert error.startswith("rank 1: alpha=0 swaps") and "raise host_memory" in error and "\n" not in error
 
@@ -148,7 +148,7 @@ def test_a_process_that_dies_is_noticed_by_the_others(settings: dict[str, Any]) 
             group.run(_report_a_death, {"alpha": 0.5} | settings)
     finally:
         group.stop()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 100
     assert caught.value.errors[1] == "the process ended"
     assert "rank 0 lost another process" in caught.value.errors[0]
     assert "look for the first error in the output of the other ranks" in caught.value.errors[0]

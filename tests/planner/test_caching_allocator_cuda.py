@@ -19,8 +19,8 @@ from support.trainer_harness import LanguageModel, fit, loader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.planner.placement.caching_allocator import replay
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 
 FETCHED = ROOT / ".cuda"

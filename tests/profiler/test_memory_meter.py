@@ -2,10 +2,10 @@ import threading
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, record_function
 
 from lightning_memo.profiler import memory_meter as meter
-from lightning_memo.profiler.memory_meter import PeakMeter
+from lightning_memo.profiler.memory_meter import AllocationRecorder, PeakMeter
 
 CPU = torch.device("cpu")
 
@@ -14,6 +14,24 @@ def test_a_block_that_allocates_nothing_has_no_peak():
     with PeakMeter(CPU) as measured:
         pass
     assert measured.peak_bytes == 0
+
+
+def test_only_memory_is_recorded(monkeypatch):
+    """PyTorch writes the end of an event that outlives the profiler, such as a collective, into freed memory."""
+    seen, disable = [], torch._C._autograd._disable_profiler
+
+    def disable_and_look():
+        result = disable()
+        seen.extend(event.typed[0].name for event in result.experimental_event_tree())
+        return result
+
+    monkeypatch.setattr(torch._C._autograd, "_disable_profiler", disable_and_look)
+    recorder = AllocationRecorder()
+    with record_function("under way"):
+        block = torch.empty(1000)
+        requests = recorder.stop()
+    assert set(seen) == {"Allocation"}
+    assert [request.size_bytes for request in requests] == [block.nbytes]
 
 
 def test_the_peak_is_what_is_alive_at_once():
@@ -66,7 +84,7 @@ def test_blocks_of_an_earlier_meter_are_older_blocks_too():
     ],
 )
 def test_the_ledger(requests, peak_bytes):
-    assert meter._peak_bytes(requests) == peak_bytes
+    assert meter.peak_of(requests) == peak_bytes
 
 
 def test_forward_and_backward_of_an_mlp_to_the_byte():

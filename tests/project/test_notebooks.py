@@ -155,6 +155,6 @@ def test_interrupted_training_leaves_a_usable_kernel(kernel: Kernel) -> None:
         assert "\nSystemExit: 1" in printed, printed  # Lightning's
         assert kernel.run(LEFT) == left, step
         after = kernel.run(FIT.format(pause=None))
-        assert "memory is planned" in after
+        assert "memory plan ready" in after
         assert after.splitlines()[-1] == first, step
         assert kernel.run(LEFT) == left

@@ -20,11 +20,11 @@ from support.trainer_harness import LanguageModel, fit, loader
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.buffer_placement import PhasePlacement
 from lightning_memo.artifacts.trace import NEVER
-from lightning_memo.callbacks.planning import plan_memory as planning
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.reports.memory_page import memory_page
 from lightning_memo.reports.memory_pictures import memory_curve, memory_map
 from lightning_memo.reports.memory_step import KINDS, request_offsets
+from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 NASTY = ("</script><script>alert(1)</script>", "<b onclick=x>&amp;\"'", "$x^{$ \u2028 %s {0}")
 EVERY = [memory_map, memory_curve, memory_page]

@@ -128,7 +128,7 @@ def test_what_cannot_be_recorded_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         ScheduleRecorder(step=-1)
     with pytest.warns(UserWarning, match="training ended before step 9 was over"):
         fit(MemoStrategy(alpha=0.5), callbacks=[ScheduleRecorder(step=9)])
-    with pytest.warns(UserWarning, match="layers ran plainly in step 1"):
+    with pytest.warns(UserWarning, match="step 1 swapped and recomputed nothing"):
         fit(MemoStrategy(), callbacks=[ScheduleRecorder(step=1)])
     with pytest.warns(UserWarning, match="SingleDeviceStrategy has no schedule to record"):
         fit("auto", callbacks=[ScheduleRecorder(step=1)])

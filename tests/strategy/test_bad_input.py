@@ -252,7 +252,7 @@ def test_in_fit(settings, module, batch, words):
     assert_one_line(caught.value, *words)
     assert copy_threads() == []
     assert forwards(module) == []
-    assert "Together" not in [type(callback).__name__ for callback in trainer.callbacks]
+    assert "RuntimeCallback" not in [type(callback).__name__ for callback in trainer.callbacks]
     assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == plain(max_steps=2).losses
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.callbacks.planning.step_meter import StepMeter
+from lightning_memo.runtime.activation_plans.step_meter import StepMeter
 
 TOKENS = 96
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks.planning import host_watch
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory import slot_memory as memory
+from lightning_memo.runtime import host_watch
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -173,6 +173,6 @@ def test_a_copy_that_fails(monkeypatch, stream, copy):
             trainer.fit(module, loader())
     assert "\n" not in str(caught.value)
     assert forwards(module) == []
-    assert "Together" not in {type(callback).__name__ for callback in trainer.callbacks}
+    assert "RuntimeCallback" not in {type(callback).__name__ for callback in trainer.callbacks}
     del caught
     assert_usable_again()

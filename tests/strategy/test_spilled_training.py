@@ -101,13 +101,16 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
 def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
     with listening() as heard:
         assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == 0
-    assert any("spill_path is not needed, as the host has room for all" in line for line in heard)
+    assert any("spill_path is not needed, because the host has room for all" in line for line in heard)
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"spill_path": "missing"}, r'spill_path="missing": no file can be made there \(No such file or directory\)'),
+        (
+            {"spill_path": "missing"},
+            r'spill_path="missing": no file can be created there \(No such file or directory\)',
+        ),
         ({"spill_path": ""}, "spill_path='' is not usable: give a folder on a local disk"),
         ({"spill_memory": "1GiB"}, "spill_memory='1GiB' is for a disk: give spill_path"),
         ({"spill_path": ".", "spill_memory": "much"}, "spill_memory='much' is not a size"),

@@ -764,7 +764,7 @@ def test_model_is_left_as_it_was(family):
     assert copy_threads() == []
     assert result.trainer.callbacks == make_trainer("auto", callbacks=result.trainer.callbacks).callbacks
     assert {type(callback).__name__ for callback in result.trainer.callbacks} >= {"SlotWatch", "During"}
-    assert "Together" not in {type(callback).__name__ for callback in result.trainer.callbacks}
+    assert "RuntimeCallback" not in {type(callback).__name__ for callback in result.trainer.callbacks}
 
 
 def test_copied_model_runs_by_itself():

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
 
-_GRACE_SECONDS = 25.0
+_GRACE_SECONDS = 60.0
 # Every mesh leaves groups behind, each with threads.
 _MOST_CALLS = 150
 _FAMILIES = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen3")
@@ -75,7 +75,7 @@ class Group:
         calls: Functions that were run.
     """
 
-    def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, size: int, timeout_seconds: float = 120.0) -> None:
         context = forking()
         port = free_port()
         self._pipes: list[Connection] = []

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks.planning import plan_after_first_step as planning
-from lightning_memo.callbacks.planning import step_meter
+from lightning_memo.runtime.activation_plans import activation_planner, announce_plan, step_meter
 from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel
 
 BATCH, TOKENS = 2, 32
@@ -266,11 +265,11 @@ def listening() -> Iterator[list[str]]:
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() not in heard[-1:]:  # said by the planning callback, and heard already
+            if record.getMessage() not in heard[-1:]:  # heard already
                 heard.append(record.getMessage())
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    say, sayers = planning.rank_zero_info, (planning, step_meter)
+    say, sayers = activation_planner.rank_zero_info, (activation_planner, announce_plan, step_meter)
 
     def overheard(text: str) -> None:  # heard here too: logging may have been configured by another test
         heard.append(text)

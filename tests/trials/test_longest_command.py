@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_memo import MemoStrategy
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.runs.assemble import build_strategy, module_settings
+from lightning_memo.cli.runs.build_run import build_strategy, module_settings
 from lightning_memo.longest import main
 from lightning_memo.trials import longest_sequence as find
 from lightning_memo.trials.length_search import Attempt, LengthSearch

@@ -1,4 +1,4 @@
-"""Short runs on this machine, to be measured. Alone in this package it needs torch, and imports it when asked."""
+"""Short training runs on this machine, whose measurements calibrate the estimate. Imports torch only when called."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from lightning_memo.artifacts.plan import Plan
 
 
 def fastest_run(model: Mapping[str, Any], tokens: int, repeats: int) -> Plan:
-    """The fastest of some runs: what else a machine does only adds time.
+    """Return the plan of the fastest of several runs, because other load on the machine only adds time.
 
     Args:
-        model: settings of the model group.
-        tokens: of the sequence, at least 2.
-        repeats: how many runs, at least 1.
+        model: Settings of the group `model`.
+        tokens: Sequence length, at least 2.
+        repeats: Number of runs, at least 1.
     """
-    plans = [run(model, tokens) for _ in range(repeats)]
+    plans = [profile_run(model, tokens) for _ in range(repeats)]
     return min(plans, key=lambda plan: sum(plan.costs.forward_seconds) + sum(plan.costs.backward_seconds))
 
 
-def run(model: Mapping[str, Any], tokens: int) -> Plan:
-    """Train a sequence for a step, which is profiled, with every layer recomputed; a shorter one comes before it.
-
-    Nothing is printed: plans of such runs and what libraries say of them are of no use.
+def profile_run(model: Mapping[str, Any], tokens: int) -> Plan:
+    """Train one profiled step on a sequence, after a step on a shorter sequence for warm-up. Prints nothing.
 
     Args:
-        model: settings of the model group.
-        tokens: of the sequence, at least 2.
+        model: Settings of the group `model`.
+        tokens: Sequence length, at least 2.
 
     Returns:
-        The plan, with what was measured.
+        The plan, which contains the measured costs.
     """
     import torch
     from lightning.pytorch import Trainer
@@ -46,7 +44,7 @@ def run(model: Mapping[str, Any], tokens: int) -> Plan:
     from lightning_memo.trials.random_tokens import RandomTokens
 
     batch_of = RandomTokens(vocabulary=load_hf_config(ModelConfig(**model)).get_text_config().vocab_size)
-    # A first step is cold; a longer batch is profiled anew.
+    # The first step is slower. A longer batch is profiled again.
     batches: Any = [batch_of(tokens // 2), batch_of(tokens)]
     strategy = MemoStrategy(plan_memory=False)
     with TemporaryDirectory() as folder, _silent():
@@ -63,7 +61,7 @@ def run(model: Mapping[str, Any], tokens: int) -> Plan:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What this process and its libraries print, native ones as well, is discarded."""
+    """Discards the output of this process and its libraries, including native ones."""
     streams = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.flush()

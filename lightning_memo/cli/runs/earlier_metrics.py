@@ -1,4 +1,4 @@
-"""What a run logged before it was interrupted, when it goes on in the same folder."""
+"""Restores the logged metrics of an interrupted run that resumes in the same folder."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing_extensions import override
 
 
 class EarlierMetrics(Callback):
-    """Puts the rows of `metrics.csv` up to the checkpoint back; Lightning's logger begins an empty file.
+    """Restores the rows of `metrics.csv` up to the checkpoint, because Lightning's logger starts with an empty file.
 
     Attributes:
-        rows: By file, as they were read.
+        rows: Rows that were read, by the folder of the file.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, str]]] = {}
 
     def read(self, loggers: Sequence[Logger]) -> None:
-        """Reads what earlier runs left, before anything is logged."""
+        """Reads the rows of earlier runs. Must be called before anything is logged."""
         for logger in loggers:
             if isinstance(logger, CSVLogger) and (path := Path(logger.log_dir, "metrics.csv")).is_file():
                 with path.open(newline="") as file:
-                    # Lightning's logger writes rows twice if an interrupt comes between writing and forgetting them.
+                    # Lightning's logger writes rows twice if an interrupt occurs between writing and clearing them.
                     once = dict.fromkeys(tuple(row.items()) for row in csv.DictReader(file))
                     self.rows[logger.log_dir] = [dict(row) for row in once]
 
@@ -39,10 +39,10 @@ class EarlierMetrics(Callback):
 
 
 def _until(global_step: int, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows that were there when so many steps were over; the others come again.
+    """Returns the rows that were logged before the checkpoint. Later rows will be logged again.
 
-    Lightning counts steps from 0, and callbacks log by how many are over: of the rows with the checkpoint's number,
-    those before the last smaller one are a callback's.
+    Lightning counts steps from 0, while callbacks log the number of finished steps. Of the rows with the number of the
+    checkpoint, those before the last row with a smaller number are from a callback.
     """
     steps = [int(row["step"]) for row in rows]
     end = max((place for place, step in enumerate(steps, 1) if step < global_step), default=0)

@@ -15,8 +15,9 @@ from lightning_memo.cli.hydra_command import command_error_message, exit_for_use
 from lightning_memo.cli.launch import computed_on_rank_zero, delay_unless_rank_zero, started_processes
 from lightning_memo.cli.restarts import Launch
 from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.runs.assemble import build_trainer, checkpoint_to_resume, count_processes, newest_checkpoint
-from lightning_memo.cli.runs.compare import quiet
+from lightning_memo.cli.runs.baselines import quiet
+from lightning_memo.cli.runs.build_run import build_trainer, count_processes
+from lightning_memo.cli.runs.resume_checkpoint import checkpoint_to_resume, newest_checkpoint
 from lightning_memo.cli.sweeps.job_processes import is_separate_job, run_separate_job
 from lightning_memo.cli.sweeps.sweep_folder import finished_job
 from lightning_memo.utils.process_rank import is_rank_zero

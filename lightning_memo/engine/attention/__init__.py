@@ -1,1 +1,1 @@
-"""Attention inside the engine: catching calls, choosing a core, and cores that know the keys of all slices."""
+"""Attention of the engine's layers: intercepting calls, selecting a kernel, and attending slice by slice."""

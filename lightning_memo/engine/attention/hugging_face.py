@@ -1,4 +1,4 @@
-"""Directs the attention of Hugging Face models to the engine, without touching their code."""
+"""Routes the attention of Hugging Face models to the engine, without changes to their code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.attention_core import attend
+from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.intercept import current_handler
 from lightning_memo.kernels import AttentionSpec, select_backend
@@ -20,9 +20,9 @@ from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import right_padded_lengths
 from lightning_memo.utils.find_layers import find_hugging_face
 
-# Keep "flash" out of the name: transformers would look for kernels on the hub.
+# The name must not contain "flash": transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
-# Arguments of attention functions that change the result and are not known here.
+# Arguments of attention functions that change the result and are not supported here.
 _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
 _CHECKED_PAIRS = 4096
 
@@ -31,13 +31,14 @@ Documents = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """What a model's mask is, instead of the mask itself: `[tokens, tokens]` is too large to build.
+    """Description of a model's mask, in place of the mask `[tokens, tokens]`, which is too large to build.
 
     Attributes:
-        causal: Queries see no later key; `None` if that is for the attention module to say.
-        window: Queries see this many positions, their own included; `None` is all.
-        lengths: Valid tokens of each batch row, padding on the right; `None` is all.
-        documents: Where documents start in each batch row, if several are packed in one; none sees another.
+        causal: Whether queries see no later key; `None` if the attention module decides.
+        window: Number of positions that a query sees, including its own; `None` means all.
+        lengths: Number of valid tokens of each batch row, with padding on the right; `None` means all.
+        documents: Start positions of the packed documents of each batch row. Attention does not cross document
+            boundaries.
     """
 
     causal: bool | None
@@ -47,7 +48,7 @@ class MaskPattern:
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        """Raises for arithmetic of a model that adds its masks itself."""
+        """Refuse arithmetic: the model adds the mask to its scores itself."""
         raise _used_as_mask()
 
     def __getitem__(self, _: Any) -> Any:
@@ -61,22 +62,26 @@ class MaskPattern:
 
 def _used_as_mask() -> ValueError:
     return ValueError(
-        "the model computes attention itself (as those with ALiBi and older ones do), from a mask of tokens by tokens "
-        "that is not built: train it with context_parallel_size=1 and sequence_parallel=False"
+        "the model computes attention itself, as models with ALiBi and some older models do, and needs an attention "
+        "mask of tokens by tokens, which is not built: train it with context_parallel_size=1 and "
+        "sequence_parallel=False"
     )
 
 
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
-    """Make every Hugging Face model inside `model` call the engine's attention; returns what undoes it.
+    """Make every Hugging Face model inside `model` call the engine's attention.
 
-    transformers keeps attention functions for the whole process. What is registered knows no engine and no model, only
-    where the layout of the current batch is held: the running slice answers, and `current_handler` finds it.
+    transformers registers attention functions for the complete process. The registered function therefore belongs to no
+    engine and no model: it finds the running slice through `current_handler`, and the layout of the batch in `current`.
 
     Args:
         model: The module that contains the models.
         current: Holds the layout of the batches that `model` is given.
+
+    Returns:
+        Functions that undo the change.
     """
-    outermost = find_hugging_face(model)  # submodels share its attention setting
+    outermost = find_hugging_face(model)  # submodels share their attention setting
     if not outermost:
         return []
     name = _register(current)
@@ -90,7 +95,7 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
 
 @contextlib.contextmanager
 def collecting_nothing() -> Iterator[None]:
-    """Inside, transformers adds nothing to the outputs that it collects by hooks (router logits, hidden states)."""
+    """Inside this context, transformers' hooks do not collect outputs (router logits, hidden states)."""
     module = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(module, "_active_collector", None)
     if collector is None:
@@ -125,7 +130,14 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it: `[batch, heads, tokens, head_dim]` in, heads after tokens out."""
+    """Attention function with transformers' signature.
+
+    Args:
+        query, key, value: `[batch, heads, tokens, head_dim]`.
+
+    Returns:
+        The output, `[batch, tokens, heads, head_dim]`, and `None` for the attention weights.
+    """
     handler = current_handler()
     if current.layout is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
@@ -134,7 +146,7 @@ def _attention(
     for name in _UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} calls attention with {name}, which the attention kernels here do not "
+                f"{type(module).__name__} calls attention with {name}, which lightning_memo's attention kernels do not "
                 "compute: train this model without MemoStrategy"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -159,16 +171,16 @@ def _spec(
 
 
 def _check_among_processes(module: nn.Module, handler: object, mask: object, window: int | None) -> None:
-    """Refuse attention that would see only this process's tokens, or that has a mask of unknown kind.
+    """Check an attention call while the tokens of a sequence are divided over processes.
 
     Raises:
-        ValueError: See above.
+        ValueError: The call would see only this process's tokens, or its mask is not supported.
     """
     name = type(module).__name__
     if handler is None:
         raise ValueError(
-            f"{name} attends outside of the repeated layers, where the tokens of other processes cannot be seen: train "
-            "this model with context_parallel_size=1 and sequence_parallel=False"
+            f"{name} attends outside of the repeated layers, where the tokens of other processes are not available: "
+            "train this model with context_parallel_size=1 and sequence_parallel=False"
         )
     if not isinstance(mask, MaskPattern) or mask.window != window:
         raise ValueError(
@@ -205,7 +217,7 @@ def _mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | MaskPattern | None:
-    """A mask function as transformers calls it: a pattern in training, its own masks otherwise."""
+    """Mask function with transformers' signature: returns a pattern in training, and transformers' mask otherwise."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if current.layout is not None:
@@ -219,7 +231,7 @@ def _mask(
     assert mask_function is not None
     lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
     if mask_function is causal_mask_function and lengths is None:
-        return None  # as most are; to find out by looking at it takes long beside a short step
+        return None  # the most frequent case; classifying the function takes long compared with a short step
     pattern = _classify(mask_function, q_length, batch_size, kwargs.get("local_size"))
     if pattern == MaskPattern(True, None) and lengths is None:
         return None
@@ -234,9 +246,11 @@ def _known_pattern(
     attention_mask: Tensor | None,
     local_size: int | None,
 ) -> MaskPattern | None:
-    """A pattern in place of a mask of all queries and keys outside of training, where there are documents or padding.
+    """Return a pattern for a mask of packed documents or padding outside of training.
 
-    `None` where transformers' own way needs no such mask, or has to be taken: a cache, padding on the left, chunks.
+    Returns:
+        The pattern; `None` if transformers needs no mask of all queries and keys, or if its own mask must be used (a
+        cache, padding on the left, chunked attention).
     """
     if mask_function is None or q_length != kv_length:
         return None
@@ -249,22 +263,22 @@ def _known_pattern(
 
 
 def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_size: int | None) -> MaskPattern:
-    """What a mask function is, from single rows and a check on random pairs.
+    """Find the pattern of a mask function from neighbouring tokens, and check it on random pairs of tokens.
 
     Args:
-        mask_function: As transformers makes it.
-        tokens: Queries, and keys.
-        batch: Rows of the batch.
-        local_size: The window or chunk that the model names, if any.
+        mask_function: A mask function of transformers.
+        tokens: Number of queries and of keys.
+        batch: Number of batch rows.
+        local_size: The window or chunk size that the model gives, if any.
 
     Raises:
-        ValueError: It is neither causal, nor a causal window, nor full, within documents if there are several.
+        ValueError: Within documents, the mask is neither causal, nor a causal window, nor full.
     """
     near = torch.arange(tokens)
     joined = torch.stack([_evaluate(mask_function, torch.tensor(b), near[1:], near[:-1]) for b in range(batch)])
     starts = [torch.cat([near[:1], near[1:][~seen]]) for seen in joined]
     document = torch.stack([torch.searchsorted(s, near, right=True) for s in starts])
-    neighbours = joined.nonzero()[:1]  # a token and the one after it, in one document
+    neighbours = joined.nonzero()[:1]  # a token and the next one in the same document
     causal = not any(bool(_evaluate(mask_function, row, first, first + 1)) for row, first in neighbours)
     window = local_size if causal and local_size is not None and local_size < tokens else None
     generator = torch.Generator().manual_seed(0)
@@ -279,9 +293,9 @@ def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_
             expected &= (keys <= queries) & (keys > queries - (window or tokens))
         if not torch.equal(_evaluate(mask_function, row_numbers, queries, keys), expected):
             raise ValueError(
-                "this batch's attention mask is neither causal, nor a sliding window, nor full (chunked attention, or "
-                "positions that jump): pass position_ids that count from 0, again in each packed document, or an "
-                "attention_mask that pads on the right"
+                "this batch's attention mask is neither causal, nor a sliding window, nor full (for example chunked "
+                "attention, or position_ids with gaps): pass position_ids that count from 0 in each packed document, "
+                "or an attention_mask that pads on the right"
             )
     packed = any(s.numel() > 1 for s in starts)
     return MaskPattern(causal, window, documents=tuple(tuple(s.tolist()) for s in starts) if packed else None)

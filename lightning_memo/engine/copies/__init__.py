@@ -1,1 +1,1 @@
-"""Copies between device and host on streams of their own, their events, and the times of both."""
+"""Asynchronous copies between device and host: copy streams, their events, and the recording of their times."""

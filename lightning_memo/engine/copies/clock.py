@@ -10,12 +10,17 @@ Moment = torch.cuda.Event | float
 
 
 class Clock:
-    """Points in time on the device: CUDA events on its current stream, the wall clock on a CPU."""
+    """Takes points in time on the device: CUDA events on the current stream, or the wall clock on a CPU.
+
+    Args:
+        device: Where the layers run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
 
     def now(self) -> Moment:
+        """Return the present point in time, without waiting for the device."""
         if self._device is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -24,7 +29,7 @@ class Clock:
 
     @staticmethod
     def seconds(start: Moment, stop: Moment) -> float:
-        """Seconds between two points; waits until the device has come to the second."""
+        """Return the seconds between two points in time, after waiting until the device has reached `stop`."""
         if isinstance(start, float) or isinstance(stop, float):
             return float(stop) - float(start)
         stop.synchronize()
@@ -32,5 +37,5 @@ class Clock:
 
     @staticmethod
     def has_passed(moment: Moment) -> bool:
-        """Whether the device has come to a point in time."""
+        """Return whether the device has reached a point in time."""
         return isinstance(moment, float) or moment.query()

@@ -1,4 +1,4 @@
-"""Ends of copies, for which whoever uses their bytes waits."""
+"""Events that mark the end of copies; a consumer of the copied bytes waits for them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ class CopyError(RuntimeError):
 
 
 class CopyEvent(Protocol):
-    """The end of one copy."""
+    """The end of a copy."""
 
     def wait(self) -> None:
-        """Make the compute stream wait for the copy (on the CPU: wait for it).
+        """Make the compute stream wait for the copy. On a CPU, block until it has ended.
 
         Raises:
-            CopyError: The copy failed, or one that it waited for.
+            CopyError: The copy, or one that it waited for, failed.
         """
         ...
 
     def synchronize(self) -> None:
-        """Return when the copy has ended."""
+        """Block until the copy has ended."""
         ...
 
 
 class LaterEvent:
-    """The end of copies that another thread starts when it can."""
+    """The end of copies that another thread is going to start.
+
+    Args:
+        stream: Name of the copy stream, for the recorder.
+        recorder: Records the computation's waits.
+    """
 
     def __init__(self, stream: str, recorder: StepRecorder) -> None:
         self._started = threading.Event()
@@ -39,12 +44,16 @@ class LaterEvent:
         self._error: BaseException | None = None
 
     def start(self, copy: CopyEvent | None) -> None:
-        """All copies were handed in, `copy` last; `None`: all have ended."""
+        """Announce that all copies have been submitted.
+
+        Args:
+            copy: End of the last one; `None` if all have ended.
+        """
         self._copy = copy
         self._started.set()
 
     def fail(self, error: BaseException) -> None:
-        """There is going to be no copy."""
+        """Announce that the copies failed; `error` is raised where they are waited for."""
         self._error = error
         self._started.set()
 
@@ -67,7 +76,7 @@ class LaterEvent:
 
 
 class AllOf:
-    """The end of several copies."""
+    """The end of all of several copies."""
 
     def __init__(self, events: Sequence[CopyEvent]) -> None:
         self._events = events

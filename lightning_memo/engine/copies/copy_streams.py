@@ -1,4 +1,4 @@
-"""Copies between device and host on streams of their own."""
+"""The interface of a copy stream between device and host, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -15,46 +15,58 @@ from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 
 
 class CopyStream(Protocol):
-    """Copies that run one after the other, beside the computation."""
+    """Runs copies in order, concurrently with the computation."""
 
     def copy(
         self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
     ) -> CopyEvent:
-        """Copy bytes once what was computed so far, and `after`, are done.
+        """Start a copy that runs once the computation submitted so far and the copies in `after` have ended.
 
         Args:
-            destination: Where they go.
-            source: Where they lie; of the same size, and as contiguous.
-            after: Copies that have to end before.
-            subject: What the copy is for; `None`: for what is computed now.
+            destination: Contiguous memory to copy to.
+            source: Contiguous memory of the same size to copy from.
+            after: Copies that must end before.
+            subject: The layer call or slice that the bytes belong to; `None` is the one being computed.
         """
         ...
 
     def computed(self) -> CopyEvent | None:
-        """The end of what was computed so far; `None` where it has ended."""
+        """Return the end of the computation submitted so far; `None` if it has ended."""
         ...
 
     def copy_after(
         self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
     ) -> CopyEvent:
-        """Copy bytes once `after` are done: for threads that know nothing of what is computed."""
+        """Start a copy that runs once the copies in `after` have ended, whatever the state of the computation.
+
+        Threads other than the training thread use it. For the arguments see :meth:`copy`.
+        """
         ...
 
     def later(self) -> LaterEvent:
-        """The end of copies that another thread is going to hand in."""
+        """Return an event for copies that another thread is going to submit."""
         ...
 
     def synchronize(self) -> None:
-        """Return when every copy handed in has ended."""
+        """Block until every submitted copy has ended."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for the copies and stop the stream."""
+        ...
 
 
 def make_copy_stream(
     device: torch.device, name: str, delays: Delays | None = None, recorder: StepRecorder | None = None
 ) -> CopyStream:
-    """The copy stream of a device; its copies, and waits for them, are told to `recorder` by the stream's name."""
+    """Create a copy stream.
+
+    Args:
+        device: The device; on a CPU, a thread takes the place of a CUDA stream.
+        name: Name of the stream in recorded timelines.
+        delays: Random delays before copies, in test mode.
+        recorder: Records the copies and the computation's waits for them.
+    """
     if device.type == "cuda":
         return CudaCopyStream(device, name, delays, recorder)
     return ThreadCopyStream(name, delays, recorder)

@@ -1,4 +1,4 @@
-"""Copies on a CUDA stream of their own."""
+"""Copies on a separate CUDA stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
 from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.copies.test_mode import Delays
 
-_CYCLES_PER_SECOND = 2e9  # about; delays need no exact length
-_HIGH = -1  # a copy that is ready never waits for blocks of a kernel that are not
+_CYCLES_PER_SECOND = 2e9  # approximately; the length of a delay need not be exact
+_HIGH = -1  # with high priority, a copy that is ready does not wait for thread blocks of a kernel that are not
 
 
 class CudaCopyEvent:
+    """The end of a copy on a CUDA stream."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device, stream: str, recorder: StepRecorder) -> None:
         self.event = event
         self._device, self._stream, self._recorder = device, stream, recorder
@@ -27,7 +29,10 @@ class CudaCopyEvent:
 
 
 class CudaCopyStream:
-    """A CUDA stream. Whoever frees what it copies has waited for the copy, so `record_stream` is not needed."""
+    """A copy stream on CUDA; see :class:`CopyStream`.
+
+    `record_stream` is not needed, because the engine waits for a copy before it frees the copied memory.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class CudaCopyStream:
         self.synchronize()
 
     def _event(self, stream: torch.cuda.Stream) -> CudaCopyEvent:
-        """The end of what a stream was given so far."""
-        event = torch.cuda.Event(blocking=True)  # the threads of the spill wait asleep
+        """Return the end of the work submitted to a stream so far."""
+        event = torch.cuda.Event(blocking=True)  # the spill's threads sleep while they wait
         event.record(stream)
         return CudaCopyEvent(event, self._device, self._name, self._recorder)

@@ -1,4 +1,4 @@
-"""Records when computation and copies of a step begin and end, where someone asked for it."""
+"""Records when the computation and the copies of a step begin and end, on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Subject(NamedTuple):
-    """What something is done for: a layer call, or one of its slices."""
+    """The layer call, or the slice of a layer call, that a span of time belongs to.
+
+    Attributes:
+        layer: Number of the layer call; `None` outside of layers.
+        part: Number of the slice; `None` for the complete layer call.
+    """
 
     layer: int | None = None
     part: int | None = None
@@ -36,14 +41,14 @@ class _Note(NamedTuple):
 
 
 class StepRecorder:
-    """Records one step at a time, from `start` to `stop`; beside that it does nothing, unless waits are to be counted.
+    """Records one step at a time, from `start` to `stop`. Otherwise it does nothing, unless waits are counted.
 
-    The host never waits for the device before `stop`: points in time are CUDA events, which are read then, or when the
-    device has passed them. They are recorded on the stream that they tell of. On a CPU it is the wall clock, read by
-    whoever computes or copies.
+    The host never waits for the device before `stop`. Points in time are CUDA events on the stream whose work they
+    time; they are read in `stop`, or once the device has passed them. On a CPU they are wall-clock times taken by the
+    computing or copying thread.
 
     Args:
-        device: Where layers run.
+        device: Where the layers run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,18 +62,19 @@ class StepRecorder:
 
     @property
     def on(self) -> bool:
+        """Whether a step is being recorded."""
         return self._notes is not None
 
     def start(self) -> None:
-        """A step begins. One that was not stopped is forgotten."""
+        """Begin to record a step. A recording that was not stopped is dropped."""
         self._open.clear()
         self._notes, self._begun, self._times_waits = [], self._clock.now(), True
 
     def stop(self) -> Timeline:
-        """The step is over: wait for its end, and return what was recorded. Copies still under way are left out.
+        """Wait for the end of the step and return its timeline, without copies that are still under way.
 
         Raises:
-            RuntimeError: No step was started.
+            RuntimeError: No step is being recorded.
         """
         notes, self._notes = self._notes, None
         self._times_waits = self._waits is not None
@@ -85,29 +91,34 @@ class StepRecorder:
 
     @property
     def subject(self) -> Subject:
-        """What is computed now."""
+        """The layer call or slice that is being computed."""
         return next(reversed(self._open), ("", NOBODY))[1]
 
     def begin(self, kind: SpanKind, subject: Subject) -> None:
-        """The computation begins something; what began last is what copies are for."""
+        """Note that the computation begins a span. Copies belong to the span that began last."""
         if self._notes is not None:
             self._open[kind, subject] = self._clock.now()
 
     def end(self, kind: SpanKind, subject: Subject) -> None:
-        """It ends; nothing happens if it began before the step did."""
+        """Note that the computation ends a span. A span that began before the recording is ignored."""
         begun = self._open.pop((kind, subject), None)
         if self._notes is not None and begun is not None:
             lane = RECOMPUTE if kind == "recompute" else COMPUTE
             self._notes.append(_Note(lane, kind, subject, begun, self._clock.now()))
 
     def mark(self, name: str, subject: Subject) -> None:
-        """A layer call begins or ends its forward or its backward: "forward_begin", ..., "backward_end"."""
+        """Note that a layer call begins or ends its forward or backward.
+
+        Args:
+            name: "forward_begin", "forward_end", "backward_begin" or "backward_end"; other names are ignored.
+            subject: The layer call.
+        """
         kind, _, edge = name.rpartition("_")
         if kind == "forward" or kind == "backward":
             (self.begin if edge == "begin" else self.end)(kind, subject)
 
     def computing(self, kind: SpanKind, subject: Subject | None = None) -> contextlib.AbstractContextManager[None]:
-        """Inside, the computation does something, by default for what is computed already."""
+        """Record a span of the computation inside this context, by default for the current layer call or slice."""
         return _NOTHING if self._notes is None else self._computing(kind, self.subject if subject is None else subject)
 
     @contextlib.contextmanager
@@ -121,11 +132,11 @@ class StepRecorder:
     # ---- copies, and waits for them
 
     def copying(self, stream: str, size_bytes: int, subject: Subject) -> contextlib.AbstractContextManager[None]:
-        """Inside, a stream copies, on a CPU in a thread of its own."""
+        """Record a copy on a stream inside this context; on a CPU it runs in the stream's thread."""
         return _NOTHING if self._notes is None else self._copying(stream, size_bytes, subject)
 
     def waiting(self, stream: str) -> contextlib.AbstractContextManager[None]:
-        """Inside, the computation waits for a stream; waits within are part of it."""
+        """Record that the computation waits for a stream inside this context; nested waits are part of it."""
         return self._waiting_for(stream) if self._times_waits and not self._waiting else _NOTHING
 
     @contextlib.contextmanager
@@ -143,13 +154,14 @@ class StepRecorder:
             self._waits.append((begun, ended))
 
     def count_waits(self) -> None:
-        """From now on, `waited_seconds` tells how long the computation waits for copies, in any step."""
+        """Count waits from now on, in every step, for `waited_seconds`."""
         self._waits, self._times_waits = deque(), True
 
     def waited_seconds(self) -> float:
-        """How long the computation waited for copies since the last call, as far as the device has come; 0 uncounted.
+        """Return the seconds that the computation waited for copies since the last call; 0 if waits are not counted.
 
-        On a GPU each wait is told too long by the microseconds between two events.
+        Waits that the device has not reached yet are left for the next call. On a GPU, each wait is overestimated by
+        the few microseconds between two events.
         """
         seconds = 0.0
         while self._waits and Clock.has_passed(self._waits[0][1]):

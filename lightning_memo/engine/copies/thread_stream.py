@@ -1,6 +1,6 @@
-"""Copies on the CPU, where "device" and "host" are both main memory: a thread keeps the rules of a CUDA stream.
+"""Copies on a CPU, where device and host are both main memory: a thread follows the rules of a CUDA stream.
 
-So everything above can be tested without a GPU.
+The rest of the engine can therefore be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from lightning_memo.engine.copies.test_mode import Delays
 
 
 class ThreadCopyEvent:
+    """The end of a copy in a thread.
+
+    Attributes:
+        error: The error of a copy that failed.
+    """
+
     def __init__(self, stream: str, recorder: StepRecorder) -> None:
         self._done = threading.Event()
         self._stream, self._recorder = stream, recorder
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
+        """Announce the end of the copy."""
         self.error = error
         self._done.set()
 
@@ -50,7 +57,10 @@ class _ThreadCopy(NamedTuple):
 
 
 class ThreadCopyStream:
-    """One thread that copies with `memmove`, which runs without the interpreter's lock and on one core only."""
+    """A copy stream on a CPU; see :class:`CopyStream`.
+
+    One thread copies with `memmove`, which uses one core and does not need Python's global interpreter lock.
+    """
 
     def __init__(self, name: str, delays: Delays | None = None, recorder: StepRecorder | None = None) -> None:
         self._name, self._delays = name, delays
@@ -98,9 +108,10 @@ class ThreadCopyStream:
                     if self._delays is not None:
                         time.sleep(self._delays.seconds())
                     ctypes.memmove(job.destination.data_ptr(), job.source.data_ptr(), job.source.nbytes)
-            except BaseException as raised:  # handed to whoever waits
+            except BaseException as raised:  # raised where the copy is waited for
                 error = raised
-            # Whoever waits may count memory: the tensors live until then, and the last job's until the next one else.
+            # The references are dropped before the event, because a waiting test may measure memory. Otherwise the
+            # tensors of the last job would stay alive until the next one.
             del job
             event.finish(error)
             del event, error

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_memo.engine.attention.attention_core import AttentionCore
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.engine.attention.sliced_attention import SlicedAttention
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange
 
-Core = AttentionCore | StreamedAttention | UlyssesCore
+Core = SlicedAttention | StreamedAttention | StreamedUlysses
 
 
 class CallAttention:
@@ -48,13 +48,13 @@ class CallAttention:
             if self._streamed:
                 self.cores.append(self._engine.streamed_attention(self.slices, self._layer))
             else:
-                self.cores.append(AttentionCore(self._engine.attention.backend(q, k, v, spec), self.slices))
+                self.cores.append(SlicedAttention(self._engine.attention.backend(q, k, v, spec), self.slices))
         return self.cores[number]
 
     def end_forward(self) -> None:
         """No slice runs before the backward."""
         for core in self.cores:
-            if isinstance(core, AttentionCore):
+            if isinstance(core, SlicedAttention):
                 core.end_forward()
 
     def release(self) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_meter import CallMeter
-from lightning_memo.engine.memory.resident_tensors import KeptTensors
-from lightning_memo.engine.memory.restored_checks import What
+from lightning_memo.engine.memory.checksums import TensorLabel
+from lightning_memo.engine.memory.resident_tensors import ResidentTensors
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.offload_group import Handle, OffloadGroup, OffloadGroups
 from lightning_memo.parallel.local_tensors import local_part
@@ -61,7 +61,7 @@ class CallStorage:
         self._spills_all = policy.spill_bytes > 0 and not by_kind
         self.memory = policy.memory
         self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.spill_bytes)
-        self.resident = KeptTensors()
+        self.resident = ResidentTensors()
         self._input: Handle | None = None
         if self.group is not None and not by_kind:
             self._input = self.store_copy(self.group, "input", local_part(x.detach()))
@@ -100,11 +100,11 @@ class CallStorage:
         handle = self.store(group, kind, t, place, part)
         return t.clone() if handle is t else handle
 
-    def label(self, kind: str, part: TokenRange | None = None) -> What:
+    def label(self, kind: str, part: TokenRange | None = None) -> TensorLabel:
         """Name a tensor of the call, or of one of its slices, for messages."""
         start, stop = (0, self._tokens) if part is None else (part.start, part.stop)
         position = self._meter.position
-        return What(kind, position.layer, position.first_token + start, position.first_token + stop)
+        return TensorLabel(kind, position.layer, position.first_token + start, position.first_token + stop)
 
     def open(self, part: TokenRange, x: Tensor) -> tuple[OffloadGroup, Handle]:
         """Return the group of a slice, and the handle of its input (or of the layer's) in it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_memo.engine.attention.choose_core import AttentionKernels
-from lightning_memo.engine.attention.streamed_core import StreamedAttention, UlyssesCore
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.layers.alive_calls import AliveCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
@@ -26,7 +26,7 @@ class EngineServices(Protocol):
         before_layer: Called before each forward and backward of a layer; may raise to end the step.
     """
 
-    attention: AttentionKernels
+    attention: AttentionSelector
     recorder: StepRecorder
     offload_groups: OffloadGroups
     calls: AliveCalls
@@ -36,5 +36,5 @@ class EngineServices(Protocol):
     def mark(self, key: int, name: str, subject: Subject) -> None:
         """Report that a layer call begins or ends something."""
 
-    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | UlyssesCore:
+    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
         """Return the attention core of a layer whose earlier keys and values come from the host."""

@@ -1,58 +1,75 @@
-"""Brings blocks from the host to the device one after the other, the next while the present one is computed with."""
+"""Double-buffered reading: the next block is copied to the device while the current one is used by the computation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream
+from lightning_memo.engine.memory.checksums import Checksum
+from lightning_memo.engine.memory.host_arena import HostBuffer
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.planner.token_slices import aligned
 
-if TYPE_CHECKING:
-    from lightning_memo.engine.memory.host_arena import HostRoom
-    from lightning_memo.engine.memory.restored_checks import Check
-
 
 @dataclass(slots=True)
-class Region:
-    """Bytes to be read, uint8 `[size_bytes]` on the host, and the last copy to them; without bytes, zeros are read."""
+class HostRange:
+    """A range of bytes on the host that a block reader copies to the device.
+
+    Attributes:
+        size_bytes: Number of bytes.
+        memory: The bytes, uint8 `[size_bytes]`; `None` reads zeros.
+        written: End of the last copy to these bytes.
+        buffer: The host buffer they lie in, if its owner may release it while it is read.
+        checksum: Checksum from when the bytes left the device.
+    """
 
     size_bytes: int
     memory: Tensor | None
     written: CopyEvent | None = None
-    room: HostRoom | None = None  # whose owner may drop it while it is read
-    check: Check | None = None  # what the bytes were when they left
+    buffer: HostBuffer | None = None
+    checksum: Checksum | None = None
 
 
-# Regions that lie side by side on the device, part after part; every part begins at an aligned place.
-BlockParts = Sequence[Sequence[Region]]
+# The parts of a block. The ranges of a part follow each other on the device; every part starts at an aligned offset.
+BlockParts = Sequence[Sequence[HostRange]]
 
 
 @dataclass(slots=True, eq=False)
 class DeviceBlock:
-    """A block on the device: its parts, uint8 each; in use until it is handed back by `BlockReader.read`."""
+    """A block on the device, valid until the next block is requested from `BlockReader.read`.
+
+    Attributes:
+        parts: The parts of the block, uint8.
+        arrivals: Ends of the copies to the device.
+        checksums: Checksums with the bytes they belong to.
+        leaving: End of the copy of a changed block back to the host.
+    """
 
     parts: list[Tensor]
     arrivals: list[CopyEvent] = field(default_factory=list)
-    checks: list[tuple[Check, Tensor]] = field(default_factory=list)  # each with its bytes
-    leaving: CopyEvent | None = None  # the copy of what was changed in it back to the host
+    checksums: list[tuple[Checksum, Tensor]] = field(default_factory=list)
+    leaving: CopyEvent | None = None
 
 
 class BlockReader:
-    """Device buffers that blocks pass through in turns.
+    """Device buffers that receive blocks in turn.
 
     Args:
-        device: Where they are.
-        prefetch: The stream that brings blocks.
-        buffers: How many: one is computed with, one arrives; a third where blocks are also written back.
+        device: Device of the buffers.
+        prefetch: The copy stream that copies blocks to the device.
+        buffers: Number of buffers: one is in use while the next is filled; a third is needed where blocks are also
+            copied back.
         poison: Whether a buffer is filled with NaN before it is used again.
-        size_bytes: Of all of them; they grow where a block turns out larger.
+        size_bytes: Total size of the buffers. A buffer grows when a block is larger.
+
+    Attributes:
+        blocks_read: Number of blocks read so far.
+        bytes_read: Number of bytes copied so far.
     """
 
     def __init__(
@@ -69,13 +86,15 @@ class BlockReader:
 
     @property
     def size_bytes(self) -> int:
-        """Device memory that the buffers take."""
+        """Total size of the device buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def read(self, blocks: Sequence[BlockParts]) -> Iterator[DeviceBlock]:
-        """Blocks in order; the first is on its way when this returns, and each follows while the one before is used.
+        """Iterate over blocks in order.
 
-        A block is over when the next one is asked for. If it was changed, and is copied back, `leaving` is set by then.
+        The copy of the first block has been started when this returns, and each further copy is started before the
+        block in front of it is returned. A block is valid until the next one is requested. A caller that changes a
+        block and copies it back sets `leaving` before it requests the next one.
         """
         return self._hand_out(blocks, self._start(blocks[0]) if blocks else None)
 
@@ -88,29 +107,31 @@ class BlockReader:
             following = self._start(blocks[number + 1]) if number + 1 < len(blocks) else None
             for event in block.arrivals:
                 event.wait()
-            for check, data in block.checks:
-                check.compare(data)
+            for checksum, data in block.checksums:
+                checksum.compare(data)
             yield block
             self._leaving[buffer] = block.leaving
 
     def _start(self, parts: BlockParts) -> tuple[int, DeviceBlock]:
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        block = DeviceBlock(self._views(number, [sum(region.size_bytes for region in part) for part in parts]))
-        for place, regions in zip(block.parts, parts, strict=True):
-            pieces = place.split([region.size_bytes for region in regions])
-            for piece, region in zip(pieces, regions, strict=True):
-                if region.memory is None:
-                    piece.zero_()
-                else:
-                    block.arrivals.append(self._prefetch.copy(piece, region.memory, region.written))
-                    if region.room is not None:
-                        region.room.copies.read = block.arrivals[-1]
-                    self.bytes_read += region.size_bytes
-                    if region.check is not None:
-                        block.checks.append((region.check, piece))
+        block = DeviceBlock(self._views(number, [sum(source.size_bytes for source in part) for part in parts]))
+        for part, sources in zip(block.parts, parts, strict=True):
+            for piece, source in zip(part.split([s.size_bytes for s in sources]), sources, strict=True):
+                self._copy(block, piece, source)
         self.blocks_read += 1
         return number, block
+
+    def _copy(self, block: DeviceBlock, piece: Tensor, source: HostRange) -> None:
+        if source.memory is None:
+            piece.zero_()
+            return
+        block.arrivals.append(self._prefetch.copy(piece, source.memory, source.written))
+        if source.buffer is not None:
+            source.buffer.copies.read = block.arrivals[-1]
+        self.bytes_read += source.size_bytes
+        if source.checksum is not None:
+            block.checksums.append((source.checksum, piece))
 
     def _views(self, number: int, sizes: list[int]) -> list[Tensor]:
         leaving, self._leaving[number] = self._leaving[number], None
@@ -121,16 +142,25 @@ class BlockReader:
             self._buffers[number] = self._buffers[number].new_empty(needed)
         if self._poison:
             self._buffers[number].fill_(POISON)
-        places = self._buffers[number][:needed].split([aligned(size) for size in sizes])
-        return [place[:size] for place, size in zip(places, sizes, strict=True)]
+        parts = self._buffers[number][:needed].split([aligned(size) for size in sizes])
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def token_rows(t: Tensor) -> Tensor:
-    """`t` `[batch, heads, tokens, head_dim]` as `[tokens, batch, heads, head_dim]`: ranges of tokens can be joined."""
+    """Copy `t` `[batch, heads, tokens, head_dim]` to `[tokens, batch, heads, head_dim]`.
+
+    Token ranges that follow each other are then contiguous and can be joined.
+    """
     return t.permute(2, 0, 1, 3).contiguous()
 
 
 def heads_first(part: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A part of a block that holds `token_rows`, as `[batch, heads, tokens, head_dim]`; all but `tokens` as `like`."""
+    """View a part of a block that holds `token_rows` as `[batch, heads, tokens, head_dim]`.
+
+    Args:
+        part: The bytes, uint8.
+        like: A tensor `[batch, heads, any, head_dim]` with the same number of heads and the same head size.
+        dtype: Data type of the part.
+    """
     batch, heads, _, size = like.shape
     return part.view(dtype).view(-1, batch, heads, size).permute(1, 2, 0, 3)

@@ -1,4 +1,4 @@
-"""Host memory of exactly the planned size, cut into regions."""
+"""Host arenas: host memory of exactly the planned size, from which host buffers are cut."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from lightning_memo.engine.memory.saved_storages import POISON
 
 
 class FreeSpace:
-    """Which ranges of `[0, size_bytes)` are taken."""
+    """Book-keeping of the ranges of `[0, size_bytes)` that are taken."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.bytes_in_use = 0
-        self._taken: list[range] = []  # in the order of their places
+        self._taken: list[range] = []  # sorted by start
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def take(self, size_bytes: int) -> range | None:
-        """A free range, or `None`."""
+        """Take a free range, or return `None` if there is none of this size."""
         stops = [0, *(taken.stop for taken in self._taken[-1:])]
-        # What is taken first is given back last, so there is room at the end, or seldom between two ranges.
+        # The range that is taken first is given back last. A new range therefore fits at the end, and only seldom
+        # between two others.
         if self.size_bytes - stops[-1] >= size_bytes:
             place, start = len(self._taken), stops[-1]
         else:
@@ -43,6 +44,7 @@ class FreeSpace:
         return self._taken[place]
 
     def give_back(self, taken: range) -> None:
+        """Free a range that `take` returned."""
         self.bytes_in_use -= len(taken)
         if self._taken[-1] == taken:
             self._taken.pop()
@@ -51,10 +53,18 @@ class FreeSpace:
 
 
 def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]:
-    """Host memory of its own pages, uint8 `[size_bytes]`; page-locked when `pinned`.
+    """Allocate host memory on pages of its own.
 
-    Direct I/O needs whole pages, and so do page locks: two must not share one. Large pages are locked faster. A locked
-    page would be copied for every forked process, like a worker of a data loader, so those get none of them.
+    Direct I/O and page locks work on complete pages, which two allocations must not share. Huge pages are locked
+    faster. Forked processes, such as the workers of a data loader, do not inherit locked pages, because the kernel
+    would copy them.
+
+    Args:
+        size_bytes: Number of bytes.
+        pinned: Whether the pages are locked, so that the device can copy to and from them by itself.
+
+    Returns:
+        The memory, uint8 `[size_bytes]`, and its page lock if there is one.
 
     Raises:
         MemoryError: The host refuses the memory or the page lock.
@@ -65,9 +75,9 @@ def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"{size_bytes} bytes of host memory are refused ({error.strerror}): lower host_memory"
+            f"{size_bytes} bytes of host memory are refused by the system ({error.strerror}): lower host_memory"
         ) from None
-    with contextlib.suppress(OSError):  # kernels can be built without
+    with contextlib.suppress(OSError):  # a kernel can be built without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if not pinned:
@@ -77,13 +87,13 @@ def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]
 
 
 class PageLock:
-    """Locks the pages of host memory in one piece, so that the device can copy to and from it by itself.
+    """Locks the pages of host memory, so that the device can copy to and from them by itself.
 
-    PyTorch's own pinned pool rounds every request up to a power of two; registering plain memory does not. The pages
-    are unlocked by `release`, with the lock, or when the process ends.
+    PyTorch's pinned memory pool rounds every request up to a power of two; registering ordinary memory does not. The
+    pages are unlocked by `release`, when this object is deleted, or when the process ends.
 
     Raises:
-        MemoryError: The host refuses.
+        MemoryError: The host refuses the page lock.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -97,7 +107,7 @@ class PageLock:
             )
 
     def release(self) -> None:
-        """Unlock the pages. No copy may be under way."""
+        """Unlock the pages. The caller makes sure that no copy is under way."""
         self._unlock()
 
 
@@ -106,7 +116,11 @@ def _unlock(memory: Tensor) -> None:
 
 
 class HostArena:
-    """One allocation of exactly the planned size, cut into regions; page-locked when `pinned`.
+    """One allocation of exactly the planned size, from which buffers are cut.
+
+    Args:
+        size_bytes: Size of the arena.
+        pinned: Whether its pages are locked.
 
     Raises:
         MemoryError: The host refuses the allocation or the page lock.
@@ -122,37 +136,44 @@ class HostArena:
         return self._space.bytes_in_use
 
     @property
-    def regions_in_use(self) -> int:
+    def buffers_in_use(self) -> int:
+        """Number of buffers that were acquired and not released."""
         return len(self._space)
 
     def acquire(self, size_bytes: int) -> Tensor | None:
-        """A free region, uint8 `[size_bytes]`, or `None`."""
+        """Return a free buffer, uint8 `[size_bytes]`, or `None` if the arena is too full."""
         taken = self._space.take(size_bytes)
         return None if taken is None else self._memory[taken.start : taken.stop]
 
-    def release(self, region: Tensor) -> None:
-        self._space.give_back(range(region.storage_offset(), region.storage_offset() + region.nbytes))
+    def release(self, buffer: Tensor) -> None:
+        """Give back a buffer that `acquire` returned."""
+        self._space.give_back(range(buffer.storage_offset(), buffer.storage_offset() + buffer.nbytes))
 
     def close(self) -> None:
-        """Unlock the pages. No copy may be under way."""
+        """Unlock the pages. The caller makes sure that no copy is under way."""
         if self._lock is not None:
             self._lock.release()
 
 
 @dataclass(slots=True)
 class LastCopies:
-    """The last copy to a region, and the last from it."""
+    """The last copy to a host buffer (`write`) and the last copy from it (`read`)."""
 
     write: CopyEvent | None = None
     read: CopyEvent | None = None
 
 
-class HostRoom:
-    """A region that is held by whoever needs it, and goes back when that is gone; copies are waited for first.
+class HostBuffer:
+    """A host buffer that is given back when this object is released or deleted, after its copies have ended.
+
+    Args:
+        memory: The bytes, uint8 `[size_bytes]`.
+        arena: The arena they were acquired from; `None` if they are ordinary device memory.
+        poison: Whether the bytes are overwritten with NaN when they are given back.
 
     Attributes:
-        memory: The bytes, uint8.
-        copies: The last copies to and from it.
+        memory: See above.
+        copies: The last copies to and from the buffer.
     """
 
     def __init__(self, memory: Tensor, arena: HostArena | None, poison: bool) -> None:
@@ -163,21 +184,21 @@ class HostRoom:
 
     @property
     def alive(self) -> bool:
-        """Whether the region is held."""
+        """Whether the buffer has not been given back."""
         return self._release.alive
 
     def release(self) -> None:
-        """Give the region back."""
+        """Give the buffer back."""
         self._release()
 
 
 def _give_back(memory: Tensor, arena: HostArena | None, poison: bool, copies: LastCopies) -> None:
     for event in (copies.write, copies.read):
-        with contextlib.suppress(CopyError):  # told where the bytes were needed
+        with contextlib.suppress(CopyError):  # was raised where the bytes were needed
             if event is not None:
                 event.wait()
                 if poison:
-                    event.synchronize()  # the poison is written by the CPU at once
+                    event.synchronize()  # the CPU writes the poison at once
     if poison:
         memory.fill_(POISON)
     if arena is not None:

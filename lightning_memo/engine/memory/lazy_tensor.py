@@ -1,8 +1,8 @@
-"""Tensors of one row per token that exist a few rows at a time: they are on the host, or computed when they are read.
+"""Lazy tensors with one row per token, of which only a few rows are on the device at a time.
 
-Hidden states between layers are such tensors where everything of the sequence's size lives on the host. Whoever knows
-them (layers, the last norm, the loss) reads and writes them slice by slice; everything else gets a real tensor,
-computed once: correct, but as large as without this.
+The rows are on the host, or they are computed when they are read. With `host_backed="all"`, the hidden states between
+layers are lazy tensors. Layers, the last norm and the loss read and write them slice by slice. Any other operation
+gets a real tensor that is computed once, which is correct but takes as much device memory as in plain training.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ _CAST_ARGUMENTS = {"dtype"}
 
 
 class _Source:
-    """Where the rows of a tensor and of its aliases are."""
+    """The rows of a tensor, shared with its aliases, and the real tensor once it has been computed."""
 
     def __init__(self, rows: Rows, real: Tensor | None = None) -> None:
         self.rows, self.real = rows, real
 
 
 class LazyTensor(Tensor):
-    """A tensor `[..., features]` whose rows come to the device when they are read; see the head of this file.
+    """A tensor `[..., features]` whose rows are brought to the device when they are read.
 
     Args:
-        source: Where its rows are.
-        shape: Its shape.
-        dtype: Its type.
-        device: Where its rows come to.
-        at_once: Rows that may be on the device at once.
-        memory: Gives room for tensors that are computed from it, slice by slice; `None`: not known yet.
+        source: The rows.
+        shape: Shape of the tensor.
+        dtype: Data type of the tensor.
+        device: Device to which the rows are brought.
+        at_once: Number of rows that may be on the device at the same time.
+        memory: Provides host buffers for tensors that are computed from this one slice by slice; `None` if it is not
+            known yet.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -75,7 +76,7 @@ class LazyTensor(Tensor):
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def fetch(self, ranges: Sequence[range]) -> Arrival:
-        """Start bringing some rows to the device; rows are counted over all dimensions but the last."""
+        """Start bringing rows to the device. Rows are counted over all dimensions but the last."""
         return self._source.rows.fetch(ranges)
 
     def fetch_part(self, dim: int, start: int, stop: int) -> Arrival:
@@ -85,13 +86,13 @@ class LazyTensor(Tensor):
         return lambda: arrival().view(shape)
 
     def mapped(self, function: RowFunction, dtype: torch.dtype) -> LazyTensor:
-        """A function of each row, of the same shape; without history."""
+        """Return a lazy tensor of the same shape that is `function` of each row, without autograd history."""
         return LazyTensor(
             MappedRows(self._source.rows, function), self.shape, dtype, self.device, self.at_once, self.memory
         )
 
     def materialize(self) -> Tensor:
-        """The real tensor: computed once, and what everything goes to from then on."""
+        """Return the real tensor, which is computed once. All aliases use it from then on."""
         source = self._source
         if source.real is None:
             matrix = source.rows.fetch([range(self.shape[:-1].numel())])()
@@ -119,15 +120,15 @@ class LazyTensor(Tensor):
                 return part
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
         result = func(*args, **kwargs)
-        return first if isinstance(first, LazyTensor) and result is args[0] else result  # changed in place
+        return first if isinstance(first, LazyTensor) and result is args[0] else result  # an operation in place
 
 
-def _is_shape_of(t: Tensor, wished: Sequence[int]) -> bool:
-    return len(wished) == t.dim() and all(size in (-1, own) for size, own in zip(wished, t.shape, strict=True))
+def _is_shape_of(t: Tensor, requested: Sequence[int]) -> bool:
+    return len(requested) == t.dim() and all(size in (-1, own) for size, own in zip(requested, t.shape, strict=True))
 
 
 def _sliced(t: LazyTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
-    """Some rows of a tensor, real; `None` if that is not what is asked for."""
+    """Return the real rows that `aten.slice` selects, or `None` if it does not select consecutive rows."""
     dim = dim % t.dim()
     first, last, _ = slice(start, stop).indices(t.shape[dim])
     if step != 1 or dim == t.dim() - 1 or first >= last:
@@ -136,15 +137,15 @@ def _sliced(t: LazyTensor, dim: int = 0, start: int | None = None, stop: int | N
 
 
 class Assembly:
-    """A tensor that is written part by part: on the device, or to the host if `memory` is given.
+    """Assembles a tensor from parts: on the device, or in a host buffer if `memory` is given.
 
     Args:
-        shape: Of the tensor.
-        dtype: Its type.
-        device: Where parts come from.
-        at_once: As of :class:`LazyTensor`.
-        memory: Gives room on the host.
-        name: What it is.
+        shape: Shape of the tensor.
+        dtype: Data type of the tensor.
+        device: Device of the parts.
+        at_once: See :class:`LazyTensor`.
+        memory: Provides the host buffer.
+        name: Name of the tensor, for error messages.
     """
 
     def __init__(
@@ -168,24 +169,24 @@ class Assembly:
 
     @classmethod
     def like(cls, t: Tensor) -> Assembly:
-        """For a tensor like `t`, and where `t` is."""
+        """Create an assembly for a tensor with the shape, dtype and location of `t`."""
         if isinstance(t, LazyTensor):
             return cls(t.shape, t.dtype, t.device, t.at_once, t.memory)
         return cls(t.shape, t.dtype, t.device)
 
     def write(self, dim: int, start: int, part: Tensor) -> None:
-        """Write the entries of a dimension from `start` on."""
+        """Write a part: the entries of a dimension from `start` on."""
         self._missing -= part.shape[:-1].numel()
         if self._host is None:
             self._tensor.narrow(dim, start, part.shape[dim]).copy_(part)
             return
         rows = part_rows(self._shape, dim, start, start + part.shape[dim])
         flat = part.reshape(-1, part.shape[-1])
-        for place, piece in zip(rows, flat.split([len(r) for r in rows]), strict=True):
-            self._host.write(place.start, piece)
+        for each, piece in zip(rows, flat.split([len(r) for r in rows]), strict=True):
+            self._host.write(each.start, piece)
 
     def write_rows(self, first: int, rows: Tensor) -> None:
-        """Write rows, which are counted over all dimensions but the last."""
+        """Write rows from number `first` on. Rows are counted over all dimensions but the last."""
         rows = rows.reshape(-1, rows.shape[-1])
         self._missing -= len(rows)
         if self._host is None:
@@ -194,10 +195,10 @@ class Assembly:
             self._host.write(first, rows)
 
     def take(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            RuntimeError: Some part was never written.
+            RuntimeError: A part was never written.
         """
         if self._missing:
             raise RuntimeError(f"{self._missing} rows of a tensor {list(self._shape)} were never written")
@@ -205,14 +206,14 @@ class Assembly:
 
 
 def read_parts(t: Tensor, dim: int, bounds: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
-    """The entries `[start, stop)` of a dimension, one after the other, without history; each comes before its turn."""
+    """Iterate over the parts `[start, stop)` of a dimension, without autograd history; each part is fetched ahead."""
     if not isinstance(t, LazyTensor):
         return (t.detach().narrow(dim, start, stop - start) for start, stop in bounds)
     return _ahead(lambda part: t.fetch_part(dim, *part), bounds)
 
 
 def read_rows(t: LazyTensor, at_once: int) -> Iterator[Tensor]:
-    """All rows in order, `[at most at_once, features]`; each part arrives before its turn."""
+    """Iterate over all rows in parts of at most `[at_once, features]`; each part is fetched ahead."""
     count = t.shape[:-1].numel()
     parts = [range(first, min(first + at_once, count)) for first in range(0, count, at_once)]
     return _ahead(lambda part: t.fetch([part]), parts)
@@ -228,20 +229,20 @@ def _ahead(fetch: Callable[[Any], Arrival], parts: Iterable[Any]) -> Iterator[Te
         while arriving:
             yield arriving.popleft()()
     finally:
-        for arrival in arriving:  # its memory must not go before the copy has ended
+        for arrival in arriving:  # the memory must not be freed before the copy has ended
             arrival()
 
 
 def real(t: Tensor) -> Tensor:
-    """A tensor that is no `LazyTensor`, differentiably."""
+    """Return the real tensor of a `LazyTensor`, differentiably, and any other tensor as it is."""
     return _Real.apply(t) if isinstance(t, LazyTensor) else t
 
 
 class _Real(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: LazyTensor) -> Tensor:
-        whole = t.materialize()
-        return whole.view_as(whole)
+        tensor = t.materialize()
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

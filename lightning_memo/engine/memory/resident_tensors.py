@@ -1,4 +1,4 @@
-"""What a layer call keeps on the device by plan."""
+"""Saved tensors that stay resident on the device because the plan says so."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from lightning_memo.engine.memory.saved_storages import Registry, flat, gapless_strides, is_dense
 
 
-class KeptTensors:
-    """Copies of what is kept, without gaps, each byte once.
+class ResidentTensors:
+    """Copies of a layer call's resident tensors, without gaps, each byte once.
 
-    Copies, as of what is swapped: a layer may overwrite its input or the output of a matrix product, and a part of a
-    tensor would keep all of it alive.
+    They are copies, like swapped tensors, for two reasons: a layer may overwrite its input or the output of a matrix
+    product, and a view of a tensor would keep the complete storage alive.
 
     Attributes:
-        size_bytes: What was kept so far.
+        size_bytes: Total size of the copies.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class KeptTensors:
         self._registry: Registry[Tensor] = Registry()
 
     def put(self, t: Tensor) -> Tensor:
-        """Keep a copy of a tensor."""
+        """Copy a tensor and return the copy."""
         if is_dense(t):
             copy = torch.as_strided(flat(t).clone(), t.shape, t.stride())
         else:
@@ -33,16 +33,16 @@ class KeptTensors:
         return copy
 
     def find(self, t: Tensor) -> Tensor | None:
-        """The copy of a tensor whose bytes are kept already."""
+        """Return the copy of a tensor whose bytes were copied before, or `None`."""
         known = self._registry.find(t)
         if known is None:
             return None
         copy, shift_bytes = known
-        if not is_dense(t):  # found as a whole only
+        if not is_dense(t):  # the registry finds such a tensor only with the same shape and strides
             return copy
-        region = flat(copy).view(torch.uint8)[shift_bytes : shift_bytes + t.nbytes].view(t.dtype)
-        return torch.as_strided(region, t.shape, t.stride())
+        data = flat(copy).view(torch.uint8)[shift_bytes : shift_bytes + t.nbytes].view(t.dtype)
+        return torch.as_strided(data, t.shape, t.stride())
 
     def end_forward(self) -> None:
-        """Nothing more is put."""
+        """End the forward: nothing more will be put or looked up."""
         self._registry.clear()

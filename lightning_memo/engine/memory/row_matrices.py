@@ -1,4 +1,4 @@
-"""Matrices of one row per token of which some rows at a time come to the device, from wherever they are."""
+"""Matrices with one row per token, of which a few rows at a time are brought to the device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.memory.restored_checks import RowChecks
+from lightning_memo.engine.memory.checksums import RowChecksums
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 
-# Waits for rows that are on their way, and gives them: `[rows, features]`.
+# Waits for rows that are being fetched, and returns them: `[rows, features]`.
 Arrival = Callable[[], Tensor]
 RowFunction = Callable[[Tensor], Tensor]
 
 
 class Rows(ABC):
-    """A matrix `[rows, features]` of which some rows at a time come to the device."""
+    """A matrix `[rows, features]` of which some rows at a time are brought to the device."""
 
     @abstractmethod
     def fetch(self, ranges: Sequence[range]) -> Arrival:
-        """Start bringing some ranges of rows to the device, one behind the other."""
+        """Start bringing ranges of rows to the device, and return what waits for them; the ranges are concatenated."""
 
 
 class DeviceRows(Rows):
-    """They are on the device."""
+    """Rows that are on the device."""
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix
@@ -41,7 +41,7 @@ class DeviceRows(Rows):
 
 
 class ComputedRows(Rows):
-    """They are computed whenever they are asked for."""
+    """Rows that are computed every time they are fetched."""
 
     def __init__(self, compute: Callable[[Sequence[range]], Tensor]) -> None:
         self._compute = compute
@@ -56,7 +56,7 @@ class ComputedRows(Rows):
 
 
 class MappedRows(Rows):
-    """A function of single rows, of rows that are elsewhere."""
+    """A function of each row of another matrix."""
 
     def __init__(self, rows: Rows, function: RowFunction) -> None:
         self._rows, self._function = rows, function
@@ -73,14 +73,14 @@ class MappedRows(Rows):
 
 
 class HostRows(Rows):
-    """They are on the host, where they were written before they are read.
+    """Rows in a host buffer. They are written before they are fetched.
 
     Args:
-        memory: Gives room, and copies.
-        rows: How many.
-        features: Entries of each.
-        dtype: Of an entry.
-        name: What they are.
+        memory: Provides the host buffer and the copies.
+        rows: Number of rows.
+        features: Number of entries of each row.
+        dtype: Data type of the entries.
+        name: Name of the matrix, for error messages.
     """
 
     def __init__(
@@ -88,33 +88,33 @@ class HostRows(Rows):
     ) -> None:
         self._memory, self._features, self._dtype = memory, features, dtype
         self._row_bytes = features * dtype.itemsize
-        self._room = memory.take_room(rows * self._row_bytes, memory.state_arena)
+        self._buffer = memory.take_host_buffer(rows * self._row_bytes, memory.state_arena)
         self._leaving: deque[tuple[Tensor, CopyEvent]] = deque()
-        self._checks = RowChecks(name, rows, features, dtype, memory.device) if memory.check_restored else None
+        self._checksums = RowChecksums(name, rows, features, dtype, memory.device) if memory.check_restored else None
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Start copying `rows` `[..., features]` to the host, as the rows from `first` on."""
-        while len(self._leaving) > 1:  # its device memory may go once the copy has ended
+        """Start copying `rows` `[..., features]` to the host; they become the rows from number `first` on."""
+        while len(self._leaving) > 1:  # the device memory of a source can be freed once its copy has ended
             self._leaving.popleft()[1].wait()
         source = rows.detach().contiguous().view(-1).view(torch.uint8)
-        if self._checks is not None:
-            self._checks.note(first, source)
-        self._leaving.append((source, self._memory.write_host(self._room, first * self._row_bytes, source)))
+        if self._checksums is not None:
+            self._checksums.note(first, source)
+        self._leaving.append((source, self._memory.copy_to_host(self._buffer, first * self._row_bytes, source)))
 
     @override
     def fetch(self, ranges: Sequence[range]) -> Arrival:
-        if not self._room.alive:
+        if not self._buffer.alive:
             raise RuntimeError(
-                "hidden states of a step that is over were asked for, and the host keeps them no longer: take what you "
-                'need of them within the step, or set host_backed="attention"'
+                "hidden states were read after their step, when the host memory that held them had been freed: copy "
+                'what you need within the step, or set host_backed="attention"'
             )
         while self._leaving:
             self._leaving.popleft()[1].wait()
         count = sum(map(len, ranges))
-        place = torch.empty(count * self._row_bytes, dtype=torch.uint8, device=self._memory.device)
-        pieces = place.split([len(rows) * self._row_bytes for rows in ranges])
+        data = torch.empty(count * self._row_bytes, dtype=torch.uint8, device=self._memory.device)
+        pieces = data.split([len(rows) * self._row_bytes for rows in ranges])
         events = [
-            self._memory.read_host(piece, self._room, rows.start * self._row_bytes)
+            self._memory.copy_from_host(piece, self._buffer, rows.start * self._row_bytes)
             for piece, rows in zip(pieces, ranges, strict=True)
         ]
 
@@ -122,14 +122,21 @@ class HostRows(Rows):
             arrived = not events
             while events:
                 events.pop().wait()
-            if self._checks is not None and not arrived:
-                self._checks.compare(ranges, place)
-            return place.view(self._dtype).view(count, self._features)
+            if self._checksums is not None and not arrived:
+                self._checksums.compare(ranges, data)
+            return data.view(self._dtype).view(count, self._features)
 
         return arrive
 
 
 def part_rows(shape: Sequence[int], dim: int, start: int, stop: int) -> list[range]:
-    """The rows that the entries `[start, stop)` of a dimension are, counted over all dimensions but the last."""
+    """Return the rows of the entries `[start, stop)` of a dimension.
+
+    Args:
+        shape: Shape of the tensor. Rows are counted over all dimensions but the last.
+        dim: The dimension; not the last one.
+        start: First entry.
+        stop: End of the entries.
+    """
     inner, size = math.prod(shape[dim + 1 : -1]), shape[dim]
     return [range((n * size + start) * inner, (n * size + stop) * inner) for n in range(math.prod(shape[:dim]))]

@@ -1,4 +1,4 @@
-"""Where a saved tensor's bytes lie: regions of a slot, and which of them already hold a given tensor."""
+"""Storages of saved tensors: their memory layout, and a registry of the storage ranges that were saved before."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Value = TypeVar("Value")
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether `t` covers one gapless range of its storage (in any order of its dimensions)."""
+    """Return whether `t` covers one range of its storage without gaps, in any order of its dimensions."""
     return span(t) == t.numel()
 
 
 def span(t: Tensor) -> int:
-    """Elements from the first to the last that `t` covers in its storage."""
+    """Return the number of storage elements from the first to the last one that `t` covers."""
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
 
 
 def flat(t: Tensor) -> Tensor:
-    """The range of storage that a dense tensor covers, as one dimension."""
+    """View the storage range that a dense tensor covers as one dimension."""
     return torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())
 
 
 def gapless_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor of `shape` without gaps, whose dimensions lie in memory in the order of those of `like`.
+    """Return the strides of a tensor of `shape` without gaps whose dimensions have the memory order of `like`.
 
-    The order matters: kernels pick their arithmetic by it, and random numbers fill memory in order.
+    The order matters because kernels choose their arithmetic by it and random numbers fill memory in order.
     """
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     strides, step = [0] * len(shape), 1
@@ -48,12 +48,12 @@ class _Entry(Generic[Value]):
     storage: StorageWeakRef
     start: int
     stop: int
-    layout: tuple[torch.Size, tuple[int, ...]] | None  # of a tensor with gaps, whose copy is compact
+    layout: tuple[torch.Size, tuple[int, ...]] | None  # shape and strides of a tensor with gaps, whose copy has none
     version: int
     value: Value
 
     def covers(self, start: int, stop: int, t: Tensor) -> bool:
-        if self.version != t._version:  # changed in place since: other contents
+        if self.version != t._version:  # the tensor was changed in place since
             return False
         if self.layout is not None:
             return self.start == start and self.layout == (t.shape, t.stride())
@@ -61,17 +61,17 @@ class _Entry(Generic[Value]):
 
 
 class Registry(Generic[Value]):
-    """Finds what was noted of a tensor's bytes, also through views of them.
+    """Maps the storage ranges of tensors to values, and finds them through other views of the same bytes as well.
 
-    Storage addresses are reused as soon as a tensor dies; a weak reference per entry tells a dead storage from a new
-    one at the same address. Keying by address alone gives silently wrong gradients.
+    Storage addresses are reused as soon as a tensor is freed. A weak reference per entry distinguishes a freed storage
+    from a new one at the same address; keys that are addresses only would give silently wrong gradients.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, list[_Entry[Value]]] = {}
 
     def find(self, t: Tensor) -> tuple[Value, int] | None:
-        """What was noted of the bytes of `t`, and how many bytes into that `t` begins."""
+        """Return the value of the range that contains `t`, and the offset of `t` in that range in bytes, or `None`."""
         start, stop = self._range(t)
         for entry in self._entries.get(t.untyped_storage()._cdata, ()):
             if not entry.storage.expired() and entry.covers(start, stop, t):
@@ -79,6 +79,8 @@ class Registry(Generic[Value]):
         return None
 
     def add(self, t: Tensor, value: Value) -> None:
+        """Register the storage range of `t`."""
+        """Register the storage range of `t`."""
         start, stop = self._range(t)
         layout = None if is_dense(t) else (t.shape, t.stride())
         entry = _Entry(StorageWeakRef(t.untyped_storage()), start, stop, layout, t._version, value)

@@ -1,4 +1,16 @@
-"""A slot: the saved bytes of one layer call, and what lies where in it."""
+"""A slot: the buffers that hold the saved tensors of one layer call, and the position of each tensor in them.
+
+Note: [Slots, buffers and ranges]
+These words are used in the same way throughout the engine.
+
+- A *slot* belongs to one layer call. Its bytes are in a device buffer, in a host buffer, in the spill file, or in two
+  of them while a copy is under way.
+- A *buffer* is a uint8 tensor: one of the two *rounding buffers* on the device (MEMO section 4.1), or a *host buffer*,
+  which is cut from a `HostArena`.
+- A *share* is the part of a slot that is copied to one destination: the *host share* and the *disk share*.
+- A `SlotView` is the position of one saved tensor in its slot; a `HostRange` is a range of bytes on the host that
+  attention reads block by block.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +27,44 @@ from lightning_memo.planner.token_slices import aligned
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a slot: `[offset_bytes, offset_bytes + size_bytes)` seen with its dtype, shape and strides."""
+class SlotView:
+    """The position of a tensor in a slot, with its dtype, shape and strides.
+
+    Attributes:
+        offset_bytes: Start of the tensor's bytes in the slot.
+        size_bytes: Number of bytes.
+        dtype: Data type of the tensor.
+        shape: Shape of the tensor.
+        stride: Strides of the tensor, in elements.
+        shift_bytes: Distance from `offset_bytes` to the tensor's first element.
+        compact: Whether the tensor had gaps and was copied without them.
+    """
 
     offset_bytes: int
     size_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    shift_bytes: int = 0  # where the tensor begins in the region
-    compact: bool = False  # the tensor had gaps, and was copied without them
+    shift_bytes: int = 0
+    compact: bool = False
 
-    def view_like(self, t: Tensor, shift_bytes: int) -> Stored:
-        """The same region seen as another tensor that lies in it."""
+    def view_like(self, t: Tensor, shift_bytes: int) -> SlotView:
+        """Return a view of the same bytes with the dtype, shape and strides of `t`, which lies inside them."""
         if self.compact:
             return self
-        return Stored(self.offset_bytes, self.size_bytes, t.dtype, tuple(t.shape), t.stride(), shift_bytes)
+        return SlotView(self.offset_bytes, self.size_bytes, t.dtype, tuple(t.shape), t.stride(), shift_bytes)
 
 
 @dataclass(slots=True)
-class Part:
-    """Bytes of a slot that go the same way: `[start, stop)` of its buffer, filled from the start.
+class SlotShare:
+    """The bytes `[start, stop)` of a slot, which all go to the same destination and are filled from the start.
 
     Attributes:
-        used_bytes: Filled so far.
-        copied_bytes: Of those, on their way or gone.
-        offload: The end of the last copy out of the buffer.
+        start: First byte in the slot.
+        stop: End of the share in the slot.
+        used_bytes: Number of bytes that have been filled.
+        copied_bytes: Number of filled bytes whose copy to the destination has been started.
+        offload: End of the last copy out of the device buffer.
     """
 
     start: int
@@ -54,7 +78,7 @@ class Part:
         return self.stop - self.start
 
     def take(self, size_bytes: int) -> int | None:
-        """Where in the buffer so many bytes can be written; `None` when there is no room."""
+        """Reserve bytes and return their offset in the slot, or `None` if the share is too full."""
         start = self.start + self.used_bytes
         if start + size_bytes > self.stop:
             return None
@@ -62,26 +86,41 @@ class Part:
         return start
 
     def of(self, buffer: Tensor, first: int, last: int) -> Tensor:
-        """The part's bytes `[first, last)` in the slot's buffer."""
+        """Return the bytes `[first, last)` of this share in the slot's device buffer."""
         return buffer[self.start + first : self.start + last]
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The saved bytes of one layer call: on the device, elsewhere, or on both while a copy is under way.
+    """The saved bytes of one layer call; see the note at the top of this file.
 
-    What goes to the host lies in front in the buffer, what goes to the disk behind it.
+    The host share lies at the front of the device buffer, and the disk share behind it.
+
+    Attributes:
+        buffer: Device buffer, uint8; `None` while the bytes are elsewhere.
+        to_host: The host share.
+        to_disk: The disk share.
+        swap: Whether the slot leaves the device.
+        rounding: Number of the rounding buffer that the slot occupies, if it occupies one.
+        host: Host buffer, uint8.
+        disk: Range of the spill file.
+        writes: Writes of the disk share to the spill file.
+        fetch: End of the copy back to the device, until the computation has waited for it.
+        last_fetch: End of the last copy back to the device.
+        in_backward: Whether the layer call's backward is running.
+        released: Whether the buffers have been given back.
+        subject: The layer call, for the recorder.
     """
 
-    buffer: Tensor | None  # uint8 on the device
-    to_host: Part
-    to_disk: Part
-    swap: bool = False  # it is going to leave the device
-    rounding: int | None = None  # which rounding buffer it holds, if any
+    buffer: Tensor | None
+    to_host: SlotShare
+    to_disk: SlotShare
+    swap: bool = False
+    rounding: int | None = None
     host: Tensor | None = None
-    disk: range | None = None  # where in the spill file
+    disk: range | None = None
     writes: list[SpillWrite] = field(default_factory=list)
-    fetch: CopyEvent | None = None  # until it has been waited for
+    fetch: CopyEvent | None = None
     last_fetch: CopyEvent | None = None
     in_backward: bool = False
     released: bool = False
@@ -97,17 +136,29 @@ class Slot:
 
     @property
     def can_leave(self) -> bool:
-        """Whether all of it is elsewhere, or on its way there, and not needed here; a plan may put nothing into it."""
+        """Whether the device buffer can be reused: all copies out of it have been started and no backward needs it.
+
+        A slot into which the plan puts nothing can leave too.
+        """
         elsewhere = self.host is not None or self.disk is not None or self.used_bytes == 0
-        gone = all(part.copied_bytes == part.used_bytes for part in (self.to_host, self.to_disk))
+        gone = all(share.copied_bytes == share.used_bytes for share in (self.to_host, self.to_disk))
         return elsewhere and gone and not self.in_backward and self.fetch is None
 
-    def put(self, t: Tensor, spill: bool = False) -> Stored | None:
-        """Copy `t` into the slot, compactly if it has gaps; `None` when there is no room.
+    def wait_for_offload(self) -> None:
+        """Make the computation wait until all bytes have been copied out of the device buffer."""
+        for share in (self.to_host, self.to_disk):
+            if share.offload is not None:
+                share.offload.wait()
+
+    def put(self, t: Tensor, spill: bool = False) -> SlotView | None:
+        """Copy `t` into the slot, without its gaps if it has any.
 
         Args:
-            t: A tensor of the device.
-            spill: Whether it is to leave for the disk, rather than for the host.
+            t: A tensor on the device.
+            spill: Whether the tensor goes to the disk instead of the host.
+
+        Returns:
+            The tensor's position, or `None` if the share is too full.
         """
         assert self.buffer is not None
         start = (self.to_disk if spill else self.to_host).take(t.nbytes)
@@ -116,13 +167,17 @@ class Slot:
         target = self.buffer[start : start + t.nbytes].view(t.dtype)
         if is_dense(t):
             target.copy_(flat(t))
-            return Stored(start, t.nbytes, t.dtype, tuple(t.shape), t.stride())
+            return SlotView(start, t.nbytes, t.dtype, tuple(t.shape), t.stride())
         strides = gapless_strides(t.shape, t)
         torch.as_strided(target, t.shape, strides, target.storage_offset()).copy_(t)
-        return Stored(start, t.nbytes, t.dtype, tuple(t.shape), strides, compact=True)
+        return SlotView(start, t.nbytes, t.dtype, tuple(t.shape), strides, compact=True)
 
-    def load(self, stored: Stored) -> Tensor:
-        """The tensor, once its bytes are on the device."""
+    def load(self, view: SlotView) -> Tensor:
+        """Return the tensor of a view; the computation waits until its bytes are on the device.
+
+        Raises:
+            RuntimeError: The slot has been released.
+        """
         if self.released:
             raise RuntimeError(
                 "the saved activations of this forward are gone: a backward ran already (retain_graph and second "
@@ -132,7 +187,7 @@ class Slot:
             self.fetch.wait()
             self.fetch = None
         assert self.buffer is not None
-        first = stored.offset_bytes
-        region = self.buffer[first : first + stored.size_bytes].view(stored.dtype)
-        shift = region.storage_offset() + stored.shift_bytes // stored.dtype.itemsize
-        return torch.as_strided(region, stored.shape, stored.stride, shift)
+        first = view.offset_bytes
+        data = self.buffer[first : first + view.size_bytes].view(view.dtype)
+        shift = data.storage_offset() + view.shift_bytes // view.dtype.itemsize
+        return torch.as_strided(data, view.shape, view.stride, shift)

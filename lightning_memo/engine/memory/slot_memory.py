@@ -1,4 +1,4 @@
-"""Memory of swapped activations: host arena, spill file, two rounding buffers, and slots that move between them."""
+"""Memory of one plan for offloaded activations: slots, rounding buffers, host arenas, spill file and copy streams."""
 
 from __future__ import annotations
 
@@ -15,44 +15,61 @@ from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stre
 from lightning_memo.engine.copies.step_recorder import StepRecorder
 from lightning_memo.engine.copies.test_mode import TestMode, delays_of
 from lightning_memo.engine.memory.block_reader import BlockReader
-from lightning_memo.engine.memory.host_arena import HostArena, HostRoom
+from lightning_memo.engine.memory.host_arena import HostArena, HostBuffer
+from lightning_memo.engine.memory.rounding_buffers import RoundingBuffers
 from lightning_memo.engine.memory.saved_storages import POISON
-from lightning_memo.engine.memory.slot import Part, Slot
+from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.spill import Spill, SpillWrite
 from lightning_memo.engine.memory.spill_file import SpillError
 
 
 @dataclass(slots=True)
 class MemoryStats:
-    """What went otherwise than planned. A wrong plan costs memory and speed, never correctness."""
+    """Counters of a plan's execution. A wrong plan costs memory and speed, never correctness.
 
-    overflow_bytes: int = 0  # saved tensors that found no room in their slot and stayed on the device
-    unplanned_slots: int = 0  # layer calls that found no rounding buffer and got memory of their own
+    Attributes:
+        overflow_bytes: Bytes of saved tensors that did not fit in their slot and stayed on the device.
+        unplanned_slots: Layer calls whose rounding buffer was occupied, for which memory was allocated instead.
+        peak_host_bytes: Largest number of host bytes in use.
+        offloaded_bytes: Bytes copied from the device to host buffers.
+        fetched_bytes: Bytes copied from host buffers to the device.
+        spilled_bytes: Bytes written to the disk, in complete blocks.
+        unspilled_bytes: Bytes read from the disk, in complete blocks.
+    """
+
+    overflow_bytes: int = 0
+    unplanned_slots: int = 0
     peak_host_bytes: int = 0
     offloaded_bytes: int = 0
     fetched_bytes: int = 0
-    spilled_bytes: int = 0  # written to the disk, in whole blocks
-    unspilled_bytes: int = 0  # and read again
+    spilled_bytes: int = 0
+    unspilled_bytes: int = 0
 
 
 @dataclass(slots=True)
 class SlotMemory:
-    """Rounding buffers, host arena and copy streams of one plan (MEMO section 4.1).
+    """Rounding buffers, host arenas and copy streams of one plan (MEMO section 4.1).
 
     Layer calls `i` and `i + 2` share a rounding buffer. Call `i + 2` takes it once the copy of call `i` to the host has
-    ended; on the way back, call `i` is fetched into it when the backward of `i + 2` is over.
+    ended. In the backward, call `i` is fetched into it when the backward of call `i + 2` is over.
 
     Attributes:
         slot_bytes: Size of a slot.
-        host_bytes: Host memory, gradients of keys and values and hidden states included.
-        device: Where layers run.
-        whole_slots: Whether a slot's region on the host is as large as the slot, and taken at once; else as large as
-            what was put into it, and taken when it leaves, all of it together.
+        host_bytes: Host memory of the plan, including `gradient_bytes`, `state_bytes` and the spill's bounce buffers.
+        device: Where the layers run.
+        test_mode: Random delays and poisoned buffers that reveal copy races.
+        whole_slots: Whether the host buffer of a slot has the size of the host share and is acquired with the lease.
+            Otherwise it has the size of the bytes that were put, is acquired at the first offload, and is filled by
+            one copy.
         gradient_bytes: Host memory for gradients of keys and values.
-        state_bytes: Host memory for hidden states between layers, and their gradients.
-        spill: The file for what does not go to the host; its bounce buffers are part of `host_bytes`.
-        recorder: Told of copies, and of waits for them.
-        check_restored: Whether what comes back is compared with what left: see `checked.py`.
+        spill: The spill file and its copy streams, if the plan spills.
+        state_bytes: Host memory for hidden states between layers, and for their gradients.
+        recorder: Records copies and the computation's waits for them.
+        check_restored: Whether fetched bytes are compared with the offloaded ones; see `checksums.py`.
+        stats: Counters of the execution.
+        arena: Host arena of the slots.
+        gradient_arena: Host arena of the gradients of keys and values.
+        state_arena: Host arena of the hidden states.
     """
 
     slot_bytes: int
@@ -69,20 +86,19 @@ class SlotMemory:
     arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
     state_arena: HostArena = field(init=False)
-    _rooms: weakref.WeakSet[HostRoom] = field(init=False, default_factory=weakref.WeakSet)
-    _buffers: list[Tensor] = field(init=False)
-    _owners: list[Slot | None] = field(init=False)
+    _host_buffers: weakref.WeakSet[HostBuffer] = field(init=False, default_factory=weakref.WeakSet)
+    _rounding: RoundingBuffers = field(init=False)
     _offload: CopyStream = field(init=False)
     _prefetch: CopyStream = field(init=False)
 
     def __post_init__(self) -> None:
         pinned = self.device.type == "cuda"
         self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
-        # Gradients are born while slots are given back: in an arena of their own they find no gaps that are too small.
+        # Gradients are allocated while slots are released. An arena of their own keeps them from finding only gaps that
+        # are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)
         self.state_arena = HostArena(self.state_bytes, pinned)
-        self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self._owners = [None, None]
+        self._rounding = RoundingBuffers(self.slot_bytes, self.device, poison=self.test_mode is not None)
         self._offload = make_copy_stream(self.device, "offload", delays_of(self.test_mode, 0), self.recorder)
         self._prefetch = make_copy_stream(self.device, "prefetch", delays_of(self.test_mode, 1), self.recorder)
 
@@ -92,28 +108,28 @@ class SlotMemory:
 
     @property
     def slots_in_use(self) -> int:
-        """Regions of the host and of the spill file, and rounding buffers, that some layer call holds."""
-        regions = sum(arena.regions_in_use for arena in self._arenas)
-        regions += 0 if self.spill is None else len(self.spill.file.space)
-        return regions + sum(owner is not None for owner in self._owners)
+        """Number of host buffers, ranges of the spill file and rounding buffers in use."""
+        count = sum(arena.buffers_in_use for arena in self._arenas)
+        count += 0 if self.spill is None else len(self.spill.file.space)
+        return count + self._rounding.in_use
 
     @property
     def _arenas(self) -> tuple[HostArena, ...]:
         return self.arena, self.gradient_arena, self.state_arena
 
     def lease(self, call: int, swap: bool, spill_bytes: int = 0) -> Slot:
-        """A slot to write into.
+        """Return a slot with a device buffer that the forward can write into.
 
         Args:
-            call: The layer call that it is for.
-            swap: Whether it is going to leave the device.
-            spill_bytes: How much of it goes to the disk.
+            call: Number of the layer call.
+            swap: Whether the slot leaves the device.
+            spill_bytes: Size of its disk share.
         """
         split = self.slot_bytes - spill_bytes
-        slot = Slot(None, Part(0, split), Part(split, self.slot_bytes), swap)
+        slot = Slot(None, SlotShare(0, split), SlotShare(split, self.slot_bytes), swap)
         if self.recorder is not None:
             slot.subject = self.recorder.subject
-        self._take_buffer(slot, call)
+        self._enter_device(slot, call)
         if swap and self.whole_slots and split:
             self._take_host(slot, split)
         if swap and spill_bytes and self.spill is not None:
@@ -121,19 +137,19 @@ class SlotMemory:
         return slot
 
     def offload(self, slot: Slot, last: bool = False) -> None:
-        """Start moving what was written since the last call to where it goes.
+        """Start copying the bytes that were put since the last call to the host and the disk.
 
         Args:
-            slot: It.
-            last: Nothing more is going to be written. The disk gets whole blocks only, until then.
+            slot: The slot.
+            last: Whether nothing more will be put. Until then, the disk gets complete blocks only.
         """
         self._offload_to_host(slot)
         if slot.disk is not None and self.spill is not None:
             self._offload_to_disk(slot, slot.disk, self.spill, last)
 
     def _offload_to_host(self, slot: Slot) -> None:
-        part = slot.to_host
-        start, stop = part.copied_bytes, part.used_bytes
+        share = slot.to_host
+        start, stop = share.copied_bytes, share.used_bytes
         if start == stop:
             return
         if slot.swap and not self.whole_slots and slot.host is None:
@@ -141,27 +157,33 @@ class SlotMemory:
         if slot.host is None:
             return
         assert slot.buffer is not None
-        part.offload = self._offload.copy(slot.host[start:stop], part.of(slot.buffer, start, stop))
-        part.copied_bytes = stop
+        share.offload = self._offload.copy(slot.host[start:stop], share.of(slot.buffer, start, stop))
+        share.copied_bytes = stop
         self.stats.offloaded_bytes += stop - start
 
     def _offload_to_disk(self, slot: Slot, disk: range, spill: Spill, last: bool) -> None:
-        part = slot.to_disk
-        start = part.copied_bytes
-        stop = part.used_bytes if last else part.used_bytes // BLOCK_BYTES * BLOCK_BYTES
+        share = slot.to_disk
+        start = share.copied_bytes
+        stop = share.used_bytes if last else share.used_bytes // BLOCK_BYTES * BLOCK_BYTES
         if start == stop:
             return
         assert slot.buffer is not None
-        write = spill.write(part.of(slot.buffer, start, stop), disk.start + start, slot.subject)
+        write = spill.write(share.of(slot.buffer, start, stop), disk.start + start, slot.subject)
         slot.writes.append(write)
-        part.offload, part.copied_bytes = write.left, stop
+        share.offload, share.copied_bytes = write.left, stop
         self.stats.spilled_bytes += whole_blocks(stop - start)
 
     def fetch(self, slot: Slot, call: int, ahead: bool = False) -> None:
-        """Start bringing a slot back to the device, if it is not there; `ahead` of need, only if its buffer is free."""
-        if slot.buffer is not None or slot.released or (ahead and self._owners[call % 2] is not None):
+        """Start copying a slot back to the device, unless it is there.
+
+        Args:
+            slot: The slot.
+            call: Number of its layer call.
+            ahead: Whether the slot is not needed yet; it is then fetched only if its rounding buffer is free.
+        """
+        if slot.buffer is not None or slot.released or (ahead and not self._rounding.is_free(call)):
             return
-        self._take_buffer(slot, call)
+        self._enter_device(slot, call)
         assert slot.buffer is not None
         arrivals = []
         if stop := slot.to_host.copied_bytes:
@@ -178,7 +200,7 @@ class SlotMemory:
         slot.fetch = slot.last_fetch = AllOf(arrivals)
 
     def release(self, slot: Slot) -> None:
-        """Give back what a slot holds. A copy under way is waited for first."""
+        """Give back a slot's buffers, after waiting for the copies that are under way."""
         if slot.released:
             return
         slot.released = True
@@ -186,11 +208,11 @@ class SlotMemory:
             _end(event)
         for write in slot.writes:
             _end(write)
-        self._leave_buffer(slot)
+        self._rounding.leave(slot)
         if slot.host is not None:
             if self.test_mode is not None:
                 for event in (slot.to_host.offload, slot.last_fetch):
-                    _end(event, for_cpu=True)  # the poison is written by the CPU at once
+                    _end(event, for_cpu=True)  # the CPU writes the poison at once
                 slot.host.fill_(POISON)
             self.arena.release(slot.host)
             slot.host = None
@@ -198,60 +220,64 @@ class SlotMemory:
             self.spill.give_back(slot.disk)
             slot.disk = None
 
-    def take_room(self, size_bytes: int, arena: HostArena | None = None) -> HostRoom:
-        """Memory for what is not in slots: on the host, or on the device if there is no room.
+    def take_host_buffer(self, size_bytes: int, arena: HostArena | None = None) -> HostBuffer:
+        """Acquire a buffer outside of slots: on the host, or on the device if the arena is too full.
 
         Args:
-            size_bytes: How much.
-            arena: Where; `None` is where slots are.
+            size_bytes: Size of the buffer.
+            arena: The host arena to take it from; `None` is the arena of the slots.
         """
         arena = self.arena if arena is None else arena
-        region = arena.acquire(size_bytes)
-        if region is None:
+        memory = arena.acquire(size_bytes)
+        if memory is None:
             self.stats.overflow_bytes += size_bytes
-            return HostRoom(torch.empty(size_bytes, dtype=torch.uint8, device=self.device), None, False)
+            return HostBuffer(torch.empty(size_bytes, dtype=torch.uint8, device=self.device), None, False)
         self._note_peak()
-        room = HostRoom(region, arena, poison=self.test_mode is not None)
-        self._rooms.add(room)
-        return room
+        buffer = HostBuffer(memory, arena, poison=self.test_mode is not None)
+        self._host_buffers.add(buffer)
+        return buffer
 
     def abandon(self) -> None:
-        """An interrupted step is over: end its copies, and take back all rooms."""
+        """Clean up after an interrupted step: wait for its copies and release all host buffers outside of slots."""
         for stream in (self._offload, self._prefetch):
-            with contextlib.suppress(CopyError):  # told where the bytes were needed
+            with contextlib.suppress(CopyError):  # was raised where the bytes were needed
                 stream.synchronize()
         if self.spill is not None:
             self.spill.synchronize()
-        for room in list(self._rooms):
-            room.release()
+        for buffer in list(self._host_buffers):
+            buffer.release()
 
-    def write_host(self, room: HostRoom, start: int, source: Tensor) -> CopyEvent:
-        """Start copying bytes of the device to a place in a room."""
+    def copy_to_host(self, buffer: HostBuffer, start: int, source: Tensor) -> CopyEvent:
+        """Start copying the bytes of `source` from the device to a host buffer, from byte `start` on."""
         self.stats.offloaded_bytes += source.nbytes
-        event = self._offload.copy(room.memory[start : start + source.nbytes], source)
-        room.copies.write = event
+        event = self._offload.copy(buffer.memory[start : start + source.nbytes], source)
+        buffer.copies.write = event
         return event
 
-    def read_host(self, destination: Tensor, room: HostRoom, start: int = 0) -> CopyEvent:
-        """Start copying bytes of a room, from `start` on, to the device."""
+    def copy_from_host(self, destination: Tensor, buffer: HostBuffer, start: int = 0) -> CopyEvent:
+        """Start filling `destination` on the device with the bytes of a host buffer, from byte `start` on."""
         self.stats.fetched_bytes += destination.nbytes
-        source = room.memory[start : start + destination.nbytes]
-        event = self._prefetch.copy(destination, source, room.copies.write)
-        room.copies.read = event
+        source = buffer.memory[start : start + destination.nbytes]
+        event = self._prefetch.copy(destination, source, buffer.copies.write)
+        buffer.copies.read = event
         return event
 
     def reader(self, buffers: int, size_bytes: int) -> BlockReader:
-        """Device buffers through which blocks of the host pass, of `size_bytes` together."""
+        """Return a block reader with `buffers` device buffers of `size_bytes` in total."""
         return BlockReader(self.device, self._prefetch, buffers, self.test_mode is not None, size_bytes)
 
     def close(self) -> None:
-        """Stop the copy streams and give the memory and the file back."""
+        """Stop the copy streams and free the memory and the spill file."""
         if self.spill is not None:
             self.spill.close()
         self._offload.close()
         self._prefetch.close()
         for arena in self._arenas:
             arena.close()
+
+    def _enter_device(self, slot: Slot, call: int) -> None:
+        if not self._rounding.enter(slot, call):
+            self.stats.unplanned_slots += 1
 
     def _take_host(self, slot: Slot, size_bytes: int) -> None:
         slot.host = self.arena.acquire(size_bytes)
@@ -261,36 +287,9 @@ class SlotMemory:
         in_use = sum(arena.bytes_in_use for arena in self._arenas) + self._bounce_bytes
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
-    def _take_buffer(self, slot: Slot, call: int) -> None:
-        number = call % 2
-        owner = self._owners[number]
-        if owner is not None and not self._evict(owner):
-            self.stats.unplanned_slots += 1
-            slot.buffer = torch.empty(slot.capacity_bytes, dtype=torch.uint8, device=self.device)
-            return
-        self._owners[number] = slot
-        slot.buffer, slot.rounding = self._buffers[number], number
-
-    def _evict(self, slot: Slot) -> bool:
-        """Make a slot leave its buffer, if it can."""
-        if not slot.can_leave:
-            return False
-        for part in (slot.to_host, slot.to_disk):
-            if part.offload is not None:
-                part.offload.wait()
-        self._leave_buffer(slot)
-        return True
-
-    def _leave_buffer(self, slot: Slot) -> None:
-        if self.test_mode is not None and slot.buffer is not None:
-            slot.buffer.fill_(POISON)
-        if slot.rounding is not None:
-            self._owners[slot.rounding] = None
-        slot.buffer = slot.rounding = None
-
 
 def _end(event: CopyEvent | SpillWrite | None, for_cpu: bool = False) -> None:
-    """Wait for the end of a copy. One that failed has told so where the bytes were needed."""
+    """Wait for the end of a copy. The error of a failed copy was raised where its bytes were needed."""
     with contextlib.suppress(SpillError, CopyError):
         if isinstance(event, SpillWrite) or (event is not None and for_cpu):
             event.synchronize()

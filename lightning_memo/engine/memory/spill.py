@@ -1,8 +1,8 @@
 """Copies between the device and a file on a disk, through bounce buffers on the host.
 
-A copy stream joins device and host; a few threads in blocking system calls, which move bytes without a copy and without
-the interpreter's lock, join host and file. One more thread for each direction coordinates the two, so that whoever
-computes only hands in work and waits for events.
+A copy stream moves bytes between device and host. A few threads move them between host and file, with blocking system
+calls that need neither another copy nor Python's global interpreter lock. One more thread per direction coordinates
+both, so that the training thread only submits work and waits for events.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from lightning_memo.engine.memory.host_arena import host_memory
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.spill_file import SpillFile
 
-_DISK_THREADS = 2  # for each direction: the disk has the next request when one ends
+_DISK_THREADS = 2  # per direction, so that the disk already has the next request when one ends
 
 
 @dataclass(slots=True)
 class SpillWrite:
-    """Bytes on their way to the file.
+    """A write from the device to the file.
 
     Attributes:
-        left: They have left the device.
-        requests: What the disk was asked for, all of it once `left` has come.
+        left: End of the copies out of the device.
+        requests: The disk's requests; the list is complete once `left` has come.
     """
 
     left: LaterEvent
     requests: list[Future[None]] = field(default_factory=list)
 
     def synchronize(self) -> None:
-        """Return when the bytes are in the file.
+        """Block until the bytes are in the file.
 
         Raises:
             SpillError: The disk failed.
@@ -55,7 +55,7 @@ class SpillWrite:
 
 @dataclass(slots=True)
 class _Bounce:
-    """A bounce buffer, and its last uses, which have to end before the next."""
+    """A bounce buffer with its last disk request and its last copy, which must end before it is used again."""
 
     memory: Tensor
     request: Future[None] | None = None
@@ -63,14 +63,14 @@ class _Bounce:
 
 
 class _Direction:
-    """What both directions have: bounce buffers in turns, a copy stream, a coordinator, and disk threads.
+    """One direction of copies: bounce buffers used in turn, a copy stream, a coordinating thread and disk threads.
 
     Args:
-        name: Of the threads.
-        file: Where the bytes go or come from.
-        stream: Joins device and buffers; nobody else uses it.
-        buffers: Bounce buffers of one size.
-        delays: Before requests to the disk, in test mode; buffers are then filled with NaN before they are used.
+        name: Name of the threads.
+        file: The spill file.
+        stream: Copy stream between the device and the bounce buffers, which nothing else uses.
+        buffers: Bounce buffers, all of the same size.
+        delays: Delays before disk requests in test mode, in which buffers are also filled with NaN before each use.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class _Direction:
         self._disk = ThreadPoolExecutor(_DISK_THREADS, f"spill-{name}-disk")
 
     def _turns(self, on_device: Tensor, offset_bytes: int) -> Iterator[tuple[Tensor, int, _Bounce]]:
-        """Chunks of the device's bytes, where they lie in the file, and a free bounce buffer for each."""
+        """Iterate over chunks of device bytes, with their offset in the file and a free bounce buffer for each."""
         for chunk in on_device.split(self._buffers[0].memory.nbytes):
             self._buffers.rotate(-1)
             bounce = self._buffers[-1]
@@ -100,7 +100,7 @@ class _Direction:
             time.sleep(self._delays.seconds())
 
     def synchronize(self) -> None:
-        """Return when everything that was handed in has ended, well or not."""
+        """Block until all submitted work has ended, successfully or not."""
         self._coordinator.submit(int).result()
         wait([bounce.request for bounce in self._buffers if bounce.request is not None])
         self._stream.synchronize()
@@ -112,7 +112,7 @@ class _Direction:
 
 
 class _Writer(_Direction):
-    """Device to file."""
+    """Copies from the device to the file."""
 
     def write(self, source: Tensor, offset_bytes: int, subject: Subject) -> SpillWrite:
         result = SpillWrite(self._stream.later())
@@ -129,7 +129,7 @@ class _Writer(_Direction):
                 bounce.request = self._disk.submit(self._write, blocks, offset, bounce.copy)
                 result.requests.append(bounce.request)
                 last = bounce.copy
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised where the copy is waited for
             result.left.fail(error)
         else:
             result.left.start(last)
@@ -141,7 +141,7 @@ class _Writer(_Direction):
 
 
 class _Reader(_Direction):
-    """File to device."""
+    """Copies from the file to the device."""
 
     def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject) -> CopyEvent:
         arrival, computed = self._stream.later(), self._stream.computed()
@@ -176,7 +176,7 @@ class _Reader(_Direction):
                     land()
             while under_way:
                 land()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised where the copy is waited for
             arrival.fail(error)
         else:
             arrival.start(self._buffers[-1].copy)
@@ -187,19 +187,19 @@ class _Reader(_Direction):
 
 
 class Spill:
-    """A file, and the way there and back.
+    """The spill file and the copies to and from it.
 
     Args:
-        folder: On the disk.
-        size_bytes: Of the file.
-        sizes: Of the largest slot; says how many bounce buffers there are.
-        device: Where the bytes come from.
-        test_mode: Delays and poison, to bring out copy races.
-        recorder: Told of copies between the device and the bounce buffers, and of waits for them.
+        folder: Folder on the disk.
+        size_bytes: Size of the file.
+        sizes: Sizes for the largest slot, including the number and size of the bounce buffers.
+        device: Device of the tensors.
+        test_mode: Random delays and poisoned buffers that reveal copy races.
+        recorder: Records copies between the device and the bounce buffers, and the computation's waits for them.
 
     Raises:
-        SpillError: The disk has not got the space.
-        ValueError: The folder is not usable.
+        SpillError: The disk does not have the space.
+        ValueError: The folder cannot be used.
         MemoryError: The host refuses the page lock.
     """
 
@@ -216,8 +216,8 @@ class Spill:
         self.file = SpillFile(folder, size_bytes)
         if not self.file.direct:
             warnings.warn(
-                f"{folder} is on a file system without direct I/O: what is spilled goes through the page cache, which "
-                "takes host memory and time; give a folder on a local disk",
+                f"{folder} is on a file system without direct I/O: spilled bytes go through the page cache, which "
+                "costs host memory and time. Set spill_path to a folder on a local disk",
                 stacklevel=2,
             )
         memory, self._lock = host_memory(sizes.bounce_bytes, pinned=device.type == "cuda")
@@ -229,42 +229,43 @@ class Spill:
         self._reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], back)
 
     def take(self, size_bytes: int) -> range | None:
-        """A free range of the file, or `None`."""
+        """Take a free range of the file, or return `None` if there is none of this size."""
         return self.file.space.take(whole_blocks(size_bytes))
 
-    def give_back(self, place: range) -> None:
-        self.file.space.give_back(place)
+    def give_back(self, taken: range) -> None:
+        """Free a range that `take` returned."""
+        self.file.space.give_back(taken)
 
     def write(self, source: Tensor, offset_bytes: int, subject: Subject = NOBODY) -> SpillWrite:
-        """Start moving bytes of the device to the file.
+        """Start copying bytes from the device to the file.
 
         Args:
-            source: uint8; not to be changed before they have left.
-            offset_bytes: Where they go, a multiple of the block size; the last block is filled up.
-            subject: What they are of.
+            source: The bytes, uint8, which must not be changed before they have left the device.
+            offset_bytes: Offset in the file, a multiple of the block size. The last block is padded.
+            subject: The layer call or slice that the bytes belong to, for the recorder.
         """
         return self._writer.write(source, offset_bytes, subject)
 
     def read(
         self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject = NOBODY
     ) -> CopyEvent:
-        """Start bringing bytes of the file to the device.
+        """Start copying bytes from the file to the device.
 
         Args:
-            destination: uint8; free when what was computed so far is done.
-            offset_bytes: Where they lie, a multiple of the block size.
-            writes: What has to be in the file first.
-            subject: What they are of.
+            destination: Memory for the bytes, uint8. It is written once the computation submitted so far has ended.
+            offset_bytes: Offset in the file, a multiple of the block size.
+            writes: Writes that must be in the file first.
+            subject: The layer call or slice that the bytes belong to, for the recorder.
         """
         return self._reader.read(destination, offset_bytes, writes, subject)
 
     def synchronize(self) -> None:
-        """Return when everything that was handed in has ended, well or not."""
+        """Block until all submitted work has ended, successfully or not."""
         self._writer.synchronize()
         self._reader.synchronize()
 
     def close(self) -> None:
-        """End what is under way, and give the file's space and the memory back."""
+        """Wait for the work under way, and free the file's space and the bounce buffers."""
         self._writer.close()
         self._reader.close()
         self.file.close()

@@ -1,4 +1,4 @@
-"""A file for swapped activations that the host has no room for, written and read by direct I/O."""
+"""A file on a local disk for activations that do not fit in host memory, written and read with direct I/O."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lightning_memo.utils.units import format_bytes
 
 
 class SpillError(OSError):
-    """The disk refuses space, or failed."""
+    """The disk refused space, or it failed."""
 
 
 class SpillFile:
     """A file of exactly the planned size, whose space is reserved when it is opened.
 
-    It has no name: when the process ends, killed or not, the kernel gives its space back, and no other process can take
-    it for its own. All methods may be called by several threads at once.
+    The file has no name. The kernel therefore frees its space when the process ends, even if it is killed, and no other
+    process can open it. All methods are thread-safe.
 
     Args:
-        folder: On the disk.
-        size_bytes: Of the file, a multiple of the block size.
+        folder: Folder on the disk.
+        size_bytes: Size of the file, a multiple of the block size.
 
     Raises:
-        SpillError: The disk has not got the space.
-        ValueError: The folder is not usable.
+        SpillError: The disk does not have the space.
+        ValueError: The folder cannot be used.
     """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
@@ -47,7 +47,11 @@ class SpillFile:
         self.space = FreeSpace(size_bytes)
 
     def write(self, memory: Tensor, offset_bytes: int) -> None:
-        """Write bytes: a multiple of the block size at a multiple of it, from aligned memory.
+        """Write bytes.
+
+        Args:
+            memory: Aligned host memory, uint8; its size is a multiple of the block size.
+            offset_bytes: Offset in the file, a multiple of the block size.
 
         Raises:
             SpillError: The disk failed.
@@ -55,7 +59,7 @@ class SpillFile:
         self._move(os.pwritev, "writing to", memory, offset_bytes)
 
     def read(self, memory: Tensor, offset_bytes: int) -> None:
-        """Read bytes that were written, as :meth:`write` takes them.
+        """Read bytes that were written, with arguments as in :meth:`write`.
 
         Raises:
             SpillError: The disk failed.
@@ -75,42 +79,42 @@ class SpillFile:
 
     def _failure(self, doing: str, error: OSError) -> SpillError:
         return SpillError(
-            f"{doing} the spill file in {self.folder} failed: {error.strerror}; the step is lost: look at the disk, or "
+            f"{doing} the spill file in {self.folder} failed: {error.strerror}; the step is lost: check the disk, or "
             "train without spill_path"
         )
 
     def close(self) -> None:
-        """Give the space back, also where a forked process still has the file open."""
+        """Free the space of the file, even if a forked process still has it open."""
         if not self._file.closed:
             self._file.truncate(0)
             self._file.close()
 
 
 def open_unnamed(folder: Path) -> IO[bytes]:
-    """An open file that no name in `folder` leads to.
+    """Open a file in `folder` that has no name.
 
     Raises:
-        ValueError: Files can't be made there.
+        ValueError: No file can be created there.
     """
     try:
         return tempfile.TemporaryFile(dir=folder, prefix="lightning_memo_", buffering=0)
     except OSError as error:
         raise ValueError(
-            f'spill_path="{folder}": no file can be made there ({error.strerror}): give a folder on a local disk that '
-            "this process may write to"
+            f'spill_path="{folder}": no file can be created there ({error.strerror}): give a folder on a local disk '
+            "that this process may write to"
         ) from None
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """What the file system of a folder has free for this user."""
+    """Return the bytes that the file system of a folder has free for this user."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Give an open file its space."""
+    """Reserve the space of an open file."""
     status = os.fstatvfs(descriptor)
-    # Asked for more than there is, file systems take all of it before they refuse: others would find the disk full.
+    # A file system takes all free space before it refuses a larger request, and other processes would find a full disk.
     if size_bytes > status.f_bavail * status.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if size_bytes:
@@ -118,7 +122,7 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 
 
 def _use_direct_io(descriptor: int) -> bool:
-    """Turn the page cache off, where the file system can: it would take the memory that spilling saves."""
+    """Turn off the page cache, which would take the memory that spilling saves; returns whether this is possible."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -132,7 +136,7 @@ def _refusal(folder: Path, size_bytes: int, error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return (
             f"spilling needs a file of {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, and files of this "
-            "process may not be so large: raise the limit (ulimit -f), lower spill_memory, or raise host_memory"
+            "process may not be that large: raise the limit (ulimit -f), lower spill_memory, or raise host_memory"
         )
     return (
         f"spilling needs {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, which has {format_bytes(free)} "

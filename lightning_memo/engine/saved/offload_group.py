@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.memory.block_reader import Region
-from lightning_memo.engine.memory.restored_checks import SlotChecks
+from lightning_memo.engine.memory.block_reader import HostRange
+from lightning_memo.engine.memory.checksums import SlotChecksums
 from lightning_memo.engine.memory.saved_storages import Registry, flat
-from lightning_memo.engine.memory.slot import Slot, Stored
+from lightning_memo.engine.memory.slot import Slot, SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved.parked_arguments import ParkedView
 from lightning_memo.engine.saved.weight_copies import WeightCopy
@@ -22,7 +22,7 @@ from lightning_memo.parallel.local_tensors import ShardedHandle
 # The handle of a saved tensor: the tensor itself (if it stays on the device), its place in the slot, its place in an
 # argument that layers share, the weight of which it is a copy, the handles of its parts, or its number in a
 # recomputation.
-Handle = Tensor | Stored | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
+Handle = Tensor | SlotView | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
 
 
 class OffloadGroup:
@@ -46,10 +46,10 @@ class OffloadGroup:
         self.number = number
         self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
         checked = memory is not None and memory.check_restored and swap
-        self.checks = SlotChecks(self.slot) if checked and self.slot is not None else None
+        self.checks = SlotChecksums(self.slot) if checked and self.slot is not None else None
         self._groups = groups
         self._memory = memory
-        self._registry: Registry[Stored] = Registry()
+        self._registry: Registry[SlotView] = Registry()
         self._started = False
         # A graph that is dropped without a backward gives its slot back too.
         self._release = weakref.finalize(self, _release_slot, memory, self.slot)
@@ -93,7 +93,7 @@ class OffloadGroup:
         self.begin_backward()
         t = self.peek(handle)
         if self.checks is not None:
-            assert isinstance(handle, Stored)
+            assert isinstance(handle, SlotView)
             self.checks.compare(handle)
         return t
 
@@ -101,20 +101,20 @@ class OffloadGroup:
         """Return a tensor while the forward still runs."""
         if isinstance(handle, Tensor):
             return handle
-        assert isinstance(handle, Stored) and self.slot is not None
+        assert isinstance(handle, SlotView) and self.slot is not None
         return self.slot.load(handle)
 
-    def region(self, handle: Handle) -> Region:
+    def host_range(self, handle: Handle) -> HostRange:
         """Return where the bytes of a tensor are after it has left the device."""
         if isinstance(handle, Tensor):
-            return Region(handle.nbytes, flat(handle).view(torch.uint8))
-        assert isinstance(handle, Stored) and self.slot is not None
+            return HostRange(handle.nbytes, flat(handle).view(torch.uint8))
+        assert isinstance(handle, SlotView) and self.slot is not None
         memory = self.slot.buffer if self.slot.host is None else self.slot.host
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
-        region = Region(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
+        region = HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
         if self.checks is not None:
-            region.check = self.checks.of(handle)
+            region.checksum = self.checks.of(handle)
         return region
 
     def offload(self, last: bool = False) -> None:
@@ -198,9 +198,9 @@ class KeysValues:
         """Return them on the device, in the backward."""
         return self.group.load(self.key), self.group.load(self.value)
 
-    def regions(self) -> tuple[Region, Region]:
+    def host_ranges(self) -> tuple[HostRange, HostRange]:
         """Return where they are on the host."""
-        return self.group.region(self.key), self.group.region(self.value)
+        return self.group.host_range(self.key), self.group.host_range(self.value)
 
 
 def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:

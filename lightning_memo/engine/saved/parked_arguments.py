@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.memory.host_arena import HostRoom
-from lightning_memo.engine.memory.restored_checks import Check, What
+from lightning_memo.engine.memory.checksums import Checksum, TensorLabel
+from lightning_memo.engine.memory.host_arena import HostBuffer
 from lightning_memo.engine.memory.saved_storages import flat, is_dense, span
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned
@@ -63,9 +63,9 @@ class SliceArguments:
         self._memory, self._part = memory, part
         self._tensors: list[Tensor] = []
         self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
-        self._rooms: list[HostRoom] = []
+        self._buffers: list[HostBuffer] = []
         self._events: list[CopyEvent] = []
-        self._checks: list[Check] = []
+        self._checks: list[Checksum] = []
 
     def add(self, arguments: Any) -> None:
         """Add the arguments of one more layer."""
@@ -98,11 +98,11 @@ class SliceArguments:
     def leave(self) -> None:
         """End the slice's forward: start copying the tensors to the host."""
         for t in self._tensors:
-            self._rooms.append(self._memory.take_room(aligned(t.nbytes)))
-            self._events.append(self._memory.write_host(self._rooms[-1], 0, flat(t).view(torch.uint8)))
+            self._buffers.append(self._memory.take_host_buffer(aligned(t.nbytes)))
+            self._events.append(self._memory.copy_to_host(self._buffers[-1], 0, flat(t).view(torch.uint8)))
             if self._memory.check_restored:
-                what = What("shared", None, self._part.start, self._part.stop)
-                self._checks.append(Check(what, flat(t).view(torch.uint8), t.dtype))
+                what = TensorLabel("shared", None, self._part.start, self._part.stop)
+                self._checks.append(Checksum(what, flat(t).view(torch.uint8), t.dtype))
 
     def settle(self) -> None:
         """Wait for copies, and free the tensors on the device."""
@@ -114,9 +114,9 @@ class SliceArguments:
         """Start copying the tensors back, if they are not on the device."""
         if self._tensors:
             return
-        for room, (shape, stride, dtype) in zip(self._rooms, self._layouts, strict=True):
+        for buffer, (shape, stride, dtype) in zip(self._buffers, self._layouts, strict=True):
             t = torch.empty_strided(shape, stride, dtype=dtype, device=self._memory.device)
-            self._events.append(self._memory.read_host(flat(t).view(torch.uint8), room))
+            self._events.append(self._memory.copy_from_host(flat(t).view(torch.uint8), buffer))
             self._tensors.append(t)
 
     def restore(self, arguments: Any) -> Any:
@@ -140,5 +140,5 @@ class SliceArguments:
     def release(self) -> None:
         """End the slice's backward: free the tensors and their host memory."""
         self.settle()
-        while self._rooms:
-            self._rooms.pop().release()
+        while self._buffers:
+            self._buffers.pop().release()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.kernels.transfer import sent
+from lightning_memo.kernels.async_transfer import to_device_async
 from lightning_memo.parallel.batches.positions import right_padded_lengths
 
 IGNORED = -100
@@ -36,7 +36,7 @@ def token_tensor(inputs: dict[str, Any]) -> Tensor:
 
 def on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs on the device. A batch may be on the host, from which one slice is sent at a time."""
-    return {name: sent(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    return {name: to_device_async(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
 
 
 def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:

@@ -52,10 +52,6 @@ _DEEPSPEED: Final = MethodTraits(
     attention_time=2.0,
 )  # fmt: skip
 
-_FPDT: Final = MethodTraits(
-    recomputes="all", planned=False, ulysses=True, tensor_parallel=False, streamed=True, fused=True
-)
-
 METHOD_TRAITS: Final[dict[Method, MethodTraits]] = {
     "memo": _MEMO,
     "full_swap": _MEMO,

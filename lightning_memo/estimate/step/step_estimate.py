@@ -102,9 +102,9 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
 
 def _device_bytes(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> dict[str, int]:
     """Device memory by category, including the model state, and the sum as "total"."""
-    state = {kind: round(size) for kind, size in asdict(device_state_bytes(question, parallel)).items()}
-    kinds = {**state, **outcome.device_bytes}
-    return {**kinds, "total": sum(kinds.values())}
+    state = {category: round(size) for category, size in asdict(device_state_bytes(question, parallel)).items()}
+    categories = {**state, **outcome.device_bytes}
+    return {**categories, "total": sum(categories.values())}
 
 
 def step_seconds_of(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> float:

@@ -84,7 +84,7 @@ def draw_bytes(series: Series, path: Path) -> Path:
             axes.set_axis_off()
             continue
         label, jobs = list(shown.items())[place]
-        _draw_stacks(axes, jobs, _kinds(shown), top)
+        _draw_stacks(axes, jobs, _categories(shown), top)
         axes.set_title(label, fontsize="medium")
         axes.set_xlabel("sequence length (tokens)" if place + columns >= len(shown) else "")
         axes.set_ylabel("" if place % columns else "GiB")
@@ -143,10 +143,10 @@ def _series(jobs: Sequence[JobEstimate], names: Sequence[str], over: str) -> Ser
     return series
 
 
-def _kinds(series: Series) -> list[str]:
+def _categories(series: Series) -> list[str]:
     """Categories of memory that are not zero everywhere."""
     sizes = [_answer(job)["device_bytes"] for jobs in series.values() for job in jobs]
-    return [kind for kind in CATEGORY_COLORS if any(size.get(kind) for size in sizes)]
+    return [category for category in CATEGORY_COLORS if any(size.get(category) for size in sizes)]
 
 
 def _top(series: Series) -> float:
@@ -157,13 +157,13 @@ def _top(series: Series) -> float:
     return min(most, _BAR_LIMIT * max(rooms, default=most)) / _GIB
 
 
-def _draw_stacks(axes: Any, jobs: Sequence[JobEstimate], kinds: Sequence[str], top: float) -> None:
+def _draw_stacks(axes: Any, jobs: Sequence[JobEstimate], categories: Sequence[str], top: float) -> None:
     need = [0.0] * len(jobs)
-    for kind in kinds:
+    for category in categories:
         bottom = [min(low, top) for low in need]
-        need = [low + _answer(job)["device_bytes"].get(kind, 0) / _GIB for low, job in zip(need, jobs, strict=True)]
+        need = [low + _answer(job)["device_bytes"].get(category, 0) / _GIB for low, job in zip(need, jobs, strict=True)]
         heights = [min(high, top) - low for low, high in zip(bottom, need, strict=True)]
-        label, color = kind.replace("_", " "), CATEGORY_COLORS[kind]
+        label, color = category.replace("_", " "), CATEGORY_COLORS[category]
         axes.bar(range(len(jobs)), heights, bottom=bottom, color=color, width=0.8, label=label)
     for place, job in enumerate(jobs):
         if _answer(job)["status"] != "ok":

@@ -1,5 +1,6 @@
-// The functions that Python calls, the same for both back ends. Included once, at the end of a back end, which defines
-// what is declared here first. Functions that can fail return a negative number, and memo_error() says why.
+// The C functions that Python calls, the same for both back ends. A back end includes this file and defines the
+// functions of namespace `backend` below. Functions that can fail return a negative number, and memo_error() returns
+// the message.
 #pragma once
 #include <pthread.h>
 
@@ -14,11 +15,11 @@ namespace lightning_memo {
 Core& core();
 
 namespace backend {
-extern const uint64_t alignment;  // bytes, of planned blocks
+extern const uint64_t alignment;  // of planned blocks, in bytes
 void install();
 void uninstall();
 bool installed();
-void use_device(int device);  // whose current stream is recorded and served from now on
+void use_device(int device);  // records and serves the current stream of this device from now on
 Arena take_arena(uint64_t bytes);
 }  // namespace backend
 
@@ -41,7 +42,7 @@ int guarded(Function function) {
   }
 }
 
-// Never destroyed: blocks may be freed until the very end of the process.
+// The core is never destroyed, because blocks may be freed until the end of the process.
 inline Core* make_core() {
   pthread_atfork([] { core().before_fork(); }, [] { core().after_fork_in_parent(); },
                  [] { core().after_fork_in_child(); });
@@ -74,7 +75,7 @@ MEMO_API int memo_serve(int32_t device, int64_t min_bytes, int64_t arena_bytes, 
   return guarded([=] {
     const PlanView plan{phases, counts, sizes, offsets};
     const uint64_t bytes = static_cast<uint64_t>(arena_bytes);
-    PlanTable{}.load(plan, bytes, static_cast<uint64_t>(min_bytes), backend::alignment);  // refuse before any change
+    PlanTable{}.load(plan, bytes, static_cast<uint64_t>(min_bytes), backend::alignment);  // throws before any change
     backend::use_device(device);
     if (!core().keep_arena(bytes)) core().set_arena(backend::take_arena(bytes));
     core().serve_plan(plan, static_cast<uint64_t>(min_bytes), backend::alignment);

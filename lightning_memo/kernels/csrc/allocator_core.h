@@ -1,7 +1,7 @@
-// The planned allocator without torch: what is served, what is recorded, what is counted.
+// The core of the planned allocator, which serves, records and counts requests without depending on torch.
 //
-// A back end asks for an address with `serve`, and delegates to PyTorch's own allocator when it gets none. A wrong plan
-// so costs speed, never correctness: a block is served only if all of its bytes are free.
+// A back end requests an address with `serve`, and delegates to PyTorch's own allocator if it gets none. A wrong plan
+// costs speed, never correctness, because a block is served only if all of its bytes are free.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -21,7 +21,8 @@ namespace lightning_memo {
 
 enum class Mode : int { idle, record, serve };
 
-// Whether a thread runs the planned computation. Others, such as data loading threads, are foreign.
+// Whether a thread runs the planned computation (`inside`) or has left it. Threads that never marked a phase, such as
+// data loading threads, are foreign.
 enum class Lane : int { foreign, inside, left };
 
 inline Lane& this_lane() {
@@ -29,7 +30,7 @@ inline Lane& this_lane() {
   return lane;
 }
 
-// Read by Python; lightning_memo/allocator/allocator_library.py has the same fields. All are counts or bytes.
+// Counters for Python; AllocatorStats in lightning_memo/allocator/planned_allocator.py has the same fields.
 struct Stats {
   int64_t hits = 0;
   int64_t miss_size = 0;
@@ -46,7 +47,7 @@ struct Stats {
   int64_t bad_frees = 0;
 };
 
-// Memory of the device. `give_back` is called once, from the thread that frees the last block in it.
+// Device memory from which blocks are served. `give_back` is called once, by the thread that frees the last block.
 struct Arena {
   char* base = nullptr;
   uint64_t bytes = 0;
@@ -59,7 +60,7 @@ class Core {
 
   void idle() { mode_.store(Mode::idle, std::memory_order_relaxed); }
 
-  // Starts a recording; events of an earlier one that were not taken are dropped.
+  // Starts a recording. Events of an earlier recording that were not taken are dropped.
   void record(uint64_t min_bytes) {
     const std::lock_guard guard(lock_);
     recorder_.clear();
@@ -67,7 +68,8 @@ class Core {
     mode_.store(Mode::record, std::memory_order_relaxed);
   }
 
-  // Loads a plan and starts to serve. Needs an arena. Throws std::invalid_argument for a plan that can't be served.
+  // Loads a plan and starts to serve from the arena, which must exist. Throws std::invalid_argument if the plan can't
+  // be served.
   void serve_plan(const PlanView& view, uint64_t min_bytes, uint64_t alignment) {
     const std::lock_guard guard(lock_);
     plan_.load(view, arena_bytes_.load(std::memory_order_relaxed), min_bytes, alignment);
@@ -77,7 +79,7 @@ class Core {
     mode_.store(Mode::serve, std::memory_order_relaxed);
   }
 
-  // The calling thread enters the lane; phase `index` begins, or begins again, at its first request.
+  // Begins phase `index`, or begins it again. The calling thread enters the planned computation.
   void phase(int32_t index) {
     this_lane() = Lane::inside;
     const std::lock_guard guard(lock_);
@@ -86,7 +88,7 @@ class Core {
     plan_.start(index);
   }
 
-  // The calling thread leaves the lane, and the phase ends for all threads.
+  // Ends the phase for all threads. The calling thread leaves the planned computation.
   void leave() {
     this_lane() = Lane::left;
     const std::lock_guard guard(lock_);
@@ -96,7 +98,7 @@ class Core {
 
   bool eligible(uint64_t size) const { return size > 0 && size >= min_bytes_.load(std::memory_order_relaxed); }
 
-  // An address for an eligible request in serve mode. nullptr: delegate it.
+  // Returns an address for an eligible request in serve mode, or nullptr if the back end has to delegate it.
   void* serve(uint64_t size) {
     if (this_lane() != Lane::inside) {
       count_stranger();
@@ -105,38 +107,39 @@ class Core {
     const std::lock_guard guard(lock_);
     if (phase_ == no_phase || release_pending_) return nothing(stats_.outside);
     bool known = false;
-    const Slot* slot = plan_.take(size, known, stats_.out_of_order);
-    if (slot == nullptr) return nothing(known ? stats_.miss_end : stats_.miss_size);
-    if (!slot->planned) return nothing(stats_.unplanned);
-    if (places_.occupied(slot->offset, slot->end_rank)) return nothing(stats_.miss_overlap);
-    places_.insert(slot->place, slot->offset + size);
+    const PlannedRequest* request = plan_.take(size, known, stats_.out_of_order);
+    if (request == nullptr) return nothing(known ? stats_.miss_end : stats_.miss_size);
+    if (!request->planned) return nothing(stats_.unplanned);
+    if (places_.occupied(request->offset, request->end_rank)) return nothing(stats_.miss_overlap);
+    places_.insert(request->place, request->offset + size);
     ++stats_.hits;
     stats_.live_bytes += static_cast<int64_t>(size);
     stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
-    return arena_base() + slot->offset;
+    return arena_base() + request->offset;
   }
 
-  // Counts a request that the back end can't serve where it is made (another stream, a private pool).
+  // Counts a request that the back end can't serve because it is on another stream or in a private pool.
   void count_outside() {
     const std::lock_guard guard(lock_);
     ++stats_.outside;
   }
 
-  // May be wrongly true for a delegated block while another thread changes the arena; never wrongly false.
+  // Whether an address may belong to a planned block. While another thread changes the arena, this may be true for a
+  // delegated block; it is never false for a planned block.
   bool maybe_planned(const void* address) const {
     return offset_of(address) < arena_bytes_.load(std::memory_order_relaxed);
   }
 
   char* arena_base() const { return base_.load(std::memory_order_relaxed); }
 
-  // Bytes of the served block at this address, 0 if there is none.
+  // Returns the size of the planned block at this address; 0 if there is none.
   uint64_t planned_size(const void* address) {
     if (!maybe_planned(address)) return 0;
     const std::lock_guard guard(lock_);
     return in_arena(address) ? places_.size_at(offset_of(address)) : 0;
   }
 
-  // Frees a served block. False: the address is not in the arena, so the back end has to free it.
+  // Frees a planned block. Returns false if the address is not in the arena and the back end has to free it.
   bool free_planned(const void* address) {
     if (!maybe_planned(address)) return false;
     std::function<void()> give_back;
@@ -152,8 +155,8 @@ class Core {
     return true;
   }
 
-  // Whether the arena that is there will do. One that is too small goes back, unless blocks in it are alive: then this
-  // throws std::runtime_error.
+  // Returns whether the existing arena is large enough. One that is too small is freed. Throws std::runtime_error if
+  // blocks in it are in use.
   bool keep_arena(uint64_t bytes) {
     std::function<void()> give_back;
     {
@@ -173,14 +176,14 @@ class Core {
 
   void set_arena(Arena arena) {
     const std::lock_guard guard(lock_);
-    if (arena_base() != nullptr) throw std::logic_error("an arena is there already");
+    if (arena_base() != nullptr) throw std::logic_error("the arena exists already");
     release_pending_ = false;
     base_.store(arena.base, std::memory_order_relaxed);
     arena_bytes_.store(arena.bytes, std::memory_order_relaxed);
     give_back_ = std::move(arena.give_back);
   }
 
-  // Stops serving. The arena goes back now, or when the last block in it is freed. Returns whether it is gone.
+  // Stops serving. The arena is freed now, or when the last block in it is freed. Returns whether it has been freed.
   bool release() {
     std::function<void()> give_back;
     {
@@ -195,7 +198,7 @@ class Core {
     return true;
   }
 
-  // Recording. A request that is `plannable` counts in the phase; others are logged beside it.
+  // Recording. Only plannable requests are numbered within the phase.
   void log_malloc(const void* address, uint64_t size, int64_t stream, bool plannable) {
     if (this_lane() != Lane::inside) return;
     const std::lock_guard guard(lock_);
@@ -224,7 +227,7 @@ class Core {
     now.arena_bytes = static_cast<int64_t>(arena_bytes_.load(std::memory_order_relaxed));
     return now;
   }
-  // Counters begin at 0 again; what is alive stays, and is the new peak.
+  // Resets the counters to 0, except that of bytes in use, which also becomes the new peak.
   void reset_stats() {
     const std::lock_guard guard(lock_);
     const int64_t live_bytes = stats_.live_bytes;
@@ -234,7 +237,7 @@ class Core {
     left_.store(0, std::memory_order_relaxed);
   }
 
-  // For pthread_atfork. A child, such as a data loader's worker, is not part of the plan.
+  // Handlers for pthread_atfork. A child process, such as a data loader's worker, is not part of the plan.
   void before_fork() { lock_.lock(); }
   void after_fork_in_parent() { lock_.unlock(); }
   void after_fork_in_child() {
@@ -256,11 +259,11 @@ class Core {
   std::string too_small(uint64_t bytes) const {
     return "the arena has " + std::to_string(arena_bytes_.load(std::memory_order_relaxed)) + " bytes, the plan needs " +
            std::to_string(bytes) + ", and " + std::to_string(places_.count()) +
-           " planned blocks are alive: free them before a larger plan is loaded";
+           " planned blocks are alive: free them before you load a larger plan";
   }
-  // With the lock held, unlike maybe_planned, exact.
+  // Called with the lock held, where maybe_planned is exact.
   bool in_arena(const void* address) const { return maybe_planned(address); }
-  // Huge for addresses below the arena.
+  // The offset of an address in the arena; it wraps around to a huge number for addresses below the arena.
   uint64_t offset_of(const void* address) const {
     return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(arena_base());
   }
@@ -273,7 +276,7 @@ class Core {
     return std::exchange(give_back_, nullptr);
   }
 
-  // Read without the lock on every request and free.
+  // These are read without the lock on every request and free.
   std::atomic<Mode> mode_{Mode::idle};
   std::atomic<uint64_t> min_bytes_{0};
   std::atomic<char*> base_{nullptr};
@@ -281,7 +284,7 @@ class Core {
   std::atomic<int64_t> foreign_{0};
   std::atomic<int64_t> left_{0};
 
-  SpinLock lock_;  // guards all that follows, and writes to the arena's base and size
+  SpinLock lock_;  // guards all members below, and writes to the base and the size of the arena
   int32_t phase_ = no_phase;
   int32_t sequence_ = 0;
   PlanTable plan_;

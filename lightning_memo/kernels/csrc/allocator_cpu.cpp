@@ -1,4 +1,4 @@
-// Puts the planned allocator in front of PyTorch's CPU allocator.
+// The back end for CPUs, which installs the planned allocator in front of PyTorch's CPU allocator.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
@@ -16,16 +16,16 @@ Core& core() {
 
 namespace {
 
-// Kept after uninstalling: blocks that carry our deleter may outlive it.
+// They remain set after uninstalling, because blocks with our deleter may still exist.
 c10::Allocator* native = nullptr;
 c10::DeleterFnPtr native_free = nullptr;
 
-// The one deleter of all blocks, planned or not: PyTorch wants it to be the same for all that an allocator hands out.
+// The deleter of all blocks, planned or not, because PyTorch requires one deleter per allocator.
 void free_block(void* address) {
   if (address == nullptr) return;
   Core& planned = core();
   if (planned.mode() == Mode::record) planned.log_free(address);
-  // Reported before the bytes are free, so that the report of their next block can't come first.
+  // The profiler gets the report before the bytes are free, so that a report of the next block can't come first.
   if (planned.maybe_planned(address) && c10::memoryProfilingEnabled() && planned.planned_size(address) != 0) {
     c10::profiledCPUMemoryReporter().Delete(address);
   }
@@ -66,7 +66,7 @@ size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * 
 
 namespace backend {
 
-const uint64_t alignment = 64;  // c10's own, for vector instructions
+const uint64_t alignment = 64;  // that of c10, for vector instructions
 
 bool installed() { return c10::GetCPUAllocator() == &wrapper(); }
 
@@ -74,9 +74,9 @@ void install() {
   if (installed()) return;
   c10::Allocator* const current = c10::GetCPUAllocator();
   const c10::DeleterFnPtr deleter = current->raw_deleter();
-  if (deleter == nullptr) throw std::runtime_error("the CPU allocator that is in use can't be wrapped");
+  if (deleter == nullptr) throw std::runtime_error("the CPU allocator in use can't be wrapped");
   if (native_free != nullptr && deleter != native_free) {
-    throw std::runtime_error("the CPU allocator is another one than at the first install");
+    throw std::runtime_error("the CPU allocator has changed since the first install");
   }
   native = current;
   native_free = deleter;
@@ -94,13 +94,14 @@ void uninstall() {
 void use_device(int) {}
 
 Arena take_arena(uint64_t bytes) {
-  // Begins at a huge page, so the kernel can use them for all of it.
+  // The arena begins at a huge page, so that the kernel can use huge pages for all of it.
   const size_t mapped = round_up(bytes, huge_page_bytes) + huge_page_bytes;
   void* const mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED) {
-    throw std::system_error(errno, std::generic_category(), "no arena of " + std::to_string(bytes) + " bytes");
+    throw std::system_error(errno, std::generic_category(),
+                            "no memory for an arena of " + std::to_string(bytes) + " bytes");
   }
-  madvise(mapping, mapped, MADV_HUGEPAGE);  // a kernel without huge pages is slower, nothing else
+  madvise(mapping, mapped, MADV_HUGEPAGE);  // an error is ignored: without huge pages the arena is only slower
   auto* const base = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(mapping), huge_page_bytes));
   return {base, bytes, [=] { munmap(mapping, mapped); }};
 }

@@ -1,4 +1,4 @@
-// Puts the planned allocator in front of PyTorch's caching CUDA allocator.
+// The back end for CUDA, which installs the planned allocator in front of PyTorch's caching CUDA allocator.
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -16,11 +16,11 @@ Core& core() {
 
 namespace {
 
-// Kept after uninstalling: blocks that carry our deleter may outlive it.
+// They remain set after uninstalling, because blocks with our deleter may still exist.
 torch_cuda::CUDAAllocator* native = nullptr;
 c10::DeleterFnPtr native_free = nullptr;
 
-// What is planned: one stream of one device. Private pools and graphs are for torch alone.
+// Only one stream of one device is planned. Requests in private pools and graphs are always delegated to torch.
 std::atomic<int> lane_device{-1};
 std::atomic<cudaStream_t> lane_stream{nullptr};
 std::atomic<int> open_pools{0};
@@ -34,12 +34,12 @@ bool in_arena(const void* address) { return core().maybe_planned(address); }
 
 bool free_planned(void* address) {
   if (!in_arena(address)) return false;
-  // Events first: once the block is free, another thread may take its bytes.
+  // The events are recorded first, because another thread may use the bytes once the block is free.
   if (const uint64_t size = core().planned_size(address)) side_streams().freed(static_cast<char*>(address), size);
   return core().free_planned(address);
 }
 
-// The one deleter of all blocks, planned or not: PyTorch wants it to be the same for all that an allocator hands out.
+// The deleter of all blocks, planned or not, because PyTorch requires one deleter per allocator.
 void free_block(void* address) {
   if (address == nullptr) return;
   if (core().mode() == Mode::record) core().log_free(address);
@@ -89,7 +89,7 @@ class PlannedCuda final : public DelegatingCudaAllocator {
     if (core().planned_size(block.get()) != 0) {
       if (stream.stream() != lane_stream.load()) side_streams().record(block.get(), stream);
     } else if (block.get_deleter() == &free_block) {
-      // Torch's allocator ignores blocks with a deleter that is not its own.
+      // Torch's allocator ignores blocks with another deleter than its own.
       c10::DataPtr native_block(block.get(), block.get(), native_free, block.device());
       native_->recordStream(native_block, stream);
       native_block.release_context();
@@ -151,7 +151,7 @@ class PlannedCuda final : public DelegatingCudaAllocator {
   }
 };
 
-// Torch's errors carry a C++ stack trace, which helps nobody here.
+// Removes the C++ stack trace from torch's error messages, which does not help users here.
 template <class Function>
 auto without_trace(Function function) {
   try {
@@ -164,7 +164,7 @@ auto without_trace(Function function) {
 void find_native() {
   if (native != nullptr) return;
   torch_cuda::CUDAAllocator* const current = torch_cuda::get();
-  if (current->raw_deleter() == nullptr) throw std::runtime_error("the CUDA allocator that is in use can't be wrapped");
+  if (current->raw_deleter() == nullptr) throw std::runtime_error("the CUDA allocator in use can't be wrapped");
   native_free = current->raw_deleter();
   native = current;
 }
@@ -174,7 +174,8 @@ PlannedCuda& wrapper() {
   return *instance;
 }
 
-// Torch asks in two places: its CUDA code here, code for any accelerator there. Torch's own priority there is not 0.
+// Torch reads the allocator from two variables: one for its CUDA code, and one for code of any accelerator. The second
+// one has a priority, which is not 0 for torch's own allocator.
 void put(torch_cuda::CUDAAllocator* allocator) {
   constexpr uint8_t priority = 100;
   torch_cuda::allocator.store(allocator);
@@ -185,14 +186,14 @@ void put(torch_cuda::CUDAAllocator* allocator) {
 
 namespace backend {
 
-const uint64_t alignment = 512;  // of torch's own blocks
+const uint64_t alignment = 512;  // that of torch's own blocks
 
 bool installed() { return native != nullptr && torch_cuda::get() == &wrapper(); }
 
 void install() {
   find_native();
   if (installed()) return;
-  if (torch_cuda::get() != native) throw std::runtime_error("the CUDA allocator is another one than at first");
+  if (torch_cuda::get() != native) throw std::runtime_error("the CUDA allocator has changed since the first install");
   put(&wrapper());
 }
 
@@ -206,7 +207,7 @@ void use_device(int device) {
   const cudaStream_t stream =
       without_trace([=] { return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream(); });
   const bool same = device == lane_device && stream == lane_stream.load();
-  // Bytes are given to the next block without waiting, which is right on one stream only.
+  // The bytes of a freed block are reused without waiting, which is correct on a single stream only.
   if (!same && !core().release()) {
     throw std::runtime_error("planned blocks of another device or stream are alive: free them first");
   }

@@ -1,8 +1,8 @@
-// A CUDA allocator that passes every call on to another one.
+// A CUDA allocator that delegates every call to another one.
 //
-// The list of virtual functions differs between versions of torch, and one that is missing here would silently get the
-// base class's default. So each version is looked through before it is allowed; tests/allocator/test_allocator_cuda.py compares
-// the virtual tables.
+// The list of virtual functions differs between versions of torch. A function that is missing here would silently get
+// the base class's default. Each version is therefore reviewed before it is allowed, and
+// tests/allocator/test_allocator_cuda.py compares the virtual tables.
 #pragma once
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/headeronly/version.h>
@@ -16,7 +16,7 @@
 
 #define MEMO_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
 #if MEMO_TORCH < 211 || MEMO_TORCH > 214
-#error "lightning_memo's planned allocator knows torch 2.11 to 2.14: install one of these, or set plan_memory=False"
+#error "lightning_memo's planned allocator supports torch 2.11 to 2.14: install one of these, or set plan_memory=False"
 #endif
 
 namespace lightning_memo {
@@ -74,7 +74,7 @@ class DelegatingCudaAllocator : public torch_cuda::CUDAAllocator {
 #endif
 
   // CUDAAllocator: settings and statistics
-  std::string name() override { return native_->name(); }  // "native": some of torch's code asks for that name
+  std::string name() override { return native_->name(); }  // "native", which some of torch's code expects
   void init(int devices) override { native_->init(devices); }
   void enable(bool value) override { native_->enable(value); }
   bool isEnabled() const override { return native_->isEnabled(); }

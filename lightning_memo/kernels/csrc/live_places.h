@@ -1,8 +1,9 @@
-// Which byte ranges of the arena are in use: an exact answer in a few nanoseconds.
+// The set of the arena's byte ranges in use, with exact queries in a few nanoseconds.
 //
-// A plan is known ahead, so the offsets at which blocks can start are too. They are sorted once and called places; a
-// live block is one bit in a set of places. Live blocks never overlap, so a range is free exactly if the last live
-// block that starts before the range's end also ends before the range's begin: one search for a bit.
+// The plan gives all offsets at which blocks can start. These offsets are sorted once; an index into them is called a
+// place. A live block is one bit in a set of places. Live blocks never overlap. A range is therefore free if and only
+// if the last live block that starts before the end of the range ends before its beginning, which takes one search for
+// a bit.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -13,11 +14,11 @@
 
 namespace lightning_memo {
 
-// A set of integers below a limit. Each bit of a level says whether a word of the level below has any.
+// A set of integers below a limit. Each bit of a level says whether a word of the level below is not 0.
 class BitTree {
  public:
   explicit BitTree(size_t limit = 0) {
-    size_t bits = limit + 1;  // previous(limit) looks at the word of `limit` itself
+    size_t bits = limit + 1;  // previous(limit) reads the word of `limit` itself
     do {
       bits = bits / 64 + 1;
       levels_.emplace_back(bits, 0);
@@ -40,7 +41,7 @@ class BitTree {
       i /= 64;
     }
   }
-  // The largest member below i, or -1.
+  // Returns the largest member below i, or -1.
   int64_t previous(size_t i) const {
     for (size_t height = 0; height < levels_.size(); ++height) {
       const uint64_t below = levels_[height][i / 64] & (bit(i) - 1);
@@ -62,7 +63,7 @@ class BitTree {
 class LivePlaces {
  public:
   LivePlaces() : LivePlaces(std::vector<uint64_t>{}) {}
-  // The offsets at which blocks may start, in any order and with repetitions.
+  // Takes the offsets at which blocks may start, in any order and with repetitions.
   explicit LivePlaces(std::vector<uint64_t> offsets) : offsets_(std::move(offsets)) {
     std::sort(offsets_.begin(), offsets_.end());
     offsets_.erase(std::unique(offsets_.begin(), offsets_.end()), offsets_.end());
@@ -70,11 +71,11 @@ class LivePlaces {
     live_ = BitTree(offsets_.size());
     fill_table();
   }
-  // The number of places before an offset: the place of the offset itself if it is one.
+  // Returns the number of places before an offset, which is the place of the offset if it has one.
   uint32_t rank(uint64_t offset) const {
     return static_cast<uint32_t>(std::lower_bound(offsets_.begin(), offsets_.end(), offset) - offsets_.begin());
   }
-  // Whether a live block touches [offset, end), where end_rank = rank(end).
+  // Returns whether a live block overlaps [offset, end), where end_rank = rank(end).
   bool occupied(uint64_t offset, uint32_t end_rank) const {
     const int64_t last = live_.previous(end_rank);
     return last >= 0 && ends_[static_cast<size_t>(last)] > offset;
@@ -84,7 +85,7 @@ class LivePlaces {
     live_.insert(place);
     ++count_;
   }
-  // Ends the block that starts at an offset. Returns its size, 0 if there is none.
+  // Removes the block that starts at an offset. Returns its size; 0 if there is none.
   uint64_t erase(uint64_t offset) {
     const uint32_t place = find(offset);
     if (place == none || ends_[place] == 0) return 0;
@@ -94,7 +95,7 @@ class LivePlaces {
     --count_;
     return size;
   }
-  // The bytes of the live block that starts at an offset, 0 if there is none.
+  // Returns the size of the live block that starts at an offset; 0 if there is none.
   uint64_t size_at(uint64_t offset) const {
     const uint32_t place = find(offset);
     return place == none || ends_[place] == 0 ? 0 : ends_[place] - offset;
@@ -110,7 +111,7 @@ class LivePlaces {
 
  private:
   static constexpr uint32_t none = UINT32_MAX;
-  // Open addressing: entries are 1 + place, and nothing is ever removed because places don't change.
+  // A hash table with open addressing. Its entries are 1 + place; none is ever removed, because places don't change.
   void fill_table() {
     table_.assign(std::bit_ceil(4 * offsets_.size() + 4), 0);
     shift_ = 64 - std::countr_zero(table_.size());
@@ -129,7 +130,7 @@ class LivePlaces {
   size_t hash(uint64_t offset) const { return (offset * 0x9E3779B97F4A7C15u) >> shift_; }
 
   std::vector<uint64_t> offsets_;
-  std::vector<uint64_t> ends_;  // 0: nothing lives there
+  std::vector<uint64_t> ends_;  // of the live blocks; 0 at places without one
   std::vector<uint32_t> table_;
   int shift_ = 0;
   BitTree live_;

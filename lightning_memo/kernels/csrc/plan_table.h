@@ -1,4 +1,4 @@
-// Where each request of each phase goes, and which request is next.
+// The plan: the offset of each request of each phase, and the request that is expected next.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -12,14 +12,15 @@
 
 namespace lightning_memo {
 
-struct Slot {
+// A request of the recorded step.
+struct PlannedRequest {
   uint64_t size;
   uint64_t offset;
   uint32_t place;
   uint32_t end_rank;
   bool planned;
-  size_t group;  // of the slots of this size in its phase
-  size_t later;  // the next slot of its group
+  size_t group;  // the group of this size in its phase
+  size_t later;  // the next request of this group
 };
 
 // Slots of one size in one phase.
@@ -29,105 +30,107 @@ struct SizeGroup {
   size_t next;  // the first one that is not taken yet
 };
 
-// The plan as it is handed over: the slots of all phases one after the other.
+// The plan as Python passes it: the requests of all phases one after the other.
 struct PlanView {
   int64_t phases;
-  const int64_t* counts;   // slots of each phase
-  const int64_t* sizes;    // bytes
-  const int64_t* offsets;  // bytes from the arena's begin; negative: not planned
+  const int64_t* counts;   // number of requests of each phase
+  const int64_t* sizes;    // in bytes
+  const int64_t* offsets;  // in bytes from the start of the arena; negative if not planned
 };
 
 class PlanTable {
  public:
-  // Throws std::invalid_argument, and changes nothing then.
+  // Throws std::invalid_argument without any change if the plan can't be served.
   void load(const PlanView& view, uint64_t arena_bytes, uint64_t min_bytes, uint64_t alignment) {
-    std::vector<Slot> slots;
+    std::vector<PlannedRequest> requests;
     std::vector<SizeGroup> groups;
     std::vector<size_t> begins{0}, group_begins{0};
     for (int64_t phase = 0; phase < view.phases; ++phase) {
       for (int64_t i = 0; i < view.counts[phase]; ++i) {
-        const size_t k = slots.size();
+        const size_t k = requests.size();
         const std::string fault = fault_of(view.sizes[k], view.offsets[k], arena_bytes, min_bytes, alignment);
         if (!fault.empty()) throw std::invalid_argument(where(phase, i) + fault);
         const bool planned = view.offsets[k] >= 0;
         const auto size = static_cast<uint64_t>(view.sizes[k]);
-        slots.push_back({size, static_cast<uint64_t>(view.offsets[k]), 0, 0, planned, 0, no_slot});
+        requests.push_back({size, static_cast<uint64_t>(view.offsets[k]), 0, 0, planned, 0, no_request});
       }
-      group(slots, begins.back(), groups);
-      begins.push_back(slots.size());
+      group(requests, begins.back(), groups);
+      begins.push_back(requests.size());
       group_begins.push_back(groups.size());
     }
-    slots_ = std::move(slots);
+    requests_ = std::move(requests);
     groups_ = std::move(groups);
     begins_ = std::move(begins);
     group_begins_ = std::move(group_begins);
     start(-1);
   }
-  // Blocks of an earlier plan that are still alive keep their places.
+  // Returns the places of this plan. Blocks of an earlier plan that are still in use keep their offsets.
   LivePlaces places(const LivePlaces& before) {
     const auto alive = before.ranges();
     std::vector<uint64_t> offsets;
-    for (const Slot& slot : slots_) {
-      if (slot.planned) offsets.push_back(slot.offset);
+    for (const PlannedRequest& request : requests_) {
+      if (request.planned) offsets.push_back(request.offset);
     }
     for (const auto& range : alive) offsets.push_back(range.first);
     LivePlaces result(std::move(offsets));
     for (const auto& [begin, end] : alive) result.insert(result.rank(begin), end);
-    for (Slot& slot : slots_) {
-      if (!slot.planned) continue;
-      slot.place = result.rank(slot.offset);
-      slot.end_rank = result.rank(slot.offset + slot.size);
+    for (PlannedRequest& request : requests_) {
+      if (!request.planned) continue;
+      request.place = result.rank(request.offset);
+      request.end_rank = result.rank(request.offset + request.size);
     }
     return result;
   }
-  // Goes to the first request of a phase. One that the plan doesn't have has no slots.
+  // Goes to the first request of a phase. A phase that the plan doesn't have has no requests.
   void start(int32_t phase) {
     const bool known = phase >= 0 && static_cast<size_t>(phase) + 1 < begins_.size();
     const auto number = static_cast<size_t>(phase);
-    next_ = known ? begins_[number] : slots_.size();
-    end_ = known ? begins_[number + 1] : slots_.size();
+    next_ = known ? begins_[number] : requests_.size();
+    end_ = known ? begins_[number + 1] : requests_.size();
     group_ = known ? group_begins_[number] : groups_.size();
     group_end_ = known ? group_begins_[number + 1] : groups_.size();
     for (size_t i = group_; i < group_end_; ++i) groups_[i].next = groups_[i].first;
   }
-  // The first slot of the phase that has this size and is not taken yet. Where some requests come and go, like those of
-  // packed documents, the others find their slots all the same; steps that are alike take slot after slot.
-  // nullptr: there is none, or (`known` is false) never was.
-  const Slot* take(uint64_t size, bool& known, int64_t& out_of_order) {
+  // Returns the first request of the phase that has this size and is not taken yet. Requests that some steps make and
+  // others do not, like those of packed documents, therefore do not disturb the other ones. A step like the recorded
+  // one takes the requests in order. Returns nullptr if all requests of this size are taken, or, with `known` false, if
+  // the phase has none.
+  const PlannedRequest* take(uint64_t size, bool& known, int64_t& out_of_order) {
     SizeGroup* group = find(size);
     known = group != nullptr || group_ == group_end_;
-    if (group == nullptr || group->next == no_slot) return nullptr;
+    if (group == nullptr || group->next == no_request) return nullptr;
     const size_t taken = group->next;
-    group->next = slots_[taken].later;
+    group->next = requests_[taken].later;
     out_of_order += static_cast<int64_t>(taken != next_);
     next_ = taken + 1;
-    return &slots_[taken];
+    return &requests_[taken];
   }
 
  private:
-  static constexpr size_t no_slot = static_cast<size_t>(-1);
+  static constexpr size_t no_request = static_cast<size_t>(-1);
 
   // Adds the groups of one phase, by size.
-  static void group(std::vector<Slot>& slots, size_t begin, std::vector<SizeGroup>& groups) {
-    std::vector<size_t> order(slots.size() - begin);
+  static void group(std::vector<PlannedRequest>& requests, size_t begin, std::vector<SizeGroup>& groups) {
+    std::vector<size_t> order(requests.size() - begin);
     std::iota(order.begin(), order.end(), begin);
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return slots[a].size < slots[b].size; });
+    const auto smaller = [&](size_t a, size_t b) { return requests[a].size < requests[b].size; };
+    std::stable_sort(order.begin(), order.end(), smaller);
     for (size_t i = 0; i < order.size(); ++i) {
-      const bool same = i > 0 && slots[order[i - 1]].size == slots[order[i]].size;
-      if (same) slots[order[i - 1]].later = order[i];
-      if (!same) groups.push_back({slots[order[i]].size, order[i], order[i]});
-      slots[order[i]].group = groups.size() - 1;
+      const bool same = i > 0 && requests[order[i - 1]].size == requests[order[i]].size;
+      if (same) requests[order[i - 1]].later = order[i];
+      if (!same) groups.push_back({requests[order[i]].size, order[i], order[i]});
+      requests[order[i]].group = groups.size() - 1;
     }
   }
   SizeGroup* find(uint64_t size) {
-    if (next_ < end_ && slots_[next_].size == size) return &groups_[slots_[next_].group];  // as a rule
+    if (next_ < end_ && requests_[next_].size == size) return &groups_[requests_[next_].group];  // the usual case
     const auto end = groups_.begin() + static_cast<std::ptrdiff_t>(group_end_);
     const auto begin = groups_.begin() + static_cast<std::ptrdiff_t>(group_);
     const auto found = std::lower_bound(begin, end, size, [](const SizeGroup& g, uint64_t s) { return g.size < s; });
     return found != end && found->size == size ? &*found : nullptr;
   }
-  static std::string where(int64_t phase, int64_t slot) {
-    return "phase " + std::to_string(phase) + ", request " + std::to_string(slot) + ": ";
+  static std::string where(int64_t phase, int64_t request) {
+    return "phase " + std::to_string(phase) + ", request " + std::to_string(request) + ": ";
   }
   static std::string fault_of(int64_t size, int64_t offset, uint64_t arena, uint64_t min_bytes, uint64_t alignment) {
     const std::string bytes = std::to_string(size) + " bytes";
@@ -142,10 +145,10 @@ class PlanTable {
     }
     return "";
   }
-  std::vector<Slot> slots_;
+  std::vector<PlannedRequest> requests_;
   std::vector<SizeGroup> groups_;
-  std::vector<size_t> begins_{0};        // of the phases, in slots
-  std::vector<size_t> group_begins_{0};  // and in groups
+  std::vector<size_t> begins_{0};        // index of the first request of each phase
+  std::vector<size_t> group_begins_{0};  // index of the first group of each phase
   size_t next_ = 0;
   size_t end_ = 0;
   size_t group_ = 0;

@@ -1,4 +1,4 @@
-// The requests of a step, as a list of events.
+// Records the requests of a step as a list of events.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,11 +11,11 @@ namespace lightning_memo {
 
 enum class EventKind : int32_t { malloc = 0, free = 1 };
 
-// Read by Python as a numpy record; lightning_memo/allocator/allocator_library.py has the same fields.
+// Python reads it as a numpy record; lightning_memo/allocator/allocator_library.py has the same fields.
 struct Event {
   int32_t kind;
-  int32_t phase;     // -1: outside of any
-  int32_t sequence;  // malloc: its number within the phase, -1 if it can't be planned; free: mallocs before it
+  int32_t phase;     // -1 outside of all phases
+  int32_t sequence;  // malloc: number within the phase, -1 if not plannable; free: number of plannable mallocs before
   int32_t thread;
   int64_t id;
   int64_t size;
@@ -41,7 +41,7 @@ class Recorder {
     alive_[address] = {id, size};
     push(EventKind::malloc, phase, sequence, {id, size}, stream);
   }
-  // Blocks that were allocated before the recording are not logged: their births are unknown.
+  // Frees of blocks that were allocated before the recording are not recorded, because their malloc is unknown.
   void free(const void* address, int32_t phase, int32_t sequence) {
     const auto found = alive_.find(address);
     if (found == alive_.end()) return;
@@ -49,7 +49,7 @@ class Recorder {
     alive_.erase(found);
   }
   int64_t count() const { return static_cast<int64_t>(events_.size()); }
-  // Moves the oldest events to `out`. Returns how many.
+  // Moves the oldest events to `out` and returns their number.
   int64_t take(Event* out, int64_t capacity) {
     const int64_t taken = std::min(capacity, count());
     std::copy_n(events_.begin(), taken, out);

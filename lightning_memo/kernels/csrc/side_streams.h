@@ -1,7 +1,7 @@
-// Planned blocks that other streams than the arena's have used.
+// Planned blocks that are used by other streams than the arena's.
 //
-// Such a block may be freed while a side stream still works on it. Its bytes can be given away at once, if the arena's
-// stream waits, on the device, until that work is done.
+// Such a block may be freed while a side stream still works on it. Its bytes can be reused immediately if the arena's
+// stream waits, on the device, until that work has ended.
 #pragma once
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -16,14 +16,14 @@ namespace lightning_memo {
 
 class SideStreams {
  public:
-  // A side stream uses a block.
+  // Notes that a side stream uses a block.
   void record(const void* block, c10::cuda::CUDAStream stream) {
     const std::lock_guard guard(mutex_);
     auto& streams = used_[block];
     if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
     any_ = true;
   }
-  // The block is about to be freed. Called from deleters, which must not throw.
+  // Notes that a block is about to be freed. It is called by deleters, which must not throw.
   void freed(const char* block, uint64_t size) noexcept {
     if (!any_) return;
     const std::lock_guard guard(mutex_);
@@ -34,7 +34,7 @@ class SideStreams {
     used_.erase(found);
     update_any();
   }
-  // The bytes are about to be used on `stream`, the arena's: it waits for what still runs on them.
+  // Makes `stream`, the arena's, wait for work that still uses these bytes, before they are used again.
   void reused(const char* block, uint64_t size, cudaStream_t stream) {
     if (!any_) return;
     const std::lock_guard guard(mutex_);
@@ -45,7 +45,7 @@ class SideStreams {
         continue;
       }
       C10_CUDA_CHECK(cudaStreamWaitEvent(stream, pending.event, 0));
-      // All later work of the arena's stream comes after this, so nobody has to wait for the event again.
+      // All later work of the arena's stream comes after this, so the event is not needed any more.
       remove(i);
     }
     update_any();
@@ -68,7 +68,7 @@ class SideStreams {
     for (size_t i = 0; i < pending_.size();) {
       const cudaError_t state = cudaEventQuery(pending_[i].event);
       if (state == cudaErrorNotReady) {
-        (void)cudaGetLastError();  // "not ready" is an answer, not an error that a later check should find
+        (void)cudaGetLastError();  // "not ready" is no error, so a later check must not find it
         ++i;
       } else {
         remove(i);
@@ -82,7 +82,7 @@ class SideStreams {
   }
   void update_any() { any_ = !used_.empty() || !pending_.empty(); }
 
-  std::atomic<bool> any_{false};  // spares the lock where no side stream takes part
+  std::atomic<bool> any_{false};  // avoids the lock if no side stream uses a block
   std::mutex mutex_;
   std::unordered_map<const void*, std::vector<c10::cuda::CUDAStream>> used_;
   std::vector<Pending> pending_;

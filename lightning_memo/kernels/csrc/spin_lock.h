@@ -1,5 +1,5 @@
-// A mutex for critical sections of a few nanoseconds. It can be unlocked in a forked child, which std::mutex does not
-// promise, and takes one atomic operation less.
+// A mutex for critical sections of a few nanoseconds. Unlike std::mutex, it can be unlocked in a forked child, and it
+// takes one atomic operation less.
 #pragma once
 #include <atomic>
 #include <thread>

@@ -1,4 +1,4 @@
-"""What comes back from the host or the disk with other bytes ends the run in one line, if `check_restored` is set."""
+"""With `check_restored`, a tensor that comes back with other bytes than it left with ends the run in one line."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.spill_layout import SpillLayout
-from lightning_memo.engine import Engine
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
-from lightning_memo.engine.memory import slot_memory as memory
-from lightning_memo.engine.memory import spill
+from lightning_memo.engine.memory import host_arena, slot_memory, spill
+from lightning_memo.engine.memory.checksums import Checksum, RestoredError, RowChecksums, TensorLabel
 from lightning_memo.engine.memory.lazy_tensor import Assembly
-from lightning_memo.engine.memory.restored_checks import Check, RestoredError, RowChecks, What
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-WHAT = What("key", 3, 0, 512)
+WHAT = TensorLabel("key", 3, 0, 512)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -42,8 +40,8 @@ def some_bytes(count: int) -> Tensor:
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 4095, 4096, 4097, 12289])
 def test_every_single_bit_is_seen(count: int) -> None:
     data = some_bytes(count)
-    check = Check(WHAT, data, torch.uint8)
-    check.compare(torch.cat([data[:3], data])[min(count, 3) :])  # also where it lies elsewhere among words of eight
+    check = Checksum(WHAT, data, torch.uint8)
+    check.compare(torch.cat([data[:3], data])[min(count, 3) :])  # also at an offset that is no multiple of eight
     for byte in {0, count // 2, count - 1}:
         for bit in range(8):
             data[byte] ^= 1 << bit
@@ -55,7 +53,7 @@ def test_every_single_bit_is_seen(count: int) -> None:
 
 def test_pieces_that_changed_places_are_seen() -> None:
     data = some_bytes(3 * 4096)
-    check = Check(WHAT, data, torch.uint8)
+    check = Checksum(WHAT, data, torch.uint8)
     with pytest.raises(RestoredError):
         check.compare(torch.cat([data[4096:8192], data[:4096], data[8192:]]))
 
@@ -65,7 +63,7 @@ def test_what_left_with_nan_may_come_back_with_it(dtype: torch.dtype) -> None:
     values = torch.ones(600, dtype=dtype)
     values[5], values[7] = float("nan"), float("inf")
     data = values.view(torch.uint8)
-    check = Check(WHAT, data, dtype)
+    check = Checksum(WHAT, data, dtype)
     check.compare(data.clone())
     values[9:12] = float("nan")
     with pytest.raises(RestoredError) as caught:
@@ -77,7 +75,7 @@ def test_what_left_with_nan_may_come_back_with_it(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("features", [3, 4, 6])  # rows of 6, 8 and 12 bytes: other words
 def test_rows_are_read_in_any_ranges(features: int) -> None:
     matrix = torch.randn(10, features, dtype=torch.float32).bfloat16()
-    checks = RowChecks("hidden states", 10, features, matrix.dtype, CPU)
+    checks = RowChecksums("hidden states", 10, features, matrix.dtype, CPU)
 
     def bytes_of(*ranges: range) -> Tensor:
         return torch.cat([matrix[r.start : r.stop] for r in ranges]).view(-1).view(torch.uint8)
@@ -92,7 +90,8 @@ def test_rows_are_read_in_any_ranges(features: int) -> None:
         checks.compare(ranges, bytes_of(*ranges))
 
 
-def test_hidden_states_on_the_host() -> None:
+def test_hidden_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
     slots = SlotMemory(64, 4096, CPU, test_mode=DELAYS, state_bytes=4096, check_restored=True)
     whole = torch.randn(1, 8, 4)
     assembly = Assembly(whole.shape, whole.dtype, CPU, 4, slots, '"output" of layer 1')
@@ -100,7 +99,7 @@ def test_hidden_states_on_the_host() -> None:
         assembly.write(1, start, whole[:, start : start + 4])
     lazy = assembly.take()
     assert torch.equal(lazy.fetch_part(1, 2, 7)(), whole[:, 2:7])
-    slots.state_arena._memory[5 * 16] ^= 1
+    calls.arenas[-1][5 * 16] ^= 1
     assert torch.equal(lazy.fetch_part(1, 0, 5)(), whole[:, :5])
     with pytest.raises(RestoredError, match='"output" of layer 1, rows 5 to 5'):
         lazy.fetch_part(1, 4, 8)()
@@ -128,7 +127,7 @@ PATHS = {
 
 
 def strategy_of(path: str, **settings: Any) -> MemoStrategy:
-    """The strategy of a path; where there is a disk, the host has room for two slots."""
+    """The strategy of a path; if it spills, the host memory holds two slots."""
     if path == "spilled":
         Path("disk").mkdir(exist_ok=True)
         slot_bytes = fit(MemoStrategy(alpha=1.0), LanguageModel(eight_blocks), max_steps=1).plan.swap.slot_bytes
@@ -138,9 +137,9 @@ def strategy_of(path: str, **settings: Any) -> MemoStrategy:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_clean_run_is_the_same(path: str) -> None:
-    """Bit by bit, in spite of delays and poison, which are never compared."""
+    """Results are bit-identical in spite of delays and poison, which are never compared."""
     settings: dict[str, Any] = {}
-    if path == "kinds":  # solved for from times that were measured: another profile may give another plan
+    if path == "kinds":  # its plan depends on measured times, so another profile may give another plan
         fit(strategy_of(path), LanguageModel(PATHS[path][0]), max_steps=1)
         settings["plan"] = "memo_plan.json"
     expected = fit(strategy_of(path, **settings), LanguageModel(PATHS[path][0]), max_steps=3)
@@ -152,41 +151,66 @@ def test_a_clean_run_is_the_same(path: str) -> None:
     assert all(torch.equal(weight, weights[name]) for name, weight in actual.module.state_dict().items())
 
 
-# Whether a copy to the device, from a place of the host, is the one to damage.
-IsMeant = Callable[[Engine, Tensor, Tensor], bool]
+# Whether to damage the source of a copy to the device, given the call that starts the copy.
+IsMeant = Callable[["Calls", Tensor], bool]
 
 
-def same_memory(t: Tensor, memory: Tensor) -> bool:
-    return t.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+class Calls:
+    """The public calls of the slot memory that are running, and the host arenas of the plan in force."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.running: list[str] = []
+        self.arenas: list[Tensor] = []
+        for name in ("fetch", "copy_from_host"):
+            monkeypatch.setattr(SlotMemory, name, self._noting(name, getattr(SlotMemory, name)))
+        allocate = host_arena.host_memory
+
+        def host_memory(size_bytes: int, pinned: bool) -> Any:
+            pages, lock = allocate(size_bytes, pinned)
+            self.arenas.append(pages)
+            return pages, lock
+
+        monkeypatch.setattr(host_arena, "host_memory", host_memory)
+
+    def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            self.running.append(name)
+            try:
+                return method(*arguments, **settings)
+            finally:
+                self.running.pop()
+
+        return call
+
+    def arena_of(self, source: Tensor) -> str:
+        """The host arena that a tensor lies in; a slot memory allocates its arenas in this order."""
+        for name, pages in zip(("slots", "gradients", "states"), self.arenas[-3:], strict=True):
+            if pages.nbytes and source.untyped_storage().data_ptr() == pages.untyped_storage().data_ptr():
+                return name
+        return ""
 
 
-def from_a_slot(engine: Engine, destination: Tensor, source: Tensor) -> bool:
-    assert engine.memory is not None
-    return any(same_memory(destination, buffer) for buffer in engine.memory._buffers)
+def from_a_slot(calls: Calls, source: Tensor) -> bool:
+    return calls.running == ["fetch"]
 
 
-def in_a_block(engine: Engine, destination: Tensor, source: Tensor) -> bool:
-    assert engine.memory is not None and engine._reader is not None
-    to_block = any(same_memory(destination, buffer) for buffer in engine._reader._buffers)
-    return to_block and same_memory(source, engine.memory.arena._memory)
+def in_a_block(calls: Calls, source: Tensor) -> bool:
+    return not calls.running and calls.arena_of(source) == "slots"
 
 
-def from_the_gradients(engine: Engine, destination: Tensor, source: Tensor) -> bool:
-    assert engine.memory is not None
-    return same_memory(source, engine.memory.gradient_arena._memory)
+def from_the_gradients(calls: Calls, source: Tensor) -> bool:
+    return calls.arena_of(source) == "gradients"
 
 
-def from_the_states(engine: Engine, destination: Tensor, source: Tensor) -> bool:
-    assert engine.memory is not None
-    return same_memory(source, engine.memory.state_arena._memory)
+def from_the_states(calls: Calls, source: Tensor) -> bool:
+    return calls.arena_of(source) == "states"
 
 
-def from_elsewhere(engine: Engine, destination: Tensor, source: Tensor) -> bool:
-    places = (from_a_slot, in_a_block, from_the_gradients, from_the_states)
-    return not any(is_meant(engine, destination, source) for is_meant in places)
+def from_elsewhere(calls: Calls, source: Tensor) -> bool:
+    return calls.running == ["copy_from_host"] and calls.arena_of(source) == "slots"
 
 
-def from_the_disk(engine: Engine, destination: Tensor, source: Tensor) -> bool:
+def from_the_disk(calls: Calls, source: Tensor) -> bool:
     return True
 
 
@@ -194,25 +218,29 @@ class Damage:
     """Changes bytes of the host once, before they are copied to the device, in the backward of the second batch.
 
     Args:
+        calls: Running calls of the slot memory.
         stream: Name of the stream that copies them.
         is_meant: Whether it is this copy.
         nan: Whether a value becomes NaN, rather than that one bit changes.
+
+    Attributes:
+        armed: Whether the next copy that is meant gets damaged.
     """
 
-    def __init__(self, stream: str, is_meant: IsMeant, nan: bool) -> None:
-        self._stream, self._is_meant, self._nan = stream, is_meant, nan
-        self.engine: Engine | None = None
+    def __init__(self, calls: Calls, stream: str, is_meant: IsMeant, nan: bool) -> None:
+        self._calls, self._stream, self._is_meant, self._nan = calls, stream, is_meant, nan
+        self.armed = False
 
     def make_copy_stream(self, device: torch.device, name: str, *settings: Any) -> ThreadCopyStream:
         return DamagingStream(self, name, *settings) if name == self._stream else ThreadCopyStream(name, *settings)
 
-    def before(self, destination: Tensor, source: Tensor, after: tuple[CopyEvent | None, ...]) -> None:
-        if self.engine is None or not self._is_meant(self.engine, destination, source):
+    def before(self, source: Tensor, after: tuple[CopyEvent | None, ...]) -> None:
+        if not self.armed or not self._is_meant(self._calls, source):
             return
         for event in after:
             if event is not None:
                 event.synchronize()
-        self.engine = None
+        self.armed = False
         if self._nan:
             source[:4] = 0xFF
         else:
@@ -228,7 +256,7 @@ class DamagingStream(ThreadCopyStream):
     def copy_after(
         self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Any = None
     ) -> CopyEvent:
-        self._damage.before(destination, source, after)
+        self._damage.before(source, after)
         return super().copy_after(destination, source, *after, subject=subject)
 
 
@@ -242,14 +270,16 @@ class Damaged(LanguageModel):
     @override
     def on_before_backward(self, loss: Tensor) -> None:
         if len(self.losses) == 2:
-            self._damage.engine = self.trainer.strategy.engine
+            self._damage.armed = True
 
 
 @pytest.fixture
 def damage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Damage]]:
+    calls = Calls(monkeypatch)
+
     def do(*settings: Any) -> Damage:
-        made = Damage(*settings)
-        for module in (memory, spill):
+        made = Damage(calls, *settings)
+        for module in (slot_memory, spill):
             monkeypatch.setattr(module, "make_copy_stream", made.make_copy_stream)
         return made
 

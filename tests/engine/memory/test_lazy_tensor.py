@@ -1,4 +1,4 @@
-"""Tensors that exist a few rows at a time: what is read and written, and what makes them real."""
+"""Lazy tensors: reading and writing a few rows at a time, and the operations that compute the real tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_was_written_is_read(dim: int, memory: SlotMemory) -> None:
     assert torch.equal(torch.cat(parts, dim), whole)
     assert torch.equal(torch.cat(list(read_rows(t, 4))), whole.view(-1, 3))
     assert torch.equal(t.narrow(dim, 2, 4), whole.narrow(dim, 2, 4))
-    assert memory.state_arena.bytes_in_use == whole.nbytes  # nothing of it became real
+    assert memory.state_arena.bytes_in_use == whole.nbytes  # the tensor is still lazy
     del t, parts
     assert memory.slots_in_use == 0
 
@@ -60,7 +60,7 @@ def test_everything_else_makes_them_real_once(memory: SlotMemory) -> None:
     assert torch.equal(t * 2, whole * 2) and torch.equal(t.transpose(0, 1), whole.transpose(0, 1))
     assert t.add_(1.0) is t
     assert torch.equal(alias[:, 2:4], whole[:, 2:4] + 1)
-    assert memory.slots_in_use == 0  # the host has given its place back
+    assert memory.slots_in_use == 0  # the host buffer has been released
 
 
 def test_gradients_flow_through_them(memory: SlotMemory) -> None:
@@ -82,7 +82,7 @@ def test_what_an_abandoned_step_left_is_refused(memory: SlotMemory) -> None:
     t = on_host(torch.randn(1, 7, 3), memory)
     memory.abandon()
     assert memory.slots_in_use == 0
-    with pytest.raises(RuntimeError, match="hidden states of a step that is over"):
+    with pytest.raises(RuntimeError, match="hidden states were read after their step"):
         t[:, :2]
 
 

@@ -1,4 +1,4 @@
-"""The spill file and the way there and back: bytes come back, failures are told, and nothing is left on the disk."""
+"""The spill file and its copies: bytes come back, failures are reported, and nothing is left on the disk."""
 
 from __future__ import annotations
 
@@ -49,8 +49,15 @@ def slots() -> list[Tensor]:
     return [torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, generator=generator) for _ in range(SLOTS)]
 
 
+def descriptor_in(folder: Path) -> int:
+    """The descriptor of the file without a name that this process has open in `folder`."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    (descriptor,) = (int(path.name) for path in links if str(path.readlink()).startswith(f"{folder}{os.sep}"))
+    return descriptor
+
+
 def there_and_back(tier: Spill, sources: list[Tensor]) -> list[Tensor]:
-    """All slots go out through one buffer on the device, which is used again, and come back into one, last first."""
+    """Write all slots from a device buffer that is reused, and read them back into it, the last one first."""
     buffer, arrived = torch.empty(SLOT_BYTES, dtype=torch.uint8), []
     places = [tier.take(SLOT_BYTES) for _ in sources]
     writes = []
@@ -79,13 +86,13 @@ def test_bytes_come_back(tier: Spill) -> None:
 
 
 def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(tier: Spill) -> None:
-    status = os.fstat(tier.file._file.fileno())
+    status = os.fstat(descriptor_in(tier.file.folder))
     assert status.st_size == SLOTS * 5 * BLOCK_BYTES <= status.st_blocks * 512
     assert [tier.take(SLOT_BYTES) is None for _ in range(SLOTS + 1)] == [False] * SLOTS + [True]
 
 
 class Heedless:
-    """An event for which nobody waits."""
+    """An event whose waits return immediately."""
 
     def __init__(self, event: CopyEvent) -> None:
         self._event = event
@@ -97,7 +104,7 @@ class Heedless:
 
 
 class HeedlessStream(ThreadCopyStream):
-    """A broken copy stream: its copies are taken for finished at once."""
+    """A broken copy stream, whose copies appear to have ended immediately."""
 
     def copy_after(self, *arguments: Any, **subject: Any) -> CopyEvent:
         return Heedless(super().copy_after(*arguments, **subject))
@@ -159,7 +166,9 @@ def test_more_than_is_free_is_refused_before_the_disk_is_full(tmp_path: Path, mo
 @pytest.mark.parametrize("folder", ["/proc", "missing", "file"])
 def test_a_folder_that_takes_no_files_is_told(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r'spill_path=".*(proc|missing|file)": no file can be made there \(.*\): give'):
+    with pytest.raises(
+        ValueError, match=r'spill_path=".*(proc|missing|file)": no file can be created there \(.*\): give'
+    ):
         SpillFile(tmp_path / folder, BLOCK_BYTES)
 
 
@@ -175,7 +184,7 @@ def test_a_disk_that_fails_is_told_where_bytes_are_needed(
 
 
 def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., int]:
-    """A system call that the disk refuses after some time."""
+    """A system call that fails after some calls."""
     count = iter(range(10**6))
 
     def call(*arguments: object) -> int:
@@ -190,15 +199,15 @@ def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., 
 
 
 def own(folder: Path, ready: Connection) -> None:
-    """A process that has a spill file, until it is told to end."""
+    """A process that has a spill file until it gets a message."""
     file = SpillFile(folder, BLOCK_BYTES)
-    ready.send(([path.name for path in folder.iterdir()], os.fstat(file._file.fileno()).st_nlink))
+    ready.send(([path.name for path in file.folder.iterdir()], os.fstat(descriptor_in(folder)).st_nlink))
     ready.recv()
     raise KeyError("an exception")
 
 
 def test_nothing_is_left_when_processes_end(tmp_path: Path) -> None:
-    """One by an exception, one killed; both have a file in the folder."""
+    """One process ends with an exception, and one is killed; both have a file in the folder."""
     (tmp_path / "lightning_memo_notes").touch()  # not ours, whatever its name
     context = multiprocessing.get_context("fork")
     owners = []
@@ -220,7 +229,7 @@ def test_nothing_is_left_when_processes_end(tmp_path: Path) -> None:
 
 def test_closing_gives_the_space_back_though_a_child_has_the_file_open(tmp_path: Path) -> None:
     file = SpillFile(tmp_path, BLOCK_BYTES)
-    inherited = os.dup(file._file.fileno())
+    inherited = os.dup(descriptor_in(tmp_path))
     assert os.fstat(inherited).st_blocks > 0
     file.close()
     assert os.fstat(inherited).st_blocks == 0

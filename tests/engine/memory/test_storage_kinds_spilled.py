@@ -1,4 +1,4 @@
-"""storage="kinds" with a disk: what is spilled is computed with as before, and bytes and budgets are those planned."""
+"""storage="kinds" with a disk: results with spilled tensors do not change, and bytes and budgets are as planned."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ SETTINGS: dict[str, Any] = {"storage": "kinds", "device_memory": "1.6MiB", "host
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)
-    for name in ("disk_bandwidth", "copy_bandwidth"):  # else how busy this machine is would decide on the plan
+    for name in ("disk_bandwidth", "copy_bandwidth"):  # otherwise the plan would depend on the load of this machine
         monkeypatch.setattr(costs, name, lambda *_: (1e12, 1e12))
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"

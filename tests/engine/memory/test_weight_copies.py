@@ -1,4 +1,4 @@
-"""Under autocast, copies of weights live no longer than the layer that they are for."""
+"""Under autocast, low-precision copies of weights are freed with the layer that uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEW = ("llama", "gpt2_dropout")
 
 
 class CopiesOf(TorchDispatchMode):
-    """Notes the memory of every copy in another dtype that is made of some tensors."""
+    """Records the memory of every copy of some tensors in another dtype."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class CopiesOf(TorchDispatchMode):
 
 
 def build(family: str, frozen: bool = False) -> tuple[nn.Module, list[nn.Parameter]]:
-    """A model, and the matrices of its layers; if they are frozen, norms and embeddings are trained."""
+    """A model and the weight matrices of its layers; if they are frozen, norms and embeddings are trained."""
     torch.manual_seed(0)
     model = FAMILIES[family].build().train()
     layers = [p for name, p in model.named_parameters() if ("layers." in name or ".h." in name) and p.dim() == 2]
@@ -83,7 +83,7 @@ def test_no_copy_of_a_layers_weight_waits_for_the_backward(
 
 @pytest.mark.parametrize("schedule", ["layer", "slice"])
 def test_no_copy_for_a_slice_waits_for_the_backward(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients, accumulated over two batches, are in every bit those of copies that are kept for each slice."""
+    """Gradients accumulated over two batches are bit-identical to those with a copy for each slice."""
     model, weights = build("llama")
     batches = BATCH, make_batch(2, 40)
     with EngineUnderTest(model, schedule, slice_tokens=12, host_backed="all") as under_test:
@@ -122,7 +122,7 @@ def test_a_copy_of_a_weight_is_not_taken_for_an_activation(family: str, frozen: 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_plain_training_keeps_a_copy_of_each(frozen: bool) -> None:
-    """What the engine saves: the test above can fail."""
+    """Without the engine the copies stay alive, so the test above can fail."""
     model, weights = build("llama", frozen)
     with CopiesOf(weights) as copies, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = model(**BATCH).loss

@@ -1,4 +1,4 @@
-"""Saved tensors that are made of others (quantised ones) leave the device part by part, and come back as they were."""
+"""Saved tensors that consist of other tensors, such as quantised ones, are offloaded part by part and restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[s
 
 
 def test_parts_are_what_is_planned() -> None:
-    """Inputs in 8 bits take a quarter of the room."""
+    """Inputs in 8 bits take a quarter of the memory."""
     data = loader(tokens=24)  # not the width of a weight
     slots = [
         fit(MemoStrategy(alpha=1.0), made, data, max_steps=1).plan.swap.slot_bytes

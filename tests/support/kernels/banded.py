@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.banded import BandedFlash
+from lightning_memo.kernels.flash_attention import BandedFlash
 from support.kernels.attention_reference import (
     attention,
 )

@@ -1,0 +1,72 @@
+"""A run of Lightning's Trainer, as the runtime sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+
+class LightningRun:
+    """Implements :class:`~lightning_memo.runtime.training_run.TrainingRun` for a `Trainer`.
+
+    Args:
+        trainer: The trainer. Values are read when they are asked for, because callbacks may change them.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def model(self) -> pl.LightningModule:
+        return self._trainer.lightning_module
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._trainer.optimizers
+
+    @property
+    def precision(self) -> str:
+        return str(self._trainer.precision)
+
+    @property
+    def rank(self) -> int:
+        return self._trainer.global_rank
+
+    @property
+    def processes(self) -> int:
+        return self._trainer.world_size
+
+    @property
+    def accumulated_batches(self) -> int:
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def gradient_clip(self) -> float | None:
+        return self._trainer.gradient_clip_val
+
+    @property
+    def automatic_optimization(self) -> bool:
+        return self._trainer.lightning_module.automatic_optimization
+
+    @property
+    def step(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    def batch(self) -> int:
+        return self._trainer.fit_loop.batch_idx
+
+    @property
+    def logs_now(self) -> bool:
+        interval = max(self._trainer.log_every_n_steps, 1)
+        return bool(self._trainer.loggers) and self._trainer.global_step % interval == 0
+
+    def folder(self) -> Path:
+        return Path(self._trainer.log_dir or self._trainer.default_root_dir)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        for logger in self._trainer.loggers:
+            logger.log_metrics(dict(metrics), step=self._trainer.global_step)

@@ -1,0 +1,102 @@
+"""Builds the objects of a run from its configuration, with checks that name the setting to change."""
+
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import DictConfig
+
+from lightning_memo.cli.hydra_command import plain_settings
+from lightning_memo.cli.launch import started_processes
+from lightning_memo.config import PRECISIONS
+from lightning_memo.data import SequenceDataModule
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
+from lightning_memo.strategy import MemoStrategy
+
+
+def module_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the arguments of :class:`~lightning_memo.models.CausalLM`."""
+    return {"model": plain_settings(cfg.model), **plain_settings(cfg.optim)}
+
+
+def trainer_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the arguments of Lightning's trainer in the configuration."""
+    return plain_settings(cfg.trainer)
+
+
+def build_trainer(cfg: DictConfig, *callbacks: Callback) -> Trainer:
+    """Returns the trainer with the configured strategy, loggers and callbacks, and additional ``callbacks``.
+
+    Raises:
+        ValueError: The precision is not allowed, or the number of started processes is not the trainer's.
+    """
+    check_precision(cfg.trainer.precision)
+    trainer: Trainer = instantiate(
+        cfg.trainer,
+        strategy=build_strategy(cfg.strategy),
+        callbacks=[*_build_group(cfg.callbacks), *callbacks],
+        logger=_build_group(cfg.logger),
+    )
+    _check_started(trainer)
+    return trainer
+
+
+def count_processes(trainer: Trainer) -> int:
+    """Returns the number of training processes, including those that Lightning has not started yet."""
+    return trainer.num_devices * trainer.num_nodes
+
+
+def check_data(data: SequenceDataModule, trainer: Trainer) -> None:
+    """Refuses a training text that is too short to give each data-parallel process a batch.
+
+    Raises:
+        ValueError: The text is too short, or the strategy's parallel sizes do not divide the number of processes.
+    """
+    processes = count_processes(trainer)
+    strategy = trainer.strategy
+    groups = resolve_sizes(strategy.config, processes).data if isinstance(strategy, MemoStrategy) else processes
+    if data.train_sequences < data.batch_size * groups:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} on {groups} data-parallel processes: the training text has only "
+            f"{data.train_sequences} sequences of data.seq_len={data.seq_len}; lower data.batch_size or data.seq_len, "
+            f"or give more text ({data.more_text})"
+        )
+
+
+def build_strategy(cfg: DictConfig) -> Strategy | str:
+    """Returns the configured strategy, or the name of one of Lightning's strategies."""
+    if "_target_" in cfg:
+        return instantiate(cfg)
+    ignored = sorted(set(cfg) - {"name"})
+    if ignored:
+        rank_zero_warn(
+            f"strategy={cfg.name} is a strategy of Lightning and ignores strategy.{', strategy.'.join(ignored)}."
+        )
+    return cfg.name
+
+
+def _build_group(cfg: DictConfig) -> list[Any]:
+    return [instantiate(item) for item in cfg.values() if item is not None]
+
+
+def check_precision(precision: Any) -> None:
+    """Refuses a precision that the strategy does not support.
+
+    Raises:
+        ValueError: The precision is not supported.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={precision}: give one of {', '.join(PRECISIONS)}")
+
+
+def _check_started(trainer: Trainer) -> None:
+    wanted, started = count_processes(trainer), started_processes()
+    if started not in (None, wanted):
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices} x trainer.num_nodes={trainer.num_nodes} = {wanted} processes, but "
+            f"{started} were started; set trainer.devices to the processes per node and "
+            "trainer.num_nodes to the number "
+            "of nodes"
+        )

@@ -1,0 +1,176 @@
+"""The processes of a run: the device mesh, and what each process gets of the model and of the data."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_memo.checkpointing import CheckpointingStrategy
+from lightning_memo.config import MemoConfig
+from lightning_memo.data.seed_workers import seed_workers
+from lightning_memo.parallel.mesh_precision import MeshPrecision
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
+from lightning_memo.parallel.processes import Processes
+from lightning_memo.parallel.zero_sharding import accumulating
+from lightning_memo.runtime.model_checks import refuse_liger_shards
+from lightning_memo.utils.find_layers import find_layers
+
+
+class DistributedStrategy(CheckpointingStrategy):
+    """Divides the model, the batches and the data loaders among the processes of a run, if there are several.
+
+    Args:
+        config: The settings of the strategy.
+        timeout: How long a process waits for the others in a collective.
+        process_group_backend: Backend of `torch.distributed`; `None` is NCCL on GPUs and gloo on CPUs.
+    """
+
+    def __init__(self, config: MemoConfig, timeout: timedelta, process_group_backend: str | None) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self.config = config
+        self._processes: Processes | None = None
+        self._divided = contextlib.ExitStack()
+
+    @abstractmethod
+    def _slice_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """Where the slices of a training batch end.
+
+        Args:
+            batch: Number of sequences.
+            tokens: Number of tokens of each that this process holds between the blocks of a layer.
+        """
+
+    @property
+    @override
+    def distributed(self) -> bool:
+        """Whether the run takes part in a process group; a single process without ZeRO needs none."""
+        return self.num_processes * self.num_nodes > 1 or self.config.zero_stage > 0 or self.config.offload_state
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of groups of processes that get different data."""
+        return 1 if self._processes is None else self._processes.sizes.data
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of the data that this process gets. Datasets that divide their data themselves use it."""
+        return 0 if self._processes is None else self._processes.data_rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        if not self.distributed:
+            resolve_sizes(self.config, 1)
+            self.accelerator.setup_device(self.root_device)
+            self.set_world_ranks()
+            # A single process reads all data in the user's own order, as it would without this strategy.
+            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
+            return
+        _refuse_averaging(self.lightning_module.trainer.callbacks)
+        self._setup_distributed()
+        if self._processes is None:
+            self._processes = Processes(self.config, self.root_device)
+        self._device_mesh = self.lightning_module._device_mesh = self._processes.mesh
+        if not isinstance(self.precision_plugin, MeshPrecision):
+            self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device)
+
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
+        if self.config.offload_state:
+            return self.precision_plugin.tensor_init_context()
+        # The weights are made on the device. The parent class would make them on "meta", and fill them with random
+        # numbers in setup.
+        return Strategy.tensor_init_context(self, empty_init)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._processes is None or not isinstance(dataloader, DataLoader):
+            return dataloader
+        assert self.lightning_module is not None
+        split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
+        seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
+        return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.training
+        if self.config.schedule == "slice" and self._processes is None and training:
+            return batch  # each slice of the batch goes to the device when its turn comes
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._processes is not None:
+            batch = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
+        return batch
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.model is not None
+        with accumulating(self.model, self.config.zero_stage):
+            yield
+
+    def _divide_model(self, model: nn.Module) -> None:
+        """Shard the model among the processes; does nothing if there is only one.
+
+        Raises:
+            ValueError: The model cannot be sharded as the settings demand.
+        """
+        processes = self._processes
+        if processes is None:
+            return
+        steps = ("training_step", "validation_step", "test_step", "predict_step")
+        assert isinstance(self.precision_plugin, MeshPrecision) and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # weights that FSDP2 gathers in inference mode could not be trained afterwards
+        if processes.sizes.tensor > 1:
+            refuse_liger_shards(model)
+        processes.divide_model(
+            model,
+            layers=lambda: list(find_layers(model, self.config.layers)[1]),
+            mixed=self.precision_plugin.mixed,
+            forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
+        )
+        processes.attach(model, self._divided)
+        outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
+        processes.prepare_batches(model, self._slice_bounds, slices_outside=outside)
+
+    def _release_model(self) -> None:
+        """Undo what `_divide_model` attached to the model."""
+        self._divided.close()
+
+
+def _refuse_averaging(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that average weights, which several processes cannot do.
+
+    Raises:
+        ValueError: There is such a callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} averages whole weights, and several processes have parts of them: leave "
+                "the callback out, or train in one process"
+            )

@@ -1,0 +1,164 @@
+"""Attention of a layer call that runs slice by slice, with the keys and values of all slices on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
+from lightning_memo.engine.attention.keys_values import KeysValuesSource
+from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
+from lightning_memo.planner.token_slices import TokenRange
+
+
+class SliceKeysValues(Protocol):
+    """Provides the keys and values of a slice, each `[batch, heads, tokens, head_dim]`."""
+
+    def peek(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values while the forward is running."""
+        ...
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values in the backward."""
+        ...
+
+    def end_forward(self) -> None:
+        """End the layer's forward: `peek` will not be called again."""
+        ...
+
+
+class SlicedAttention:
+    """Causal attention slice by slice, without autograd.
+
+    The forward of slice `i` attends to the keys of slices `0 .. i` in one kernel call, so that its output is rounded
+    once, as in plain training. The backward runs from the last slice to the first. It adds to the key and value
+    gradients of every slice that the forward attended to, in fp32 for half-precision tensors.
+
+    Args:
+        backend: The kernel. For more than one slice it must compute blocks.
+        slices: The token ranges of the slices, in order.
+    """
+
+    def __init__(self, backend: AttentionBackend, slices: Sequence[TokenRange]) -> None:
+        self._backend = backend
+        self._slices = slices
+        self._keys_values: dict[int, KeysValuesSource] = {}
+        self._gradients = DeviceGradients()
+
+    def forward(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> tuple[AttentionResult, Tensor, Tensor]:
+        """Compute the attention of slice `index`.
+
+        Args:
+            index: Number of the slice.
+            q: Queries of the slice, `[batch, heads, tokens, head_dim]`.
+            k: Keys of the slice.
+            v: Values of the slice.
+            spec: The keys that each query sees.
+
+        Returns:
+            The result, and the keys and values to pass to `hold` once they are stored.
+        """
+        earlier = [self._keys_values[n].peek() for n in self._seen_by(index, spec)]
+        return self._attend(index, q, k, v, spec, earlier), k, v
+
+    def forward_again(self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionResult:
+        """Compute the attention of slice `index` again in the backward, if its result was not stored."""
+        return self._attend(index, q, k, v, spec, [self._keys_values[n].load() for n in self._seen_by(index, spec)])
+
+    def hold(self, index: int, keys_values: KeysValuesSource) -> None:
+        """Register the keys and values of a slice for later slices and for the backward."""
+        self._keys_values[index] = keys_values
+
+    def end_forward(self) -> None:
+        """End the layer's forward: no slice runs before the backward."""
+        for keys_values in self._keys_values.values():
+            keys_values.end_forward()
+
+    def backward(
+        self,
+        index: int,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the slice's q, k and v, including the contributions of later slices.
+
+        The backward of all later slices must have run before.
+        """
+        seen = self._seen_by(index, spec)
+        keys, values = _join([self._keys_values[n].load() for n in seen], k, v)
+        start = self._start(seen, index)
+        dq, *dkv = self._backend.backward(dout, q, keys, values, result, spec, self._slices[index].start, start)
+        lengths = [self._slices[n].tokens for n in (*seen, index)]
+        parts = list(zip(*(grad.split(lengths, 2) for grad in dkv), strict=True))
+        for earlier, (dk, dv) in zip(seen, parts, strict=False):
+            self._gradients.add(earlier, dk, dv)
+        return dq, *self._gradients.take(index, *parts[-1])
+
+    def _attend(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, earlier: list[tuple[Tensor, Tensor]]
+    ) -> AttentionResult:
+        keys, values = _join(earlier, k, v)
+        start = self._start(self._seen_by(index, spec), index)
+        return self._backend.forward(q, keys, values, spec, self._slices[index].start, start)
+
+    def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
+        """Return the earlier slices of which the slice sees any key. They directly precede it."""
+        start = self._slices[index].start
+        return [n for n in range(index) if not spec.sees_nothing(start, self._slices[n].stop)]
+
+    def _start(self, seen: list[int], index: int) -> int:
+        return self._slices[seen[0] if seen else index].start
+
+    def release(self) -> None:
+        """End the layer's backward."""
+
+
+def _join(earlier: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Concatenate the keys and values of earlier slices and of the slice itself, `[batch, heads, keys, head_dim]`."""
+    if not earlier:
+        return k, v
+    keys, values = zip(*earlier, (k, v), strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+class _WholeAttention(torch.autograd.Function):
+    """Attention of a complete sequence, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: AttentionBackend, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = backend.forward(q, k, v, spec)
+        ctx.backend, ctx.spec, ctx.state = backend, spec, result.state
+        ctx.save_for_backward(q, k, v, result.out, result.lse)
+        return result.out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        result = AttentionResult(out, lse, ctx.state)
+        return (None, None, *ctx.backend.backward(dout, q, k, v, result, ctx.spec))
+
+
+def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Compute the attention of a module outside the engine's layers, or of a layer that runs as in plain training.
+
+    Args:
+        backend: The kernel.
+        q: Queries, `[batch, heads, tokens, head_dim]`.
+        k: Keys.
+        v: Values.
+        spec: The keys that each query sees.
+
+    Returns:
+        The output, `[batch, heads, tokens, head_dim]`, with autograd history.
+    """
+    out: Tensor = _WholeAttention.apply(backend, spec, q, k, v)
+    return out

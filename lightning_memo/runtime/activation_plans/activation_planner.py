@@ -1,0 +1,241 @@
+"""Profiles a step, makes the plan, and loads it into the engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar, cast
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine import Engine
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.run_on_ranks import on_first_rank
+from lightning_memo.profiler.measured_costs import (
+    available_budget,
+    estimated_working_set,
+    fingerprint,
+    measured_layer_costs,
+    state_bytes,
+)
+from lightning_memo.profiler.memory_meter import WorkingSet
+from lightning_memo.reports.shortage import plan_shortage
+from lightning_memo.runtime.activation_plans.announce_plan import announce_plan, announce_replanning, warn_of_shortage
+from lightning_memo.runtime.activation_plans.earlier_plan import EarlierPlan
+from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
+from lightning_memo.runtime.activation_plans.plan_by_alpha import plan_by_alpha
+from lightning_memo.runtime.activation_plans.plan_by_kind import plan_by_kind
+from lightning_memo.runtime.activation_plans.step_meter import MetersSteps
+from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.utils.files import check_writable
+
+PLAN_FILE: Final = "memo_plan.json"
+_LEAST_ALPHA: Final = 1 / 16
+T = TypeVar("T")
+
+
+class ActivationPlanner(MetersSteps):
+    """Plans which activations are swapped, from the first batch that the engine profiles and from any larger one.
+
+    Args:
+        engine: The engine of the run.
+        config: The settings of the strategy.
+        ranks: The processes that have to agree on a plan.
+        run: The training run.
+
+    Attributes:
+        plan: The plan in force; `None` until the first batch is over.
+    """
+
+    def __init__(self, engine: Engine, config: MemoConfig, ranks: Ranks, run: TrainingRun) -> None:
+        self.plan: Plan | None = None
+        self._engine, self._config, self._ranks, self._run = engine, config, ranks, run
+        self._started_seconds = 0.0
+        self._is_first_batch = True
+        self._folder = Path()
+        self._most_device_bytes, self._most_alpha = math.inf, 1.0  # limits of later plans, once a plan was too large
+        self._shrunk = False
+
+    def start(self, resumed_plan: str | None) -> None:
+        """Training starts.
+
+        Args:
+            resumed_plan: The plan in the checkpoint from which the run is resumed, as JSON; `None` if there is none.
+
+        Raises:
+            ValueError: The plan cannot be written to the run's folder, or the user's plan is not usable.
+        """
+        self._folder = self._run.folder()
+        on_first_rank(lambda: _check_folder(self._folder))
+        if self._config.plan is not None or resumed_plan is not None:
+            self._use_earlier_plan(resumed_plan)
+        if self.plan is None:
+            rank_zero_info("MemoStrategy: the first batch is profiled, with every layer recomputed.")
+
+    def _use_earlier_plan(self, resumed_plan: str | None) -> None:
+        earlier = EarlierPlan(self._engine, self._config, self._ranks, self._run, resumed_plan)
+        plan = earlier.valid_plan()
+        if plan is None:
+            return
+        self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
+        self._engine.attention.trials = plan.attention_trials
+        self.plan = plan
+        rank_zero_info(f"MemoStrategy: uses {earlier.source}.")
+        self._announce(plan)
+        self._warn_of_shortage(plan)
+
+    def begin_batch(self) -> None:
+        """A training batch begins."""
+        if self.plan is None and self._is_first_batch:  # later batches may be measured by others
+            self._wait_for_device()
+            self.start_meter(self._engine)
+        self._is_first_batch = False
+        self._started_seconds = time.perf_counter()
+
+    def fail(self) -> None:
+        """Training ends with an exception."""
+        self._stop_meter()
+
+    def end_batch(self) -> None:
+        """A training batch is over, and so is its optimizer step, if there is one: make a plan if it was profiled.
+
+        Raises:
+            ValueError: There is no plan within the budget.
+        """
+        profile = self._engine.profile
+        if profile is None or not profile.complete:
+            self._stop_meter()
+            return
+        self._wait_for_device()
+        self._make_plan(profile, time.perf_counter() - self._started_seconds)
+
+    def _wait_for_device(self) -> None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+
+    def _make_plan(self, profile: StepProfile, step_seconds: float) -> None:
+        # Data-parallel processes meet longer batches at different times. Only the first plan is made by all of them at
+        # once; later ones are made by the processes that share a sequence.
+        first = self.plan is None
+        self._agree_on_layers(first)
+        plan = self._solve(self._measured(profile, step_seconds, first), first)
+        kernels = self._engine.attention
+        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
+        plan = replace(plan, swap=swap, attention_trials=kernels.trials)
+        self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
+        self.plan = plan
+        if not first and self._run.rank == 0:
+            announce_replanning(plan, self._shrunk)
+        self._announce(plan)
+        self._warn_of_shortage(plan, everyone=first)
+        self._shrunk = False
+
+    def _agree_on_layers(self, everyone: bool) -> None:
+        """All processes cut their layers alike, and run the slices in the same order."""
+        kinds = self._engine.layer_classes
+        findings = self._ranks.gather((kinds.why_whole, kinds.schedule), everyone)
+        schedules = [schedule for _, schedule in findings]
+        kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
+
+    def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
+        run, engine, device = self._run, self._engine, self._engine.device
+        fixed = state_bytes(run.model, run.optimizers)
+        metered = self._stop_meter()
+        working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
+        costs = self._raising_together(
+            lambda: measured_layer_costs(profile, step_seconds, fixed, working_set, device, engine.settings.spill_path),
+            everyone,
+        )
+        limits = available_budget(self._config, device, fixed, engine.host_bytes, self._ranks.on_this_node)
+        return MeasuredStep(
+            profile=profile,
+            costs=costs,
+            budget=replace(limits, device_bytes=int(min(limits.device_bytes, self._most_device_bytes))),
+            label=fingerprint(run.model, profile, run.precision, device, self._ranks.parallel),
+        )
+
+    def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
+        if self._config.storage == "kinds":
+            device_measured = self._config.device_memory is None and self._most_device_bytes == math.inf
+            return plan_by_kind(step, self._ranks, everyone, device_measured)
+        return plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone)
+
+    def _raising_together(self, work: Callable[[], T], everyone: bool = True) -> T:
+        """Do work that the disk of a single process may refuse; then all processes end.
+
+        Raises:
+            SpillError: The disk refused it. With several processes this is a `ValueError`.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except SpillError as refused:
+            error = refused
+        self._ranks.raise_together(error, everyone)
+        return cast(T, result)
+
+    def _stop_meter(self) -> WorkingSet | None:
+        return self.stop_meter(accumulating=self._run.accumulated_batches > 1)
+
+    def _announce(self, plan: Plan) -> None:
+        if self._run.rank == 0:
+            announce_plan(plan, self._config.attention, self._engine.layer_classes.why_whole)
+            rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
+
+    def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:
+        shortage = plan_shortage(plan, can_have_more=self._most_device_bytes == math.inf)
+        warn_of_shortage(self._ranks.gather(shortage, everyone))
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether another plan needs less device memory than the one in force. The plan of alpha 0 needs least."""
+        swap = None if self.plan is None else self.plan.swap
+        return swap is not None and (swap.mode == "plain" or swap.alpha > 0.0 or swap.storage is not None)
+
+    def shrink(self, most_device_bytes: float = math.inf) -> None:
+        """Drop a plan that takes too much memory: the next forward is profiled, and later plans are smaller.
+
+        A profiled batch has every layer recomputed. The next plan has half the alpha, or 0 below 1/16; after plain
+        training it is not plain.
+
+        Args:
+            most_device_bytes: Device memory that later plans may use.
+        """
+        assert self.plan is not None
+        swap = self.plan.swap
+        self._most_device_bytes = min(self._most_device_bytes, most_device_bytes)
+        if swap.mode != "plain":
+            self._most_alpha = swap.alpha / 2 if swap.alpha > _LEAST_ALPHA else 0.0
+        self._shrunk = True
+        self._engine.unload()
+        self._started_seconds = time.perf_counter()
+
+    def complete(self, plan: Plan) -> None:
+        """Replace the plan in force by the same plan with the placement of its buffers."""
+        self.plan = plan
+        if self._run.rank == 0:
+            self._save(plan)
+
+    def _save(self, plan: Plan) -> Path:
+        path = self._folder / PLAN_FILE
+        plan.save(path)
+        return path
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that the plan cannot be written to before the first step rather than after it."""
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: {PLAN_FILE} can't be written there ({error.strerror}); give Trainer a default_root_dir, or a "
+            "logger, whose folder can be written"
+        ) from None

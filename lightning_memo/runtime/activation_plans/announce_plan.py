@@ -1,0 +1,60 @@
+"""What the user reads about a new plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from rich.console import Console
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.reports.plan_tables import plan_tables
+
+
+def announce_plan(plan: Plan, attention: str, why_whole: str) -> None:
+    """Print the tables of a plan, and the warnings about settings that it could not follow.
+
+    Args:
+        plan: The plan.
+        attention: The user's attention kernel.
+        why_whole: Why layers cannot be cut into slices; empty if they can.
+    """
+    if why_whole:
+        rank_zero_warn(f"MemoStrategy: layers run as one slice, because {why_whole}.")
+    for trial in plan.attention_trials:
+        if trial.name == attention and trial.why_not:
+            rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
+    Console().print(*plan_tables(plan), sep="\n")
+    if plan.budget.spill_bytes and not plan.swap.spill_bytes:
+        why = "the host has room for all swapped activations"
+        if plan.swap.storage is not None:
+            why = "spilling would not make a step shorter"
+        rank_zero_info(f"MemoStrategy: spill_path is not needed, because {why}.")
+
+
+def announce_replanning(plan: Plan, shrunk: bool) -> None:
+    """Say why there is another plan.
+
+    Args:
+        plan: The new plan.
+        shrunk: Whether the plan before it took too much memory.
+    """
+    if shrunk:
+        rank_zero_info("MemoStrategy: planned anew, for less memory.")
+    else:
+        rank_zero_info(
+            f"MemoStrategy: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that was "
+            "planned for; it was profiled and planned anew."
+        )
+
+
+def warn_of_shortage(shortages: Sequence[str]) -> None:
+    """Warn of the first process that has too little device memory for its plan.
+
+    Args:
+        shortages: The shortage of each process by rank; empty text for a process that has enough memory.
+    """
+    for rank, shortage in enumerate(shortages):
+        if shortage:
+            rank_zero_warn(f"MemoStrategy: {f'rank {rank}: ' * (len(shortages) > 1)}{shortage}.")
+            return

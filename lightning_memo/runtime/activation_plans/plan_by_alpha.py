@@ -1,0 +1,84 @@
+"""From a profiled step to a plan of `storage="alpha"`, which all processes agree on."""
+
+from __future__ import annotations
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import StreamedBytes
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine import Engine
+from lightning_memo.parallel.agree_on_plan import agree_on_plan
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.planner import plan_swap
+from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
+
+
+def plan_by_alpha(
+    step: MeasuredStep, engine: Engine, config: MemoConfig, most_alpha: float, ranks: Ranks, everyone: bool
+) -> Plan:
+    """Solve for alpha, the fraction of the tokens whose activations are swapped (MEMO, section 4.2).
+
+    Args:
+        step: The measured step.
+        engine: The engine that profiled the step.
+        config: The settings of the strategy.
+        most_alpha: Upper limit of alpha.
+        ranks: The processes that have to agree.
+        everyone: Whether all processes agree, or only those that work on the same sequences.
+
+    Raises:
+        ValueError: Some process finds no plan, or the user's alpha cuts a layer that cannot be cut.
+    """
+    return agree_on_plan(_AlphaPlanner(step, engine, config, most_alpha).solve, ranks, everyone)
+
+
+class _AlphaPlanner:
+    def __init__(self, step: MeasuredStep, engine: Engine, config: MemoConfig, most_alpha: float) -> None:
+        assert engine.swap is not None
+        self._step, self._engine, self._config, self._most_alpha = step, engine, config, most_alpha
+        self._backing = engine.swap.host_backed
+        self._slice_tokens = None if config.slice_tokens == "auto" else int(config.slice_tokens)
+
+    def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
+        """The plan of this process for an alpha; `None` is the user's."""
+        plan = self._plan_at(self._given_alpha() if alpha is None else alpha, may_be_plain)
+        return plan if plan.swap.alpha <= self._most_alpha else self._plan_at(self._most_alpha, may_be_plain)
+
+    def _plan_at(self, alpha: float | str, may_be_plain: bool) -> Plan:
+        return plan_swap(
+            self._step.costs,
+            self._step.budget,
+            self._step.label,
+            alpha=alpha,
+            schedule=self._engine.layer_classes.schedule,
+            slice_tokens=self._slice_tokens,
+            slot_bytes=self._slot_bytes,
+            allowed=(0.0, 1.0) if self._engine.layer_classes.why_whole else None,
+            # The profiled step was cut into slices: the memory of a step without slices is not known.
+            may_be_plain=may_be_plain and self._backing == "none",
+            host_backed=self._backing,
+            streamed_bytes=None if self._backing == "none" else self._streamed_bytes,
+        )
+
+    def _given_alpha(self) -> float | str:
+        """The user's alpha.
+
+        Raises:
+            ValueError: It cuts a layer that cannot be cut.
+        """
+        alpha, why = self._config.alpha, self._engine.layer_classes.why_whole
+        if why and alpha not in ("auto", 0.0, 1.0):
+            raise ValueError(f'alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or "auto"')
+        return alpha
+
+    def _slot_bytes(self, alpha: float) -> int:
+        """Size of the largest host slot at an alpha."""
+        profile, kinds = self._step.profile, self._engine.layer_classes
+        slices = slice_tokens_by_alpha(profile.tokens, alpha, None if kinds.why_whole else self._slice_tokens)
+        return max(slot_bytes(call.saved, profile.tokens, slices, kinds.schedule) for call in profile.in_order())
+
+    def _streamed_bytes(self, alpha: float) -> StreamedBytes:
+        """Memory at an alpha if slices are swapped one by one."""
+        profile = self._step.profile
+        slices = self._engine.cutter.cut(profile.tokens, alpha, self._slice_tokens)
+        return self._engine.streamed_bytes(profile.saved_by_calls, slices, self._backing)

@@ -1,0 +1,63 @@
+"""From a profiled step to a plan of `storage="kinds"`, which all processes agree on."""
+
+from __future__ import annotations
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.storage_budget import StorageBudget
+from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import StoredBytes
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.planner.alpha.plain_training import plain_plan
+from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
+from lightning_memo.planner.token_slices import TILE_TOKENS, TILED_FROM_TOKENS
+from lightning_memo.profiler.measured_costs import measured_storage_costs
+from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
+
+
+def plan_by_kind(step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool) -> Plan:
+    """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
+
+    Processes whose layers save the same bytes solve the same program, with the costs of the slowest process and the
+    smallest budget, and therefore get the same plan. Other processes get plans of their own.
+
+    Args:
+        step: The measured step.
+        ranks: The processes that have to agree.
+        everyone: Whether all processes agree, or only those that work on the same sequences.
+        device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
+
+    Raises:
+        ValueError: Some process finds no plan.
+    """
+    profile, costs, budget, label = step.profile, step.costs, step.budget, step.label
+    plain = plain_plan(costs, budget, label, "layer")
+    if all(ranks.gather(plain is not None, everyone)) and plain is not None:
+        return plain
+    limits = with_spare_device(budget, costs) if device_measured else budget
+    own = measured_storage_costs(profile, costs), StorageBudget.of(limits, costs)
+    problem, storage_budget = common_problem(ranks.gather(own, everyone)) or own
+    tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
+    plan, error = None, None
+    try:
+        plan = plan_kinds(
+            costs, problem, storage_budget, label, tile_tokens=tile, stored_bytes=lambda p: _bytes_of(p, profile)
+        )
+    except ValueError as refused:
+        error = refused
+    ranks.raise_together(error, everyone)
+    assert plan is not None
+    return plan
+
+
+def _bytes_of(plan: StoragePlan, profile: StepProfile) -> StoredBytes:
+    swapped, spilled, kept = [], [], []
+    for number, call in enumerate(profile.in_order()):
+        saved = [*call.saved, *(product.saved for product in call.products)]
+        slices = stored_slices(plan, number, profile.tokens)
+        swapped.append(stored_bytes(saved, profile.tokens, slices, "swap"))
+        spilled.append(stored_bytes(saved, profile.tokens, slices, "spill"))
+        kept.append(stored_bytes(saved, profile.tokens, slices, "keep"))
+    slot = max(map(sum, zip(swapped, spilled, strict=True)))
+    return StoredBytes(slot=slot, host=sum(swapped[:-2]), kept=sum(kept), spill=tuple(spilled))

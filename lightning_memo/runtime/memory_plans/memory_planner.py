@@ -1,0 +1,349 @@
+"""Records the requests of a step, plans an offset for each, and makes the allocator serve them there."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_memo.allocator import AllocatorStats, PlannedAllocator
+from lightning_memo.artifacts.buffer_placement import StepPlacement
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.plan_cache import PlanCache, cache_folder
+from lightning_memo.artifacts.trace import Trace
+from lightning_memo.engine import Engine
+from lightning_memo.planner.placement.phase_offsets import place_step
+from lightning_memo.planner.placement.placement_core import load_library
+from lightning_memo.planner.placement.step_placement import plan_memory
+from lightning_memo.reports.memory_use import MemoryUse
+from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
+from lightning_memo.runtime.memory_plans.allocator_report import memory_metrics, memory_use, placement_summary
+from lightning_memo.runtime.memory_plans.hit_watch import HitWatch
+from lightning_memo.runtime.memory_plans.memory_state import MemoryState, PlacementCandidate
+from lightning_memo.runtime.memory_plans.step_marks import StepMarks
+from lightning_memo.runtime.memory_plans.step_recording import StepRecording
+from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.utils.background_job import in_background
+
+MIN_BYTES: Final = 512
+"""Smaller requests, mostly scalars for logging, are not planned: they are irregular, and fragment nothing."""
+
+_ALIGNMENT: Final = {"cpu": 64, "cuda": 512}
+_PLANNING_SECONDS: Final = 20.0
+_MOST_PLANS: Final = 3
+_MOST_TRIES: Final = 5
+
+
+class MemoryPlanner:
+    """Plans the memory of steps that run by the plan in force: records some, solves in the background, then serves.
+
+    A step is all micro-batches of an optimizer step. What happens between them, for example loading data, validation
+    and logging, is left to PyTorch's allocator.
+
+    Args:
+        engine: The engine of the run.
+        activations: Makes the plan that is completed here.
+        run: The training run.
+
+    Attributes:
+        state: What the planner does at present.
+        marks: Marks the phases of a step. The runtime calls its methods for each batch.
+        trace: The requests that the placement was made from; `None` if they are not known.
+        use: Counters of the served requests; `None` until training ends or fails.
+    """
+
+    def __init__(self, engine: Engine, activations: ActivationPlanner, run: TrainingRun) -> None:
+        self.state = MemoryState.BUILDING
+        self.marks = StepMarks()
+        self.trace: Trace | None = None
+        self.use: MemoryUse | None = None
+        self._engine, self._activations, self._run = engine, activations, run
+        self._allocator: PlannedAllocator | None = None
+        self._building: Future[PlannedAllocator] | None = None
+        self._solving: Future[StepPlacement] | None = None
+        self._recording = StepRecording()
+        self._candidate: PlacementCandidate | None = None
+        self._tries = 0
+        self._watch = HitWatch()
+        self._last_stats: AllocatorStats | None = None
+        self._swap: object = None
+        self._plans_made = 0
+        self._step = 0
+
+    # ---- for reports
+
+    @property
+    def stats(self) -> AllocatorStats | None:
+        """Counters of the requests since the placement is served, up to the end of training; `None` before."""
+        serving = self._allocator is not None and self.state is MemoryState.SERVING
+        return self._allocator.stats() if self._allocator is not None and serving else self._last_stats
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is under way in the background."""
+        return any(future is not None and not future.done() for future in (self._building, self._solving))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the state is final while steps stay alike: a placement is served, or planning was given up."""
+        return self.state in (MemoryState.SERVING, MemoryState.GIVEN_UP)
+
+    def draw(self, folder: str | Path) -> list[Path]:
+        """Write pictures of the memory plan: its map and its curve as PNG, and both as an interactive page.
+
+        Args:
+            folder: Where the files are written.
+
+        Returns:
+            The files; none if there is no plan, or the requests that it was made from are not known.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        # These import matplotlib, which takes long.
+        from lightning_memo.reports.memory_page import memory_page
+        from lightning_memo.reports.memory_pictures import memory_curve, memory_map
+
+        plan = self._activations.plan
+        if self.use is None or self.trace is None or plan is None or plan.placement is None:
+            return []
+        files = [Path(folder) / name for name in ("memory_map.png", "memory_curve.png", "memory.html")]
+        for write, file in zip((memory_map, memory_curve, memory_page), files, strict=True):
+            write(self.trace, plan.placement, file)
+        return files
+
+    # ---- a step
+
+    def start(self) -> None:
+        """Training starts: compile the allocator in the background."""
+        self._step = self._run.step
+        self._building = in_background(lambda: _build(self._engine.device), "build allocator")
+        self._engine.on_mark = self.marks.layer
+
+    def end_batch(self) -> None:
+        """A training batch is over, and so is its optimizer step, if there is one."""
+        if self.marks.end_batch() and self._allocator is not None:
+            self._allocator.leave()
+        if self._run.step == self._step:
+            return
+        self._step = self._run.step
+        self.marks.end_step()
+        plan = self._activations.plan
+        if plan is None or self._engine.profile is not None:
+            return  # a profiled step makes other requests than those that follow
+        if plan.swap is not self._swap:
+            self._start_over(plan)
+        transitions = {
+            MemoryState.BUILDING: self._install,
+            MemoryState.RECORDING: self._record_step,
+            MemoryState.SOLVING: self._take_placement,
+            MemoryState.DRAINING: self._serve_when_empty,
+            MemoryState.SERVING: self._check_hits,
+        }
+        if self.state in transitions:
+            transitions[self.state]()
+
+    # ---- from state to state
+
+    def _pause(self, then: MemoryState) -> None:
+        """Leave all requests to PyTorch's allocator, and go to another state."""
+        if self._allocator is not None:
+            self._allocator.idle()
+        self.marks.stop()
+        self.state = then
+
+    def _start_over(self, plan: Plan) -> None:
+        """Steps of another plan make other requests."""
+        self._swap = plan.swap
+        self._plans_made, self.trace = 0, None
+        self._pause(MemoryState.BUILDING)
+
+    def release(self) -> None:
+        """Free the arena, because the current step needs the memory. Memory is planned again after the step."""
+        self._pause(MemoryState.BUILDING)
+        self.marks.end_batch()
+        if self._allocator is not None:
+            self._allocator.leave()
+            self._allocator.release()
+
+    def _give_up(self, reason: str) -> None:
+        rank_zero_warn(
+            f"MemoStrategy: memory is not planned: {reason}. Training goes on, and buffers may fragment memory; "
+            "plan_memory=False turns planning off, and this warning."
+        )
+        self._pause(MemoryState.GIVEN_UP)
+
+    def _install(self) -> None:
+        """Put the allocator in front of PyTorch's, and serve an earlier placement or record steps."""
+        if self._building is None or not self._building.done():
+            return
+        try:
+            allocator = self._building.result()
+            allocator.install()
+        except Exception as error:  # training does not depend on the allocator, so no failure of it ends training
+            self._give_up(str(error) or repr(error))
+            return
+        self._allocator = allocator
+        plan = self._activations.plan
+        assert plan is not None
+        cached = _cache(self._run, self._engine).find(plan)
+        if plan.placement is not None and plan.placement.threads == torch.get_num_threads():
+            if cached is not None and cached[0] == plan.placement:
+                self.trace = cached[1]
+            self._try_to_serve(PlacementCandidate(plan.placement, " (from the given plan)"))
+        elif cached is not None:
+            placement, self.trace = cached
+            self._try_to_serve(PlacementCandidate(placement, " (from an earlier run)"))
+        else:
+            self._record()
+
+    def _record(self) -> None:
+        assert self._allocator is not None
+        self.marks.start(self._allocator.phase)
+        self._allocator.record(MIN_BYTES)
+        self._recording = StepRecording()
+        self.state = MemoryState.RECORDING
+
+    def _record_step(self) -> None:
+        """Take the requests of the step; solve once enough is known."""
+        assert self._allocator is not None
+        step = self.marks.recorded(self._allocator.take_events())
+        trace = self._recording.add(step, self.marks.names)
+        if trace is None:
+            return
+        if self.trace is not None and trace.same_requests(self.trace):
+            trace = trace.longest_lives(self.trace)
+        self._pause(MemoryState.SOLVING)
+        self.trace = trace
+        alignment, threads = _ALIGNMENT[self._engine.device.type], torch.get_num_threads()
+        self._solving = in_background(lambda: _solve(trace, alignment, threads), "plan memory", finish_at_exit=True)
+
+    def _take_placement(self) -> None:
+        if self._solving is None or not self._solving.done():
+            return
+        future, self._solving = self._solving, None
+        if (error := future.exception()) is not None:
+            self._give_up(f"{error} (please report this)")
+            return
+        placement = future.result()
+        self._plans_made += 1
+        if placement.requests == 0:
+            self._give_up("no buffer is requested and freed in every step")
+            return
+        self._try_to_serve(PlacementCandidate(placement, solved_here=True))
+
+    def _try_to_serve(self, candidate: PlacementCandidate) -> None:
+        self._candidate, self._tries = candidate, 0
+        self._serve_when_empty()
+
+    def _serve_when_empty(self) -> None:
+        """Serve, unless buffers of an earlier placement are alive in the arena, like gradients of a discarded model."""
+        assert self._allocator is not None and self._candidate is not None
+        self._tries += 1
+        if not self._allocator.release():
+            gc.collect()
+        if self._allocator.release():
+            try:
+                self._serve(self._candidate)
+            except (ValueError, RuntimeError) as error:  # a file holds a wrong plan, or the arena finds no memory
+                if self._candidate.solved_here:
+                    self._give_up(str(error))
+                    return
+                rank_zero_warn(f"MemoStrategy: an earlier memory plan is ignored, and memory is planned anew: {error}")
+                self.trace = None
+                self._record()
+        elif self._tries == _MOST_TRIES:
+            self._give_up(f"{self._allocator.stats().live_blocks} buffers of an earlier plan are still alive")
+        else:
+            self.state = MemoryState.DRAINING
+
+    def _serve(self, candidate: PlacementCandidate) -> None:
+        assert self._allocator is not None and self._activations.plan is not None
+        placement = candidate.placement
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()  # cached memory of unplanned steps would stay reserved in addition to the arena
+        self.marks.start(self._allocator.phase, [phase.name for phase in placement.phases])
+        self._allocator.serve(
+            [(np.array(phase.sizes, np.int64), np.array(phase.offsets, np.int64)) for phase in placement.phases],
+            placement.peak_bytes,
+            placement.min_bytes,
+        )
+        self._allocator.reset_stats()
+        self._watch = HitWatch()
+        self.state = MemoryState.SERVING
+        plan = replace(self._activations.plan, placement=placement)
+        self._activations.complete(plan)
+        if self.trace is not None:
+            _cache(self._run, self._engine).store(plan, self.trace)
+        rank_zero_info(f"MemoStrategy: {placement_summary(placement)}{candidate.origin}.")
+        rank_zero_debug(f"MemoStrategy: placed by {placement.method} in {placement.seconds:.1f} s")
+
+    def _check_hits(self) -> None:
+        """Report the counters, or record again, a few times at most, if the plan does not fit the steps."""
+        assert self._allocator is not None
+        logs_now = self._run.logs_now
+        if not (self._watch.is_due() or logs_now):
+            return
+        stats = self._allocator.stats()
+        if self._watch.plan_is_wrong(stats) and self._plans_made < _MOST_PLANS:
+            self._plans_made += 1
+            self._pause(MemoryState.RECORDING)
+            self._record()
+        elif logs_now:
+            self._run.log(memory_metrics(stats, self._engine.device))
+
+    def close(self, model: nn.Module | None) -> None:
+        """Give all requests back to PyTorch's allocator. The arena is freed together with the last buffer in it.
+
+        Args:
+            model: The trained model. Its gradients leave the arena, because it may be kept long after training.
+        """
+        self._engine.on_mark = None
+        self.marks.stop()
+        self.marks.end_batch()
+        self.marks.end_step()
+        if self._allocator is None:
+            return
+        plan = self._activations.plan
+        if self.state is MemoryState.SERVING and plan is not None and plan.placement is not None:
+            self._last_stats = self._allocator.stats()
+            self.use = memory_use(self._last_stats, plan.placement, self._engine.device)
+            self.state = MemoryState.CLOSED
+        self._allocator.leave()
+        self._allocator.idle()
+        self._allocator.uninstall()
+        if model is not None and not self._allocator.release():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+
+
+def _build(device: torch.device) -> PlannedAllocator:
+    load_library()  # the planner's compiled core, so that planning does not wait for a compiler
+    return PlannedAllocator(device)
+
+
+def _solve(trace: Trace, alignment: int, threads: int) -> StepPlacement:
+    placement = plan_memory(trace, alignment=alignment, time_limit_seconds=_PLANNING_SECONDS)
+    return place_step(trace, placement, min_bytes=MIN_BYTES, threads=threads)
+
+
+def _cache(run: TrainingRun, engine: Engine) -> PlanCache:
+    """The placements of earlier runs that are alike in everything that determines the requests of a step."""
+
+    def warn(message: str) -> None:
+        rank_zero_warn(f"MemoStrategy: {message}")
+
+    optimizers = ", ".join(f"{type(o).__name__} {len(o.param_groups)}" for o in run.optimizers)
+    place = f"rank {run.rank} of {run.processes}"
+    described = f"{optimizers}; accumulate {run.accumulated_batches}; clip {run.gradient_clip}; {place}"
+    return PlanCache(
+        cache_folder(), warn, torch.get_num_threads(), described + ", check_restored" * engine.settings.check_restored
+    )

@@ -1,0 +1,79 @@
+"""Checks that the model can run by the engine, before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from lightning_memo.engine.forward.activation_checkpointing import TURN_IT_OFF
+from lightning_memo.utils.find_layers import find_hugging_face
+
+
+def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Refuse activation checkpointing in or around the layers, which the engine recomputes itself.
+
+    Modules outside of the layers may be checkpointed. What shows only when a layer runs is refused there: see
+    `engine/forward/activation_checkpointing.py`.
+
+    Raises:
+        ValueError: A layer, a module in it, or a module around it would be recomputed as well.
+    """
+    for module in _in_and_around(model, layers):
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                "gradient checkpointing is on in the model (model.gradient_checkpointing_disable()): " + TURN_IT_OFF
+            )
+        if isinstance(module, CheckpointWrapper):
+            inner = type(module._checkpoint_wrapped_module).__name__
+            raise ValueError(f"activation checkpointing is wrapped around {inner} (CheckpointWrapper): {TURN_IT_OFF}")
+
+
+def _in_and_around(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of the layers, and the modules that contain a layer."""
+    inside = {module for layer in layers for module in layer.modules()}
+    yield from inside
+    yield from (m for m in model.modules() if m not in inside and not inside.isdisjoint(m.modules()))
+
+
+def warn_of_uncompiled(compiled: Sequence[str]) -> None:
+    """Warn that compiled modules run uncompiled.
+
+    Args:
+        compiled: Their names.
+    """
+    if compiled:
+        others = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
+        rank_zero_warn(
+            f"MemoStrategy: {compiled[0]}{others} run uncompiled, because layers run slice by slice. torch.compile "
+            "helps only for modules outside of the layers, like the head."
+        )
+
+
+def refuse_liger_shards(model: nn.Module) -> None:
+    """Refuse liger-kernel's kernels in a model whose weights are going to be sharded.
+
+    Raises:
+        ValueError: A module runs by a kernel of liger-kernel, which takes whole weights.
+    """
+    found = next((type(m).__name__ for m in model.modules() if _runs_by_liger(m)), None)
+    if found is not None:
+        raise ValueError(
+            f"{found} runs by a kernel of liger-kernel, which takes whole weights, not shards: set "
+            "tensor_parallel_size=1, or train without liger-kernel"
+        )
+
+
+def _runs_by_liger(module: nn.Module) -> bool:
+    return (getattr(module.forward, "__module__", None) or "").startswith("liger_kernel.")
+
+
+def announce_fused_loss(model: nn.Module) -> None:
+    """Say so if liger-kernel computes the loss of the model, without the head's logits."""
+    if any(_runs_by_liger(host) for host in find_hugging_face(model)):
+        rank_zero_info(
+            "MemoStrategy: the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; apply "
+            "liger-kernel with fused_linear_cross_entropy=False to have the loss in chunks instead."
+        )

@@ -1,0 +1,150 @@
+"""Runs a step that ran out of device memory once more, with every layer recomputed, and plans anew."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_memo.engine import Engine
+from lightning_memo.kernels.rng_state import RngState
+from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
+from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
+from lightning_memo.runtime.training_run import TrainingRun
+
+T = TypeVar("T")
+
+_SHRUNK_SHARE: Final = 0.9  # of the device memory that a too large plan expected to use
+_ADVICE: Final = (
+    "shorten the sequence or the batch, set slice_tokens (host_backed='all' takes the least), or lower "
+    "loss_chunk_tokens; python -m lightning_memo.estimate tells what fits"
+)
+
+
+class OutOfMemoryRetry:
+    """Runs the forward of each batch, and forward and backward together where an optimizer steps.
+
+    A second attempt starts from the same random state, and without gradients if the backward had begun. Its results
+    are those of a step that did not fail. Side effects of the user's training step happen twice.
+
+    Args:
+        engine: The engine of the run.
+        planner: Makes the plans.
+        memory: Plans the memory of steps; `None` if it is not planned.
+        run: The training run.
+        alone: Whether this is the only process. Others would wait for this one in the middle of a step.
+    """
+
+    def __init__(
+        self, engine: Engine, planner: ActivationPlanner, memory: MemoryPlanner | None, run: TrainingRun, alone: bool
+    ) -> None:
+        self._engine, self._planner, self._memory, self._run, self._alone = engine, planner, memory, run, alone
+        self._random: RngState | None = None
+        self._batch, self._retried = (-1, -1), False
+
+    def forward(self, forward: Callable[[], T]) -> T:
+        """Run the forward of a training step.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little memory, even with every layer recomputed.
+        """
+        batch = (self._run.step, self._run.batch)
+        if batch != self._batch:
+            self._batch, self._retried = batch, False
+        self._note_random_state()
+        return self._run_with_retry(forward)
+
+    def backward(self, backward: Callable[[], T]) -> T:
+        """Run the backward of a training step. `step` runs it again together with the forward.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little memory. If gradients accumulate, the backward is not run
+                again, because gradients of earlier batches would be lost.
+        """
+        try:
+            return backward()
+        except torch.OutOfMemoryError as error:
+            if self._run.accumulated_batches > 1:
+                raise _explained(
+                    error, "its backward is not run again, as gradients of earlier batches would be lost"
+                ) from error
+            raise
+
+    def step(self, closure: Callable[[], T]) -> T:
+        """Run the forward and backward of the last batch before an optimizer steps.
+
+        Raises:
+            torch.OutOfMemoryError: As for `forward` and `backward`.
+        """
+        return self._run_with_retry(closure)
+
+    def rewind(self) -> None:
+        """Restore the random state from the beginning of the current batch, which is abandoned."""
+        if self._random is not None:
+            self._random.restore()
+
+    def _note_random_state(self) -> None:
+        """Keep the present state in the memory of the previous one: planned buffers do not outlive a step."""
+        present = RngState.capture(self._engine.device)
+        if self._random is None:
+            self._random = present
+            return
+        self._random.cpu.copy_(present.cpu)
+        if self._random.accelerator is not None and present.accelerator is not None:
+            self._random.accelerator.copy_(present.accelerator)
+
+    def _run_with_retry(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except _ExplainedError:
+            raise
+        except torch.OutOfMemoryError as error:
+            if why_not := self._why_not():
+                raise _explained(error, why_not) from error
+            message = _first_line(error)
+        # The error is gone here, and with it the frames and the autograd graph that hold memory.
+        self._retried = True
+        self._make_room(message)
+        assert self._random is not None
+        self._random.restore()
+        return work()
+
+    def _why_not(self) -> str:
+        """Why the step cannot be run again; empty if it can."""
+        if self._retried or self._engine.profile is not None or self._engine.swap is None:
+            return "even with every layer recomputed"
+        if not self._planner.can_shrink:
+            return "no plan takes less than alpha=0"
+        if not self._alone:
+            return "with several processes it is not run again"
+        return "" if self._run.automatic_optimization else "manual optimization is not run again"
+
+    def _make_room(self, message: str) -> None:
+        plan = self._planner.plan
+        assert plan is not None
+        mode = "plain training" if plan.swap.mode == "plain" else f"alpha={plan.swap.alpha:.4g}"
+        rank_zero_warn(
+            f"MemoStrategy: out of device memory with {mode} ({message}); the step is run again with every layer "
+            "recomputed, and later ones are planned with less."
+        )
+        self._planner.shrink(_SHRUNK_SHARE * plan.device_bytes)
+        if self._memory is not None:
+            self._memory.release()
+        gc.collect()
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _ExplainedError(torch.OutOfMemoryError):
+    """An out-of-memory error whose message already advises the user."""
+
+
+def _explained(error: torch.OutOfMemoryError, why: str) -> _ExplainedError:
+    return _ExplainedError(f"{_first_line(error)} MemoStrategy: the step does not fit the device, {why}: {_ADVICE}")
+
+
+def _first_line(error: torch.OutOfMemoryError) -> str:
+    return (str(error) or "out of memory").splitlines()[0][:200]

@@ -1,0 +1,62 @@
+"""Builds the engine from the user's settings, and attaches it to the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
+from lightning_memo.parallel.processes import Processes
+from lightning_memo.runtime.model_checks import announce_fused_loss, refuse_gradient_checkpointing, warn_of_uncompiled
+from lightning_memo.utils.find_layers import find_layers
+
+
+def start_engine(
+    model: nn.Module,
+    config: MemoConfig,
+    device: torch.device,
+    processes: Processes | None,
+    trains: bool,
+    test_mode: TestMode | None = None,
+) -> Engine:
+    """An engine that is attached to the layers of a model.
+
+    Args:
+        model: The model.
+        config: The settings of the strategy.
+        device: The device on which the layers run.
+        processes: The processes of the run; `None` if there is only one.
+        trains: Whether the model is trained, rather than evaluated.
+        test_mode: Delays and poisoned buffers, which reveal copy races in tests.
+
+    Raises:
+        ValueError: The model has no repeated layers, or they use activation checkpointing.
+    """
+    _, layers = find_layers(model, config.layers)
+    refuse_gradient_checkpointing(model, layers)
+    if trains and config.loss_chunk_tokens is not None:
+        announce_fused_loss(model)
+    settings = RequestedSettings(
+        attention=cast(Attention | Literal["auto"], config.attention),
+        schedule=config.schedule,
+        slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
+        host_backed=cast(HostBacked, "all" if config.schedule == "slice" else config.host_backed),
+        by_kind=config.storage == "kinds",
+        spill_path=None if config.spill_path is None else Path(config.spill_path),
+        test_mode=test_mode,
+        check_restored=config.check_restored,
+    )
+    sharing = None
+    if processes is not None:
+        sharing = TokenSharing(
+            processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
+        )
+    engine = Engine(model, list(layers), device, settings, sharing)
+    engine.attach()
+    warn_of_uncompiled(engine.resting)
+    return engine

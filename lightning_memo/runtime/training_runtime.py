@@ -1,0 +1,171 @@
+"""The hooks through which a training framework drives the engine and the planners."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine import Engine
+from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.parallel.processes import Processes
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
+from lightning_memo.runtime.device_watch import DeviceMemoryWatch
+from lightning_memo.runtime.host_watch import HostMemoryWatch
+from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
+from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry
+from lightning_memo.runtime.training_run import TrainingRun
+
+T = TypeVar("T")
+
+
+class TrainingRuntime:
+    """Profiles, plans and runs the training of one model.
+
+    A framework calls `start`, then for each batch `begin_batch`, `forward`, `before_backward`, `backward`,
+    `after_backward` and `end_batch`, and at last `close`. In a batch after which an optimizer steps, everything from
+    `forward` to `after_backward` happens inside of `step`.
+
+    Args:
+        engine: The engine, attached to the layers of the model.
+        model: The model.
+        config: The settings of the strategy.
+        processes: The processes of the run; `None` if there is only one.
+        run: The training run.
+
+    Attributes:
+        engine: The engine.
+        memory: Plans the memory of steps; `None` if `plan_memory` is off.
+    """
+
+    def __init__(
+        self, engine: Engine, model: nn.Module, config: MemoConfig, processes: Processes | None, run: TrainingRun
+    ) -> None:
+        alone = processes is None
+        self.engine = engine
+        self._attached = contextlib.ExitStack()
+        self._chunk_loss(model, config, processes)
+        self._run = run
+        self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
+        self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
+        self._retry = OutOfMemoryRetry(engine, self._planner, self.memory, run, alone)
+        # Several processes would have to agree after each batch.
+        self._host = HostMemoryWatch(engine, self._planner) if alone else None
+        budgeted = config.device_memory is not None
+        self._device = DeviceMemoryWatch(engine, self._planner, run) if budgeted else None
+
+    def _chunk_loss(self, model: nn.Module, config: MemoConfig, processes: Processes | None) -> None:
+        if config.loss_chunk_tokens is None:
+            return
+        sizes = None if processes is None else processes.sizes
+        for undo in attach_chunked_loss(
+            model,
+            config.loss_chunk_tokens,
+            shards=1 if sizes is None else sizes.shards,
+            vocabulary_parts=sizes.tensor if sizes is not None and config.loss_parallel else 1,
+            warn=rank_zero_warn,
+        ):
+            self._attached.callback(undo)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; `None` until the first batch is over."""
+        return self._planner.plan
+
+    def start(self, resumed_plan: str | None = None) -> None:
+        """Training starts.
+
+        Args:
+            resumed_plan: The plan in the checkpoint from which the run is resumed, as JSON; `None` if there is none.
+
+        Raises:
+            ValueError: A plan is not usable, or cannot be written.
+        """
+        self._planner.start(resumed_plan)
+        if self.memory is not None:
+            self.memory.start()
+
+    def begin_batch(self) -> None:
+        """A training batch begins."""
+        self._planner.begin_batch()
+        if self.memory is not None:
+            self.memory.marks.begin_batch()
+        if self._device is not None:
+            self._device.begin_batch()
+
+    def forward(self, forward: Callable[[], T]) -> T:
+        """Run the forward of a training step; see :class:`OutOfMemoryRetry`."""
+        return self._retry.forward(forward)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """The backward of a loss is about to begin."""
+        self._planner.before_backward()
+        if self.memory is not None:
+            self.memory.marks.before_backward(loss)
+        if self._device is not None:
+            self._device.before_backward()
+
+    def backward(self, backward: Callable[[], T]) -> T:
+        """Run the backward of a training step; see :class:`OutOfMemoryRetry`."""
+        return self._retry.backward(backward)
+
+    def after_backward(self) -> None:
+        """The backward is over."""
+        self._planner.after_backward()
+        if self.memory is not None:
+            self.memory.marks.after_backward()
+        if self._device is not None:
+            self._device.after_backward()
+
+    def step(self, closure: Callable[[], T]) -> T:
+        """Run the forward and backward before an optimizer step; see :class:`OutOfMemoryRetry`."""
+        return self._retry.step(closure)
+
+    def abandon_batch(self) -> None:
+        """The current batch does not go on. Checkpoints get the random state from its beginning."""
+        self._retry.rewind()
+
+    def end_batch(self) -> None:
+        """A training batch is over, and so is its optimizer step, if there is one.
+
+        Raises:
+            ValueError: There is no plan within the budget.
+        """
+        if self._host is not None:
+            self._host.end_batch(self._run.batch)
+        self._planner.end_batch()
+        if self.memory is not None:
+            self.memory.end_batch()
+        if self._device is not None:
+            self._device.end_batch()
+
+    def fail(self) -> None:
+        """Training ends with an exception: stop what is measured."""
+        self._planner.fail()
+        if self._device is not None:
+            self._device.fail()
+
+    def end_training(self, model: nn.Module | None) -> None:
+        """The last batch is over: give the memory of steps back to PyTorch's allocator.
+
+        Args:
+            model: The trained model, whose gradients leave the arena.
+        """
+        if self.memory is not None:
+            self.memory.close(model)
+
+    def close(self, model: nn.Module | None) -> None:
+        """Leave the model as it was before, and give all memory back.
+
+        Args:
+            model: The trained model, whose gradients leave the arena.
+        """
+        self.end_training(model)
+        self.engine.detach()
+        self._attached.close()
