@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.engine import Engine
+from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.profiler.memory_meter import PeakMeter
 from lightning_memo.utils.files import replacing
@@ -94,9 +94,8 @@ def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[st
     ids = torch.randint(0, options.vocab, (1, tokens))
     batch = {"input_ids": ids, "labels": ids}
     attach_chunked_loss(model, longest)
-    engine = Engine(
-        model, find_layers(model)[1], CPU, schedule=schedule, slice_tokens=longest, host_backed="all"
-    )  # fmt: skip
+    settings = RequestedSettings(schedule=schedule, slice_tokens=longest, host_backed="all")
+    engine = Engine(model, find_layers(model)[1], CPU, settings)
     engine.attention.block_tokens = options.block_tokens
     engine.attach()
     # Two slices show what a layer saves; values that depend on the number of slices are computed.
@@ -132,10 +131,10 @@ def _model(options: argparse.Namespace) -> nn.Module:
 def _plan(engine: Engine, options: argparse.Namespace, tokens: int) -> SwapPlan:
     profile = engine.profile
     assert profile is not None
-    slices = engine.cut(tokens, options.alpha, options.slice_tokens)
+    slices = engine.cutter.cut(tokens, options.alpha, options.slice_tokens)
     sizes = engine.streamed_bytes(profile.saved_by_calls, slices, "all")
     return SwapPlan(
-        mode="memo", alpha=options.alpha, schedule=engine.kinds.schedule, slice_tokens=options.slice_tokens,
+        mode="memo", alpha=options.alpha, schedule=engine.layer_classes.schedule, slice_tokens=options.slice_tokens,
         calls=options.layers, slot_bytes=sizes.slot, host_backed="all", streamed_host_bytes=sizes.host,
         gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
     )  # fmt: skip

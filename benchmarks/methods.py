@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.engine import Engine
+from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
@@ -96,7 +96,7 @@ class Workload:
         self.model = model
         self.device = device
         self._batch = batch
-        self._engine = Engine(model, find_layers(model)[1], device, "sdpa")
+        self._engine = Engine(model, find_layers(model)[1], device, RequestedSettings("sdpa"))
 
     def step(self) -> None:
         """Runs a forward and a backward pass."""
@@ -182,7 +182,7 @@ class Workload:
 
     def _swap_plan(self, method: Method) -> SwapPlan:
         assert method.alpha is not None
-        profile, schedule = self._profile, self._engine.kinds.schedule
+        profile, schedule = self._profile, self._engine.layer_classes.schedule
         slices = slice_tokens_by_alpha(profile.tokens, method.alpha, method.slice_tokens)
         size = max(slot_bytes(call.saved, profile.tokens, slices, schedule) for call in profile.in_order())
         return SwapPlan(

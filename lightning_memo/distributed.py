@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.data.seed_workers import seed_workers
-from lightning_memo.engine.forward.intercept import set_layout
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
@@ -122,8 +121,7 @@ class DistributedStrategy(CheckpointingStrategy):
             return batch  # each slice of the batch goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            batch, layout = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
-            set_layout(layout)
+            batch = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
         return batch
 
     @contextlib.contextmanager
@@ -161,7 +159,6 @@ class DistributedStrategy(CheckpointingStrategy):
 
     def _release_model(self) -> None:
         """Undo what `_divide_model` attached to the model."""
-        set_layout(None)
         self._divided.close()
 
 

@@ -115,8 +115,7 @@ def _check_merge(model: dict[str, Any], merge: bool) -> None:
     if adapter and not merge and model.get("path") is None:
         raise ValueError(
             "the base model of the adapter had random weights, which exist only in this checkpoint: "
-            "use --merge to write the "
-            "full model"
+            "use --merge to write the full model"
         )
 
 

@@ -1,1 +1,1 @@
-"""Documents that travel between the stages: costs, traces, plans and timelines, each with `save` and `load`."""
+"""Data that travels between the stages: costs, traces, plans and timelines. Imports neither torch nor Lightning."""

@@ -9,32 +9,32 @@ from lightning_memo.artifacts.json_documents import check_range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhasePlacement:
-    """The places of what one phase of a step requests, in order.
+    """Offsets for the memory requests of one phase of a step, in the order of the requests.
 
     Raises:
-        ValueError: not one offset for each size, or a negative size.
+        ValueError: The numbers of sizes and offsets differ, a size is negative, or an offset is below -1.
     """
 
     name: str
     sizes: tuple[int, ...]
-    """Bytes."""
+    """Bytes of each request."""
 
     offsets: tuple[int, ...]
-    """Bytes from the start of the arena; -1: the request is left to PyTorch's allocator."""
+    """Offset of each request in the arena, in bytes; -1 if PyTorch's allocator serves it."""
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.offsets):
-            raise ValueError(f"{len(self.sizes)} sizes and {len(self.offsets)} offsets: one of each is needed")
+            raise ValueError(f"{len(self.sizes)} sizes, but {len(self.offsets)} offsets: the numbers must be equal")
         if min(self.sizes, default=0) < 0 or min(self.offsets, default=0) < -1:
             raise ValueError("a size is below 0, or an offset below -1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlacement:
-    """A place for every buffer of a training step (MEMO, section 4.3).
+    """Offsets for all buffers of a training step (MEMO, section 4.3).
 
     Raises:
-        ValueError: a request ends above the peak, or a number is out of range.
+        ValueError: A request ends above the peak, or a number is out of range.
     """
 
     phases: tuple[PhasePlacement, ...]
@@ -42,19 +42,19 @@ class StepPlacement:
     """Size of the arena."""
 
     lower_bound_bytes: int
-    """No placement has a lower peak."""
+    """Proven lower bound of the peak of any placement."""
 
     min_bytes: int
-    """Smaller requests are left to PyTorch's allocator."""
+    """PyTorch's allocator serves smaller requests."""
 
     threads: int
-    """Threads that computed: scratch memory depends on them."""
+    """Number of CPU threads that computed; scratch memory depends on it."""
 
     method: str
-    """What found it."""
+    """Algorithm that found the placement."""
 
     seconds: float
-    """How long that took."""
+    """Seconds that the solver took."""
 
     def __post_init__(self) -> None:
         check_range(self, {"threads": 1})
@@ -69,5 +69,5 @@ class StepPlacement:
 
     @property
     def requests(self) -> int:
-        """Requests that have a place."""
+        """Number of requests that have an offset."""
         return sum(offset >= 0 for phase in self.phases for offset in phase.offsets)

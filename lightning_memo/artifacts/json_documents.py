@@ -1,7 +1,6 @@
-"""Documents of plain data: checked ranges, and reading them from JSON that may come from anywhere.
+"""Checks the fields of dataclasses, and reads dataclasses from untrusted JSON.
 
-Loading checks the type and the value of every field and runs nothing from a file. Pure: imports neither torch nor
-Lightning.
+Reading checks the type and the value of every field and executes nothing from a file.
 """
 
 from __future__ import annotations
@@ -18,12 +17,20 @@ _Document = TypeVar("_Document")
 
 
 def items(document: Any) -> list[tuple[str, Any]]:
-    """Names and values of a document's fields."""
+    """Names and values of a dataclass's fields."""
     return [(field.name, getattr(document, field.name)) for field in fields(document)]
 
 
 def check_range(document: Any, least: dict[str, int]) -> None:
-    """Refuse numbers below their least value (0 where `least` names none), NaN and infinity."""
+    """Check that every number of a dataclass, also within tuples, is finite and not too small.
+
+    Args:
+        document: The dataclass.
+        least: Smallest allowed value by field; 0 for fields that it does not name.
+
+    Raises:
+        ValueError: A number is too small, NaN or infinite.
+    """
     for name, value in items(document):
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not least.get(name, 0) <= number < math.inf:
@@ -31,37 +38,37 @@ def check_range(document: Any, least: dict[str, int]) -> None:
 
 
 def read_json(kind: type[_Document], text: str, version: int) -> _Document:
-    """Read a document that was written as JSON with its version in a field of that name.
+    """Read a dataclass from JSON that has a field "version".
 
     Args:
-        kind: a dataclass of plain fields.
-        text: the JSON.
-        version: the only one that is read.
+        kind: Dataclass with fields of plain types.
+        text: The JSON.
+        version: The only version that is accepted.
 
     Raises:
-        ValueError: the text is no such document; one line names the field.
+        ValueError: The text is not such a document. The message is one line that names the field.
     """
     try:
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
-        # The version comes before the fields: another version may have other fields.
+        # The version is checked before the fields because another version may have other fields.
         found = content.get("version") if isinstance(content, dict) else None
         if found != version or isinstance(found, bool):
-            raise ValueError(f"version is {_brief(found)}, and this lightning_memo reads version {version}")
+            raise ValueError(f"version is {_brief(found)}, but this lightning_memo reads version {version}")
         return _decode_document(kind, content, "")
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number that a plan may hold")
+    raise ValueError(f"{name} is not a finite number")
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two values counts differs between programs: the one that was looked at may not be the one that is."""
+    """Refuse a name that occurs twice: programs differ in which of the two values they use."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{_brief(next(name for name in names if names.count(name) > 1))} is there more than once")
+        raise ValueError(f"{_brief(next(name for name in names if names.count(name) > 1))} occurs more than once")
     return content
 
 
@@ -87,7 +94,7 @@ def _decode_document(kind: type[_Document], content: Any, where: str) -> _Docume
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Turn a JSON value into what a field's annotation asks for, or refuse it."""
+    """Convert a JSON value to the type of a field's annotation, or raise a ValueError."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
         return _decode_document(kind, value, where)
@@ -99,7 +106,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63:
         return kind(value)
-    # Text ends up on terminals, where control characters could act.
+    # Text is printed on terminals, where control characters would take effect.
     if kind is str and isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_TEXT:
         return value
     raise ValueError(f"{where} is {_brief(value)}, expected {_expected(kind)}")

@@ -1,4 +1,4 @@
-"""What the layers of a step cost, and what there is to spend. Pure: imports neither torch nor Lightning."""
+"""Costs of the layers of a step, and the memory budget of a process."""
 
 from __future__ import annotations
 
@@ -10,65 +10,69 @@ from lightning_memo.artifacts.json_documents import check_range, items
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts:
-    """What the layers of one step cost: tuples have one entry per layer call, in the order of execution.
+    """Bytes and seconds of the layers of one step. Tuples have one entry per layer call, in execution order.
 
-    The byte fields are the S_input, S_attn and S_others of MEMO, section 4.2, for all tokens of the batch.
+    The byte fields are S_input, S_attn and S_others of MEMO, section 4.2, for all tokens of the batch.
 
     Raises:
-        ValueError: tuples of different lengths, no layer call, a negative entry, or a bandwidth that is not positive.
+        ValueError: The tuples differ in length or are empty, an entry is negative, or a bandwidth is not positive.
     """
 
     batch: int
+    """Sequences of the batch."""
+
     tokens: int
+    """Tokens of a sequence."""
+
     input_bytes: tuple[int, ...]
-    """S_input: the layer's input."""
+    """S_input: bytes of the layer's input."""
 
     attention_bytes: tuple[int, ...]
-    """S_attn: the attention output and its log-sum-exp."""
+    """S_attn: bytes of the attention output and its log-sum-exp."""
 
     other_bytes: tuple[int, ...]
-    """S_others: every other skeletal activation."""
+    """S_others: bytes of every other skeletal activation."""
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
-    """Backward without recomputation."""
+    """Seconds of the backward without recomputation."""
 
     recompute_seconds: tuple[float, ...]
-    """Recomputing all tokens, attention excluded."""
+    """Seconds to recompute all tokens, attention excluded."""
 
     outside_seconds: float
-    """The step outside the layers: embedding, head, loss, optimizer."""
+    """Seconds of the step outside the layers: embedding, head, loss, optimizer."""
 
     offload_bytes_per_second: float
-    """Device to host, measured with both directions busy."""
+    """Bandwidth from device to host, measured with both directions busy."""
 
     prefetch_bytes_per_second: float
-    """Host to device, measured with both directions busy."""
+    """Bandwidth from host to device, measured with both directions busy."""
 
     fixed_device_bytes: int
-    """On the device whatever the plan: parameters, gradients, optimizer state."""
+    """Device bytes that do not depend on the plan: parameters, gradients, optimizer state."""
 
     transient_device_bytes: int
-    """Highest peak above fixed bytes and skeletal activations in the forward, the loss and the optimizer."""
+    """Highest peak in forward, loss and optimizer above the fixed bytes and the skeletal activations."""
 
     backward_device_bytes: int = 0
-    """Highest peak in a layer's backward, above the same and above what the layer recomputed."""
+    """Highest peak in a layer's backward above the fixed bytes, the skeletal and the recomputed activations."""
 
     spill_write_bytes_per_second: float = 0.0
-    """Device to disk, measured with both directions busy; 0: there is no disk."""
+    """Bandwidth from device to disk, measured with both directions busy; 0 if there is no disk."""
 
     spill_read_bytes_per_second: float = 0.0
-    """Disk to device, measured with both directions busy."""
+    """Bandwidth from disk to device, measured with both directions busy."""
 
     def __post_init__(self) -> None:
         check_range(self, {"batch": 1, "tokens": 1})
         lengths = {name: len(value) for name, value in items(self) if isinstance(value, tuple)}
         if len(set(lengths.values())) != 1 or not self.input_bytes:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise ValueError(f"layer calls must be at least 1 and agree in number, but there are: {listed}")
+            raise ValueError(f"the numbers of layer calls must be equal and at least 1, but are: {listed}")
         for name in ("offload_bytes_per_second", "prefetch_bytes_per_second"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be greater than 0")
 
     @property
     def calls(self) -> int:
@@ -77,24 +81,24 @@ class LayerCosts:
 
     @property
     def skeletal_bytes(self) -> int:
-        """Bytes that plain training keeps on the device for the backward of all layers."""
+        """Device bytes of the activations that plain training keeps for the backward of all layers."""
         return sum(self.input_bytes) + sum(self.attention_bytes) + sum(self.other_bytes)
 
     def working_bytes(self, recomputed: float) -> int:
-        """Highest peak of a step above fixed bytes and what a plan keeps or buffers.
+        """Highest peak of a step above the fixed bytes and the plan's buffers and kept activations.
 
         Args:
-            recomputed: fraction of the tokens whose activations a layer recomputes at once.
+            recomputed: Fraction of the tokens whose activations a layer recomputes at once.
         """
         largest = max(self.other_bytes)
         return max(self.transient_device_bytes, self.backward_device_bytes + math.ceil(recomputed * largest))
 
     def working_bytes_at(self, alpha: float, slice_tokens: int | None) -> int:
-        """`working_bytes` where `alpha` is the fraction of the tokens that is swapped.
+        """`working_bytes` of a plan.
 
         Args:
-            alpha: see there.
-            slice_tokens: most tokens that run through a layer at once; None: no limit.
+            alpha: Fraction of the tokens that is swapped.
+            slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
         """
         return self.working_bytes(min((slice_tokens or self.tokens) / self.tokens, 1.0 - alpha))
 
@@ -102,15 +106,15 @@ class LayerCosts:
         """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.
 
         Args:
-            call: index of the layer call.
-            alpha: fraction of the tokens whose other skeletal activations are swapped.
+            call: Index of the layer call.
+            alpha: Fraction of the tokens whose other skeletal activations are swapped.
         """
         return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.other_bytes[call])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What one process may use: all its device bytes, and host and disk bytes for swapped activations."""
+    """Memory that one process may use: all its device bytes, and host and disk bytes for swapped activations."""
 
     device_bytes: int
     host_bytes: int

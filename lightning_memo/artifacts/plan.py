@@ -20,7 +20,7 @@ VERSION: Final = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What a plan is valid for; a plan whose fingerprint differs from the run's must be made again."""
+    """Identifies the run that a plan is valid for. A run with another fingerprint needs another plan."""
 
     model: str
     batch: int
@@ -36,15 +36,15 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTrial:
-    """How an attention kernel did on calls like the model's."""
+    """Result of timing an attention kernel on calls like those of the model."""
 
     name: Attention
 
     seconds: float | None = None
-    """Forward and backward, on the slowest process; None: it was not measured."""
+    """Seconds of forward and backward on the slowest process; None if not measured."""
 
     why_not: str = ""
-    """Why it is not used, one line; empty: it could be."""
+    """Why the kernel cannot be used, in one line; empty if it can."""
 
     def __post_init__(self) -> None:
         check_range(self, {})
@@ -52,71 +52,74 @@ class AttentionTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A swap plan with everything it was made from, and the places of buffers once those are planned."""
+    """A swap plan with everything it was made from, and the placement of buffers once that is known."""
 
     fingerprint: Fingerprint
     costs: LayerCosts
     budget: Budget
     swap: SwapPlan
     step_seconds: float
-    """Expected time of a step."""
+    """Expected seconds of a step."""
 
     reason: str
-    """One sentence: why this alpha, or why plain."""
+    """Why this alpha, or why plain training, in a few sentences."""
 
     placement: StepPlacement | None = None
-    """None: buffers lie where PyTorch's allocator puts them."""
+    """Offsets of the buffers; None if PyTorch's allocator chooses them."""
 
     storage_costs: StorageCosts | None = None
-    """What a plan was made from that says kind by kind what is stored."""
+    """Costs of each kind of tensor, if the plan was made from them (`storage="kinds"`)."""
 
     attention_trials: tuple[AttentionTrial, ...] = ()
-    """The attention kernels that were looked at when one of them was chosen."""
+    """The attention kernels among which one was chosen."""
 
     version: int = VERSION
 
     def __post_init__(self) -> None:
         check_range(self, {})
         if self.version != VERSION:
-            raise ValueError(f"version={self.version} is not readable: this lightning_memo reads version {VERSION}")
+            raise ValueError(f"version={self.version} cannot be read: this lightning_memo reads version {VERSION}")
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Convert the plan to JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read a plan from the JSON that `to_json` returns.
+
+        Args:
+            text: The JSON.
 
         Raises:
-            ValueError: the text is not a plan of this version; one line names the field.
+            ValueError: The text is not a plan of this version. The message is one line that names the field.
         """
         return read_json(cls, text, VERSION)
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes that the plan needs: model state, the highest transient peak, and the activations kept."""
+        """Device bytes that the plan needs: model state, the highest transient peak and the kept activations."""
         return self.costs.fixed_device_bytes + self.working_set_bytes
 
     @property
     def working_set_bytes(self) -> int:
-        """Device bytes beside the model state: the highest transient peak, and the activations kept."""
+        """Device bytes apart from the model state: the highest transient peak and the kept activations."""
         if self.swap.mode == "plain":
             return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
-        if self.swap.storage is not None:  # a recomputed layer has all its tokens alive
+        if self.swap.storage is not None:  # a recomputed layer holds all its tokens at once
             return self.costs.working_bytes(1.0) + self.swap.buffer_bytes + self.swap.kept_bytes
         return self.costs.working_bytes_at(self.swap.alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
 
     @property
     def device_excess_bytes(self) -> int:
-        """Device bytes that the plan needs and the budget has not got."""
+        """Device bytes by which the plan exceeds the budget."""
         return max(self.device_bytes - self.budget.device_bytes, 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; a reader sees the old file or the new one, never a part.
+        """Write the plan as JSON. Readers see either the old or the new file, never a partial one.
 
         Args:
-            path: the file; its folder is made if missing.
+            path: The file. Its folder is created if missing.
         """
         with replacing(Path(path)) as unfinished, unfinished.open("x", encoding="utf-8") as file:
             file.write(f"{self.to_json()}\n")
@@ -125,16 +128,18 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `save` wrote.
+        """Read a plan that was written by `save`.
 
         Args:
-            path: the file.
+            path: The file.
 
         Raises:
-            OSError: the file can't be read.
-            ValueError: the file is not a plan of this version; one line names the file and the field.
+            OSError: The file cannot be read.
+            ValueError: The file is not a plan of this version. The message is one line that names file and field.
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: not a plan: {error}; delete it and let a run make it again") from None
+            raise ValueError(
+                f"{os.fspath(path)}: not a plan: {error}; delete the file, and the next run will create it again"
+            ) from None

@@ -1,4 +1,4 @@
-"""Placements of earlier runs, so that the same run need not record and solve again."""
+"""Memory plans of earlier runs, so that an equal run does not have to record and solve again."""
 
 from __future__ import annotations
 
@@ -10,68 +10,76 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.utils.files import user_cache
 
-_WRITING_SECONDS = 3600.0  # a file that is not finished after an hour is of a process that was killed
+_WRITING_SECONDS: Final = 3600.0  # an unfinished file that is older was left behind by a killed process
 
 
 def cache_folder() -> Path:
-    """Where plans of earlier runs are."""
+    """Folder of the plans of earlier runs."""
     return user_cache("plans")
 
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Two files for each kind of run: the plan, and the trace that it was made from."""
+    """A folder with two files for each run configuration: the plan, and the trace that it was made from."""
 
     folder: Path
     warn: Callable[[str], None]
-    """Told in one line when a file is ignored or can't be written."""
+    """Called with one line when a file is ignored or cannot be written."""
 
     threads: int
-    """Threads that compute."""
+    """Number of CPU threads that compute."""
 
     optimizers: str
-    """What else decides over the requests: names and settings of the optimizers."""
+    """Names and settings of the optimizers, on which the memory requests depend, too."""
 
     limit_bytes: int = 256 * 2**20
-    """Of all files; those whose last use is longest ago go first. A plan of a large model has some megabytes."""
+    """Maximum size of all files. The least recently used ones are removed first. A plan has a few megabytes."""
 
     def find(self, plan: Plan) -> tuple[StepPlacement, Trace] | None:
-        """What an earlier run found that was the same in all that decides over requests; None if there was none."""
+        """Look up the placement and the trace of an earlier run with the same memory requests.
+
+        Args:
+            plan: Plan of this run.
+
+        Returns:
+            The placement and the trace; None if there is no such run, or its files cannot be used.
+        """
         path = self._path(plan)
         try:
             found, trace = Plan.load(path), Trace.load(path.with_suffix(".csv"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, OverflowError) as error:
-            self.warn(f"a cached plan is ignored, and memory is planned anew: {error}")
+            self.warn(f"ignoring the cached memory plan and planning memory again: {error}")
             return None
         placement = found.placement
         same = found.fingerprint == plan.fingerprint and found.swap.executed == plan.swap.executed
         if not same or placement is None or placement.threads != self.threads or not _made_from(placement, trace):
-            self.warn(f"a cached plan is ignored, and memory is planned anew: {path} was made for another run")
+            self.warn(f"ignoring the cached memory plan and planning memory again: {path} belongs to another run")
             return None
-        with contextlib.suppress(OSError):  # removed meanwhile, or another user's
+        with contextlib.suppress(OSError):  # the file was removed meanwhile, or belongs to another user
             os.utime(path)
         return placement, trace
 
     def store(self, plan: Plan, trace: Trace) -> None:
-        """Keep a plan with its placement for later runs."""
+        """Save a plan with its placement, and its trace, for later runs."""
         path = self._path(plan)
         try:
             trace.save(path.with_suffix(".csv"))
             plan.save(path)
             self._make_room(path.stem)
         except OSError as error:
-            self.warn(f"the plan can't be kept for later runs: {error}")
+            self.warn(f"the memory plan cannot be saved for later runs: {error}")
 
     def _make_room(self, newest: str) -> None:
-        """Remove what was not used for longest, and what killed processes left; others may read, write and remove."""
+        """Remove the least recently used files and those of killed processes. Other processes may change the folder."""
         files: dict[str, list[tuple[float, int, Path]]] = {}
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -79,7 +87,7 @@ class PlanCache:
                 if path.name.startswith(".") and status.st_mtime > time.time() - _WRITING_SECONDS:
                     continue
                 files.setdefault(path.stem, []).append((status.st_mtime, status.st_size, path))
-        total = sum(size for kept in files.values() for _, size, _ in kept)
+        total = sum(size for versions in files.values() for _, size, _ in versions)
         for stem in sorted(files, key=lambda stem: max(used for used, _, _ in files[stem])):
             if total <= self.limit_bytes or stem == newest:
                 return
@@ -94,7 +102,7 @@ class PlanCache:
 
 
 def _made_from(placement: StepPlacement, trace: Trace) -> bool:
-    """Whether a placement has just the requests of a trace: its file may be of another run that ended half-way."""
+    """Whether a placement has exactly the requests of a trace, which an interrupted run may have replaced."""
     phases = zip(trace.phases, trace.phase_start[:-1], trace.phase_start[1:], strict=True)
     sizes = {name: trace.size[start:end][trace.lane[start:end] == 0].tolist() for name, start, end in phases}
     return sizes == {phase.name: list(phase.sizes) for phase in placement.phases}

@@ -1,22 +1,26 @@
-"""Sizes of what goes to a file on a disk. Pure: imports neither torch nor Lightning."""
+"""How a slot that is spilled to a disk divides into blocks, chunks and bounce buffers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-BLOCK_BYTES: Final = 4096  # what direct I/O moves: offsets, sizes and addresses are multiples of it
-_CHUNK_BYTES: Final = 8 * 2**20  # large enough for the full speed of a disk
-_LEAST_CHUNKS: Final = 4  # of a slot: few in small ones would make bounce buffers much larger than a slot
+BLOCK_BYTES: Final = 4096  # unit of direct I/O: offsets, sizes and addresses are multiples of it
+_CHUNK_BYTES: Final = 8 * 2**20  # large enough for the full bandwidth of a disk
+_LEAST_CHUNKS: Final = 4  # per slot: with fewer, the bounce buffers of a small slot would be much larger than the slot
 
 
 @dataclass(frozen=True, slots=True)
 class SpillLayout:
-    """Sizes for slots of `slot_bytes`.
+    """Sizes of the file region and the bounce buffers of a slot.
 
-    A slot passes through bounce buffers on the host in chunks. Going out there are buffers for a whole slot: it leaves
-    the device at the speed of the copy, and the disk has until the next slot. Coming back there are two: one is read
-    into while the other is copied.
+    A slot passes through bounce buffers in host memory in chunks. The write buffers hold a whole slot, so that it can
+    leave the device at the bandwidth of the copy, and the disk may write until the next slot arrives. There are two
+    read buffers: one is filled from the disk while the other is copied to the device.
+
+    Attributes:
+        slot_bytes: Bytes of the slot.
+        read_buffers: Number of read buffers.
     """
 
     slot_bytes: int
@@ -24,7 +28,7 @@ class SpillLayout:
 
     @property
     def region_bytes(self) -> int:
-        """What a slot takes in the file."""
+        """Bytes of the slot's region in the file."""
         return whole_blocks(self.slot_bytes)
 
     @property
@@ -37,10 +41,10 @@ class SpillLayout:
 
     @property
     def bounce_bytes(self) -> int:
-        """Host memory of all bounce buffers."""
+        """Host bytes of all bounce buffers."""
         return (self.write_buffers + self.read_buffers) * self.chunk_bytes
 
 
 def whole_blocks(size_bytes: int) -> int:
-    """`size_bytes` rounded up to what direct I/O moves."""
+    """Round a size up to whole blocks of direct I/O."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

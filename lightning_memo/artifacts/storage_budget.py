@@ -1,4 +1,4 @@
-"""What one process may use of each memory for activations, and the speed of its disk."""
+"""Memory that one process may use for activations, and the bandwidth of its disk."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmeTier:
-    """Disk space for activations. What goes there passes over the link to the host, too."""
+    """Disk space for activations. Spilled activations also pass over the link between device and host."""
 
     capacity_bytes: int
     write_bytes_per_second: float
     read_bytes_per_second: float
     bounce_share: float = 0.0
-    """Host bytes of the buffers through which it passes, for each byte of the most that a layer call has there."""
+    """Host bytes of the bounce buffers per byte of the largest amount that a layer call spills."""
 
     def __post_init__(self) -> None:
         check_range(self, {})
         for name in ("write_bytes_per_second", "read_bytes_per_second"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be greater than 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageBudget(Budget):
-    """What one process may use: all its device bytes, and host and NVMe bytes for activations."""
+    """Memory that one process may use: all its device bytes, and host and NVMe bytes for activations."""
 
     nvme: NvmeTier | None = None
 
     @classmethod
     def of(cls, budget: Budget, costs: LayerCosts) -> StorageBudget:
-        """A budget with the measured speed of its disk, if it has one."""
+        """Add the measured bandwidths of the disk to a budget.
+
+        Args:
+            budget: Capacities; without `spill_bytes` there is no disk.
+            costs: Has the bandwidths of the disk.
+        """
         nvme = None
         if budget.spill_bytes:
             nvme = NvmeTier(
@@ -47,5 +52,5 @@ class StorageBudget(Budget):
 
     @property
     def capacities(self) -> Budget:
-        """The same without the speed of the disk."""
+        """The budget without the bandwidths of the disk."""
         return Budget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, spill_bytes=self.spill_bytes)

@@ -1,4 +1,4 @@
-"""What layer calls store for their backward, and where."""
+"""Where each kind of tensor of a layer call is stored for the backward (`storage="kinds"`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Resource = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRange:
-    """Tokens [start, stop) of one kind, and their place."""
+    """Tokens [start, stop) of one kind of tensor, and where they are stored."""
 
     kind: str
     place: Place
@@ -32,45 +32,50 @@ class StoredRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallPlan:
-    """What the layer calls of one class store."""
+    """Tensors that the layer calls of one class store."""
 
     ranges: tuple[StoredRange, ...]
 
     def tokens(self, kind: str, *places: Place) -> int:
-        """Tokens of a kind in the given places; without places, in any."""
+        """Number of tokens for which a kind of tensor is stored.
+
+        Args:
+            kind: Kind of tensor.
+            places: Places that count; all if none is given.
+        """
         return sum(r.stop - r.start for r in self.ranges if r.kind == kind and r.place in (places or PLACES))
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where ranges begin and end: the bounds of the slices that the layer runs in."""
+        """Tokens at which ranges begin or end, which are the bounds of the layer's slices."""
         return tuple(sorted({bound for r in self.ranges for bound in (r.start, r.stop)}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What a little more of a resource is worth: a dual of the linear program."""
+    """Marginal value of a resource: a dual variable of the linear program."""
 
     resource: Resource
     limit: float
-    """How much there is: bytes, or bytes per second."""
+    """Available amount in bytes, or bytes per second."""
 
     seconds: float
-    """Seconds that the step gets shorter for each byte, or byte per second, more."""
+    """Seconds by which the step becomes shorter per additional byte, or byte per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageNeeds:
-    """What a step takes and needs."""
+    """Time and memory that a step needs."""
 
     step_seconds: float
-    """Expected: each call's copies or the next call's compute, whichever takes longer. Where all layer calls are alike,
-    that is MEMO's time of a step (section 4.2)."""
+    """Expected seconds: for each layer call the longer of its copies and the next call's computation. If all layer
+    calls are equal, this is MEMO's time of a step (section 4.2)."""
 
     device_bytes: int
-    """All that the process needs on the device."""
+    """All device bytes of the process."""
 
     rounding_bytes: int
-    """Of these, the two rounding buffers."""
+    """Part of `device_bytes` for the two rounding buffers."""
 
     host_bytes: int
     nvme_bytes: int
@@ -79,7 +84,7 @@ class StorageNeeds:
         check_range(self, {})
 
     def fits(self, budget: StorageBudget) -> bool:
-        """Whether every memory holds what is needed of it."""
+        """Whether no memory needs more than its budget."""
         nvme_bytes = budget.nvme.capacity_bytes if budget.nvme else 0
         on_host = self.host_bytes <= budget.host_bytes and self.nvme_bytes <= nvme_bytes
         return on_host and self.device_bytes <= budget.device_bytes
@@ -87,24 +92,23 @@ class StorageNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoragePlan:
-    """What every layer call stores and where, and what that costs."""
+    """Where the tensors of every layer call are stored, and the expected time and memory."""
 
     tokens: int
-    """Of a layer call."""
+    """Tokens of a layer call."""
 
     call_classes: tuple[int, ...]
-    """For each layer call, in the order of execution, its place in `calls`."""
+    """Index into `calls` of each layer call, in execution order."""
 
     calls: tuple[CallPlan, ...]
-    """One for each class of layer calls."""
+    """Plan of each class of layer calls."""
 
     needs: StorageNeeds
     bound_seconds: float
-    """No fractions of tokens would give a shorter step."""
+    """Lower bound of the step time, reached with arbitrary fractions of the tokens."""
 
     alpha_seconds: float | None
-    """The same if layer calls swapped a fraction of the tokens whole and recomputed the rest, as MEMO does; None if no
-    fraction fits."""
+    """Step time of the best single alpha, as in MEMO; None if no alpha fits."""
 
     prices: tuple[Price, ...]
 
@@ -113,11 +117,16 @@ class StoragePlan:
 
     @property
     def executed(self) -> StoragePlan:
-        """What is done, without what was measured and expected."""
+        """The plan without measured and expected numbers, to compare what is executed."""
         nothing = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
         return replace(self, needs=nothing, bound_seconds=0.0, alpha_seconds=None, prices=())
 
     def share(self, kind: str, *places: Place) -> float:
-        """Fraction of the tokens of a kind that have one of some places (without places, any), over all layer calls."""
+        """Fraction of the tokens for which a kind of tensor is stored, over all layer calls.
+
+        Args:
+            kind: Kind of tensor.
+            places: Places that count; all if none is given.
+        """
         stored = sum(self.calls[number].tokens(kind, *places) for number in self.call_classes)
         return stored / (self.tokens * len(self.call_classes))

@@ -1,4 +1,4 @@
-"""What a step swaps, recomputes and keeps, and how its layers run."""
+"""The part of a plan that the engine executes: what is swapped, recomputed and kept, and the schedule."""
 
 from __future__ import annotations
 
@@ -17,68 +17,70 @@ Attention = Literal["sdpa", "cudnn", "flash_attn", "transformer_engine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwapPlan:
-    """What is swapped, and how the layers run.
+    """Which activations are swapped, and how the layers run.
 
     Raises:
-        ValueError: alpha outside 0 to 1, a negative count, or more layer calls than any model has.
+        ValueError: alpha is outside 0 to 1, a count is negative, or there are more than 65,536 layer calls.
     """
 
     mode: Literal["memo", "plain"]
-    """"plain": nothing is swapped or recomputed."""
+    """With "plain", nothing is swapped or recomputed."""
 
     alpha: float
-    """Fraction of the tokens whose skeletal activations are swapped; 0.0 in "plain"."""
+    """Fraction of the tokens whose skeletal activations are swapped; 0.0 with "plain"."""
 
     schedule: Schedule
     slice_tokens: int | None
-    """Most tokens that run through a layer at once; None: no limit."""
+    """Maximum number of tokens that run through a layer at once; None for no limit."""
 
     calls: int
-    """Layer calls alive at once: n, or 2n when two forwards precede one backward."""
+    """Number of layer calls alive at once: n, or 2n if two forwards precede one backward."""
 
     slot_bytes: int
-    """Bytes of a rounding buffer: what one layer call swaps, or one slice where slices swap for themselves."""
+    """Bytes of a rounding buffer, which holds the swapped activations of one layer call (of one slice, if `host_backed`
+    is not "none")."""
 
     host_backed: HostBacked = "none"
-    """What lives on the host beside what is swapped: "attention": slices swap for themselves, and earlier keys and
-    values come back for each of them; "all": their gradients too, and hidden states between layers."""
+    """Tensors that live on the host in addition to the swapped activations. With "attention", each slice swaps into its
+    own slot, and the keys and values of earlier slices are fetched for it. With "all", the gradients of keys and
+    values and the hidden states between layers live on the host, too."""
 
     streamed_host_bytes: int = 0
-    """Host bytes of all layer calls where slices swap for themselves."""
+    """Host bytes of all layer calls if `host_backed` is not "none"."""
 
     gradient_host_bytes: int = 0
-    """Those of them that are for gradients of keys and values."""
+    """Part of `streamed_host_bytes` for gradients of keys and values."""
 
     state_host_bytes: int = 0
-    """Those of them that are for hidden states between layers, and their gradients."""
+    """Part of `streamed_host_bytes` for hidden states between layers, and for their gradients."""
 
     staging_bytes: int = 0
-    """Device bytes of the buffers through which keys and values pass."""
+    """Device bytes of the buffers into which keys and values are fetched."""
 
     storage: StoragePlan | None = None
-    """What is stored kind by kind, and where; None: alpha says it. Alpha is then the fraction of the tokens of which
-    everything is swapped."""
+    """Where each kind of tensor is stored; None if alpha alone decides. With a storage plan, alpha is the fraction of
+    the tokens whose tensors are all swapped."""
 
     stored_host_bytes: int = 0
-    """Host bytes of all layer calls, alignment included, where that is said kind by kind; bounce buffers excluded."""
+    """Host bytes of all layer calls with a storage plan, alignment included and bounce buffers excluded."""
 
     stored_spill_bytes: tuple[int, ...] = ()
-    """Bytes that each layer call has for the disk, alignment included, where that is said kind by kind; empty: none."""
+    """Disk bytes of each layer call with a storage plan, alignment included; empty if none uses the disk."""
 
     kept_bytes: int = 0
-    """Device bytes that all layer calls keep beside the rounding buffers, where that is said kind by kind."""
+    """Device bytes that all layer calls keep outside the rounding buffers with a storage plan."""
 
     spilled_calls: int = 0
-    """Layer calls among the swapped ones whose activations go to a file on a disk, not to the host."""
+    """Number of swapped layer calls whose activations go to a file on a disk instead of the host."""
 
     attention: Attention = "sdpa"
-    """Attention kernel of the layers, where they do not run plainly."""
+    """Attention kernel of the layers if the mode is "memo"."""
 
     def __post_init__(self) -> None:
         check_range(self, {"calls": 1, "slice_tokens": 1})
         if self.alpha > 1.0:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
-        if self.calls > MOST_CALLS:  # sizes are sums over them
+        if self.calls > MOST_CALLS:  # sizes are sums over the calls
             raise ValueError(f"calls={self.calls} must be at most {MOST_CALLS}")
         if self.spilled_calls > (0 if self.streamed else self.swapped_calls):
             raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
@@ -87,24 +89,24 @@ class SwapPlan:
 
     @property
     def streamed(self) -> bool:
-        """Whether slices swap for themselves, and earlier keys and values come from the host."""
+        """Whether each slice swaps into its own slot, and keys and values of earlier slices come from the host."""
         return self.host_backed != "none"
 
     @property
     def executed(self) -> SwapPlan:
-        """What is done, without what was measured and expected."""
+        """The plan without measured and expected numbers, to compare what is executed."""
         return self if self.storage is None else replace(self, storage=self.storage.executed)
 
     @property
     def swapped_calls(self) -> int:
-        """Layer calls whose activations leave the device: all but the last two (MEMO, section 4.2), if not streamed."""
+        """Number of layer calls whose activations leave the device: all if streamed, else all but the last two."""
         if self.mode == "plain":
             return 0
         return self.calls if self.streamed else max(self.calls - 2, 0)
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes for swapped activations: slots, and buffers through which those of the disk pass."""
+        """Host bytes for swapped activations: slots, and the bounce buffers of the disk."""
         if self.streamed:
             return self.streamed_host_bytes
         whole_slots = (self.swapped_calls - self.spilled_calls) * self.slot_bytes
@@ -113,62 +115,62 @@ class SwapPlan:
 
     @property
     def spill_layout(self) -> SpillLayout:
-        """Sizes for the most that a layer call has on the disk."""
+        """Layout of the largest spilled slot."""
         return SpillLayout(max(map(self.bytes_to_spill, range(self.swapped_calls)), default=0))
 
     @property
     def spill_bytes(self) -> int:
-        """Bytes on the disk."""
+        """Disk bytes of all layer calls."""
         return sum(whole_blocks(self.bytes_to_spill(call)) for call in range(self.swapped_calls))
 
     def bytes_to_spill(self, call: int) -> int:
-        """How much of a layer call's slot is for the disk."""
+        """Bytes of a layer call's slot that go to the disk."""
         if self.storage is None:
             return self.slot_bytes if self.spills(call) else 0
         return self.stored_spill_bytes[call % self.calls] if self.stored_spill_bytes else 0
 
     def spills(self, call: int) -> bool:
-        """Whether a layer call is spilled whole. Those are as far from each other as can be: the disk is slower."""
+        """Whether a whole layer call is spilled. Spilled calls are evenly spaced because the disk is slower."""
         return call < self.swapped_calls and call * self.spilled_calls % self.swapped_calls < self.spilled_calls
 
     @property
     def buffer_bytes(self) -> int:
-        """Device bytes of the two rounding buffers, and of those through which keys and values pass."""
+        """Device bytes of the two rounding buffers and of the buffers for fetched keys and values."""
         return 2 * self.slot_bytes + self.staging_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedBytes:
-    """Memory of a plan by which slices swap for themselves, and keys and values pass the device in blocks."""
+    """Bytes that a plan with `host_backed` needs."""
 
     slot: int
-    """Of a rounding buffer: the largest slice."""
+    """Bytes of a rounding buffer, which holds the largest slice."""
 
     host: int
-    """Of all layer calls."""
+    """Host bytes of all layer calls."""
 
     gradients: int
-    """Those of them that are for gradients of keys and values."""
+    """Part of `host` for gradients of keys and values."""
 
     staging: int
-    """Of the device buffers through which keys and values pass."""
+    """Device bytes of the buffers into which keys and values are fetched."""
 
     states: int = 0
-    """Of hidden states between layers; included in `host`."""
+    """Part of `host` for hidden states between layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBytes:
-    """Memory of a plan that says kind by kind what is stored."""
+    """Bytes that a plan with a storage plan needs, alignment included."""
 
     slot: int
-    """Of a rounding buffer: the most that a layer call has for host and disk, alignment included."""
+    """Bytes of a rounding buffer: the most that one layer call stores on host and disk."""
 
     host: int
-    """Of all layer calls."""
+    """Host bytes of all layer calls."""
 
     kept: int
-    """On the device, of all layer calls."""
+    """Device bytes of all layer calls."""
 
     spill: tuple[int, ...]
-    """On the disk, of each layer call if it leaves the device."""
+    """Disk bytes of each layer call, if it leaves the device."""

@@ -1,4 +1,4 @@
-"""What a training step did when: its computation, its copies, and how long the one waited for the other."""
+"""Recorded timeline of a training step: computation, copies, and the time that computation waited for copies."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 COMPUTE: Final = "compute"
-"""The lane of the computation; those of copies are named after their streams."""
+"""Lane of the computation. Lanes of copies are named after their streams."""
 RECOMPUTE: Final = "recompute"
-"""The lane of what the computation does a second time, within a layer's backward."""
+"""Lane of the recomputation within a layer's backward."""
 
 SpanKind = Literal["forward", "backward", "slice", "attention", "recompute", "copy", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a lane did.
+    """An activity of a lane.
 
-    Spans of the computation lie one in the other: attention in a slice, a slice in a layer's forward.
+    Spans of the computation are nested: attention within a slice, a slice within a layer's forward.
 
     Attributes:
-        lane: `COMPUTE`, `RECOMPUTE`, or the name of a stream of copies.
-        kind: What it was.
-        layer: The layer call that it was for, counted from the model's input; `None`: for none.
-        part: The slice of tokens within the call; `None`: for all of them.
-        start_seconds: From the start of the step.
-        stop_seconds: From the start of the step.
-        size_bytes: What a copy moved.
-        stream: What a wait was for.
+        lane: `COMPUTE`, `RECOMPUTE`, or the name of a copy stream.
+        kind: Kind of activity.
+        layer: Index of the layer call, counted from the model's input; `None` outside the layers.
+        part: Index of the slice of tokens within the call; `None` for all tokens.
+        start_seconds: Seconds from the start of the step to the start of the activity.
+        stop_seconds: Seconds from the start of the step to the end of the activity.
+        size_bytes: Bytes that a copy moved.
+        stream: Copy stream that a wait was for.
     """
 
     lane: str
@@ -48,11 +48,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step.
+    """The activities of one step.
 
     Attributes:
-        seconds: How long it took.
-        spans: What was done, in the order in which it began.
+        seconds: Duration of the step.
+        spans: Activities in the order of their start.
     """
 
     seconds: float
@@ -60,23 +60,23 @@ class Timeline:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """All lanes: those that are always there, then further streams."""
+        """All lanes: first those that every step has, then further streams."""
         known = (COMPUTE, RECOMPUTE, "offload", "prefetch")
         return known + tuple(sorted({span.lane for span in self.spans}.difference(known)))
 
     @property
     def waited_seconds(self) -> dict[str, float]:
-        """How long the computation waited for each stream of copies: the exposed part of their time."""
+        """Seconds that the computation waited for each copy stream, which is the exposed part of the copies."""
         return _total((span.stream, span.seconds) for span in self.spans if span.kind == "wait")
 
     @property
     def copied_seconds(self) -> dict[str, float]:
-        """How long each stream copied."""
+        """Seconds that each stream copied."""
         return _total((span.lane, span.seconds) for span in self.spans if span.kind == "copy")
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        """What each stream copied."""
+        """Bytes that each stream copied."""
         return {
             lane: sum(span.size_bytes for span in self.spans if (span.kind, span.lane) == ("copy", lane))
             for lane in self.copied_seconds

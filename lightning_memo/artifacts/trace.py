@@ -1,7 +1,4 @@
-"""The requests for memory of one training step: what the placement of buffers is planned from.
-
-Pure: imports neither torch nor Lightning.
-"""
+"""The memory requests of one training step, from which the placement of buffers is planned (MEMO, section 4.3)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from lightning_memo.utils.arrays import Integers
 from lightning_memo.utils.files import replacing
 
 NEVER: Final = -1
-"""Death of a buffer that outlives the next step, like optimizer state: it gets no place."""
+"""Death of a buffer that outlives the next step, for example optimizer state. It gets no offset."""
 
 _COLUMNS: Final = ("id", "lane", "phase", "sequence", "size", "birth", "death", "death_phase", "layer")
 _VERSION: Final = "lightning_memo trace 1"
@@ -30,12 +27,12 @@ _INTEGER: Final = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Requests in the order in which they were made; a step repeats, so time goes round.
+    """Memory requests in the order in which they were made. Steps repeat, so time is cyclic.
 
-    Births and deaths count the requests made before, so deaths between two requests are not ordered.
+    Births and deaths are measured in requests made before them; deaths between two requests are therefore not ordered.
 
     Raises:
-        ValueError: columns of different lengths, a value that is not possible.
+        ValueError: The columns differ in length, or a value is impossible.
     """
 
     phases: tuple[str, ...]
@@ -45,19 +42,19 @@ class Trace:
     """[requests] Index into `phases`; does not fall."""
 
     size: Integers
-    """[requests] Bytes."""
+    """[requests] Bytes of each request."""
 
     death: Integers
-    """[requests] Requests made before the buffer was freed; at most the own index if it was freed in the next step;
-    `NEVER` if it was still alive when the same request came again."""
+    """[requests] Number of requests made before the buffer was freed. At most the request's own index if the buffer was
+    freed in the next step; `NEVER` if the buffer was still alive when the same request was made again."""
 
     lane: Integers
-    """[requests] Number of the stream; 0 is the one that is planned."""
+    """[requests] Index of the stream; memory is planned for stream 0."""
 
     def __post_init__(self) -> None:
         lengths = {len(column) for column in (self.phase, self.size, self.death, self.lane)}
         if len(lengths) != 1:
-            raise ValueError(f"columns have {sorted(lengths)} entries: give one for each request")
+            raise ValueError(f"columns have {sorted(lengths)} entries: each must have one for each request")
         self._refuse((self.phase < 0) | (self.phase >= len(self.phases)), "phase")
         self._refuse(np.diff(self.phase, prepend=0) < 0, "phase")
         self._refuse(self.size < 0, "size")
@@ -67,41 +64,41 @@ class Trace:
     def _refuse(self, wrong: npt.NDArray[np.bool_], name: str) -> None:
         if wrong.any():
             first = int(np.argmax(wrong))
-            raise ValueError(f"request {first}: {name}={int(getattr(self, name)[first])} is not possible here")
+            raise ValueError(f"request {first}: {name}={int(getattr(self, name)[first])} is impossible here")
 
     def __len__(self) -> int:
         return len(self.size)
 
     @cached_property
     def phase_start(self) -> Integers:
-        """[phases + 1] Index of the first request of each phase; the last entry is their number."""
+        """[phases + 1] Index of the first request of each phase; the last entry is the number of requests."""
         return np.searchsorted(self.phase, np.arange(len(self.phases) + 1))
 
     @cached_property
     def sequence(self) -> Integers:
-        """[requests] Number of the request within its phase."""
+        """[requests] Index of the request within its phase."""
         return np.arange(len(self)) - self.phase_start[self.phase]
 
     @cached_property
     def death_phase(self) -> Integers:
-        """[requests] The phase in which a buffer dies; `NEVER` if it does not."""
-        # A buffer that dies when so many requests were made dies in the phase of the last of them.
+        """[requests] Index of the phase in which the buffer is freed; `NEVER` if it is not."""
+        # A buffer is freed in the phase of the last request that was made before.
         last = np.maximum(self.death - 1, 0)
         return np.where(self.death == NEVER, NEVER, self.phase[last] if len(self) else last)
 
     @cached_property
     def planned(self) -> Integers:
-        """Indices of the requests that get a place."""
+        """Indices of the requests that get an offset."""
         return np.nonzero((self.death != NEVER) & (self.lane == 0))[0]
 
     @cached_property
     def layer_of_phase(self) -> Integers:
-        """[phases] Number of the layer call; -1 outside of layers."""
+        """[phases] Index of the layer call; -1 outside the layers."""
         found = (_LAYER.search(name) for name in self.phases)
         return np.array([int(layer[1]) if layer else -1 for layer in found], np.int64)
 
     def same_requests(self, other: Trace) -> bool:
-        """Whether another step asked for the same sizes in the same phases."""
+        """Whether another step requested the same sizes in the same phases."""
         return (
             self.phases == other.phases
             and np.array_equal(self.phase, other.phase)
@@ -110,7 +107,7 @@ class Trace:
         )
 
     def longest_lives(self, other: Trace) -> Trace:
-        """This trace with the later of both deaths of every buffer.
+        """This trace with the later of the two deaths of every buffer.
 
         Args:
             other: A trace of the same requests.
@@ -120,14 +117,14 @@ class Trace:
 
     @property
     def _age(self) -> Integers:
-        """[requests] Requests between birth and death."""
+        """[requests] Number of requests between birth and death."""
         age = self.death - np.arange(len(self))
         return np.where(age <= 0, age + len(self), age)
 
     # ---- CSV
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trace as CSV: a line with the version, one with the names of the columns, one for each request."""
+        """Write the trace as CSV: one line with the version, one with the column names, and one for each request."""
         names = [*self.phases, ""]  # NEVER is the last
         with replacing(Path(path)) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -148,11 +145,14 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Reads what `save` wrote.
+        """Read a trace that was written by `save`.
+
+        Args:
+            path: The file.
 
         Raises:
-            OSError: The file can't be read.
-            ValueError: It is no trace; one line names the file and the line.
+            OSError: The file cannot be read.
+            ValueError: The file is not a trace. The message is one line that names file and line.
         """
         try:
             with Path(path).open(newline="", encoding="utf-8") as file:
@@ -177,10 +177,10 @@ def _from_rows(phases: tuple[str, ...], rows: list[tuple[int, list[str]]]) -> Tr
             raise ValueError(f"line {line}: {len(row)} values for {len(_COLUMNS)} columns")
         values = dict(zip(_COLUMNS, row, strict=True))
         if values["phase"] not in number:
-            raise ValueError(f"line {line}: phase {values['phase'][:60]!r} is not in the first line")
+            raise ValueError(f"line {line}: phase {values['phase'][:60]!r} is not one of those in the first line")
         for name in ("lane", "size", "death"):
             if not _INTEGER.fullmatch(values[name]) or abs(int(values[name])) >= 2**63:
-                raise ValueError(f"line {line}: {name}={values[name][:60]!r} is not an integer of 64 bits")
+                raise ValueError(f"line {line}: {name}={values[name][:60]!r} is not a 64-bit integer")
             columns[name].append(int(values[name]))
         columns["phase"].append(number[values["phase"]])
     arrays = {name: np.array(values, np.int64) for name, values in columns.items()}

@@ -1,4 +1,4 @@
-"""What a command does before it imports torch and Lightning, which takes seconds."""
+"""Prepares the process of a command before it imports torch and Lightning, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def prepare_process() -> None:
 
     torch reads its log level when it is imported. Child processes inherit it.
     """
-    # While a step is measured, torch would warn about each buffer that is freed and was allocated earlier: no fault.
+    # In a measured step, torch warns about each freed buffer that was allocated earlier, which is harmless.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     exit_on_interrupt()

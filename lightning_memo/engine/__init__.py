@@ -1,7 +1,9 @@
-"""The token-wise engine: slices, swapping, recomputation. Knows nothing of Lightning."""
+"""The token-wise engine: runs layers slice by slice, and swaps or recomputes their activations. Needs no Lightning."""
 
 from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.engine import Engine
+from lightning_memo.engine.layers.token_sharing import TokenSharing
 from lightning_memo.engine.memory.checksums import RestoredError
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
 
-__all__ = ["Engine", "RestoredError", "TestMode"]
+__all__ = ["Engine", "RequestedSettings", "RestoredError", "TestMode", "TokenSharing"]

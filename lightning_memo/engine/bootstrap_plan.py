@@ -4,25 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
+from torch import nn
+
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slot_bytes
 
-if TYPE_CHECKING:
-    from lightning_memo.engine.engine import Engine
+
+class ProfiledLayers(Protocol):
+    """The part of the engine that is known before a profiled step.
+
+    Attributes:
+        layers: The model's layers, in order.
+        settings: The settings that were requested.
+        layer_classes: The traits of the layers that have been probed.
+    """
+
+    layers: list[nn.Module]
+    settings: RequestedSettings
+    layer_classes: LayerClasses
+
+    def streamed_bytes(
+        self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
+    ) -> StreamedBytes:
+        """Return the memory of a plan by which every slice has a slot of its own."""
 
 
-def first_plan(
-    engine: Engine, traits: LayerTraits, input_bytes: int, slices: Sequence[TokenRange], host_backed: HostBacked
+def bootstrap_plan(
+    engine: ProfiledLayers, traits: LayerTraits, input_bytes: int, slices: Sequence[TokenRange], host_backed: HostBacked
 ) -> SwapPlan:
-    """Full recomputation, as far as a layer's memory is known before it has run.
+    """Return a plan of full recomputation, as far as the memory of a layer is known before it has run.
 
     Args:
         engine: Runs the layers.
-        traits: Of the first of them.
-        input_bytes: Of its input, for the tokens that were looked at.
+        traits: Traits of the first layer.
+        input_bytes: Bytes of the layer's input for the tokens that were probed.
         slices: The slices to be run.
         host_backed: What lives on the host.
     """
@@ -35,7 +55,7 @@ def first_plan(
         return plan
     sizes = engine.streamed_bytes([(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
     return replace(
-        plan, schedule=engine.kinds.schedule, slice_tokens=engine.wishes.slice_tokens, host_backed=host_backed,
-        slot_bytes=sizes.slot, streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
-        state_host_bytes=sizes.states, staging_bytes=sizes.staging,
+        plan, schedule=engine.layer_classes.schedule, slice_tokens=engine.settings.slice_tokens,
+        host_backed=host_backed, slot_bytes=sizes.slot, streamed_host_bytes=sizes.host,
+        gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
     )  # fmt: skip

@@ -45,8 +45,7 @@ def suggestion_sentence(answer: Estimate) -> str:
     return (
         f"The sequence fits with {answer.slices}: {format_seconds(answer.step_seconds)} per step, "
         f"MFU {answer.mfu:.1f} %, {format_bytes(answer.device_bytes['total'])} of device memory and "
-        f"{format_bytes(answer.host_bytes)} of host "
-        "memory per node."
+        f"{format_bytes(answer.host_bytes)} of host memory per node."
     )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self, override
 
-from lightning_memo.engine.modules.token_local_modules import ambient_autocast
+from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
 from lightning_memo.loss.logits_recipe import Head, Recipe, leaves_vocabulary
 from lightning_memo.parallel.local_tensors import awaited

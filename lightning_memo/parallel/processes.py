@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels import RngState
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
 from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments
-from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
@@ -57,6 +57,7 @@ class Processes:
         data_rank: Data-parallel rank of this process, below `sizes.data`.
         context_groups: Process groups of context-parallel attention; `None` without context parallelism and before
             :meth:`prepare_batches`.
+        current_layout: Holds the layout of the last batch that was divided.
 
     Raises:
         ValueError: The sizes do not fit the number of processes.
@@ -76,7 +77,8 @@ class Processes:
         )
         self.context_groups: ContextGroups | None = None
         self._sharder = BatchSharder()
-        self._loss_arguments = LossArguments()
+        self.current_layout = CurrentLayout()
+        self._loss_arguments = LossArguments(self.current_layout)
         self._outside: list[FSDPModule] = []
         self._batches = 0
 
@@ -162,6 +164,7 @@ class Processes:
         for model in find_hugging_face(module):
             stack.callback(self._loss_arguments.attach(model))
         stack.callback(self._loss_arguments.use, None)
+        stack.callback(self.current_layout.clear)
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
     # ---- batches
@@ -240,8 +243,8 @@ class Processes:
                 "others: give a number of samples that the data-parallel size divides, or predict in one process"
             )
 
-    def divide_batch(self, batch: Any, predicting: bool = False) -> tuple[Any, TokenLayout | None]:
-        """Returns this process's part of a batch and the layout of its tokens.
+    def divide_batch(self, batch: Any, predicting: bool = False) -> Any:
+        """Returns this process's part of a batch, whose layout becomes the current one.
 
         Args:
             batch: Batch from the loader.
@@ -257,11 +260,11 @@ class Processes:
         sharder = self._sharder
         if predicting:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
-        batch, layout = sharder.shard(batch)
+        batch, self.current_layout.layout = sharder.shard(batch)
         self._loss_arguments.use(batch)
         for unit in self._outside:  # a step may call a part of the model without the root
             unit.unshard()
-        return batch, layout
+        return batch
 
 
 def _heads(model: nn.Module) -> tuple[int, int]:

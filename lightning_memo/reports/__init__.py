@@ -1,1 +1,1 @@
-"""What people look at: tables, pictures and pages of plans, steps and runs. Nothing here decides anything."""
+"""Tables, pictures and HTML pages of plans, steps and runs. They present results and make no decisions."""

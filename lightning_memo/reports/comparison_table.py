@@ -1,4 +1,4 @@
-"""A table of how settings compare."""
+"""Table that compares settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.text import Text
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _CAPTION = (
-    "Peaks lie above parameters and optimizer state; budgets hold these, too.\n"
-    "Timed one after another: what else the machine did is in the times."
+    "Peaks exclude parameters and optimizer state; budgets include them.\n"
+    "Timed one after another: other load on the machine affects the times."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One row of `comparison_table`."""
+    """Measured values of one row of `comparison_table`."""
 
     name: str
     step_seconds: float
@@ -29,10 +29,10 @@ class Measurement:
 
 
 def comparison_table(rows: Sequence[Measurement]) -> Table:
-    """Compare measurements; ratios in brackets are to the first row.
+    """Make a table of measurements, with ratios to the first row in parentheses.
 
     Args:
-        rows: the measurements, the baseline first.
+        rows: The measurements, the baseline first.
     """
     table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")  # fits 80 columns
     table.caption = Text(_CAPTION)
@@ -52,5 +52,5 @@ def comparison_table(rows: Sequence[Measurement]) -> Table:
 
 
 def ratio_text(value: float, base: float, of: str = "") -> str:
-    """How many times `base` a value is, to stand behind it; empty if `base` is zero."""
+    """Ratio of a value to `base` as text to append to the value; empty if `base` is zero."""
     return f" ({value / base:.2f}x{of})" if base else ""

@@ -1,4 +1,4 @@
-"""Pictures of the memory of a training step: where its buffers lie, and how much is held over its requests."""
+"""Pictures of the memory of a training step: the offsets of its buffers, and memory use over its requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.reports.memory_step import BOUND_COLOR, CURVES, KINDS, Look, MemoryStep
+from lightning_memo.reports.memory_step import BOUND_COLOR, CURVES, PHASE_COLORS, Look, MemoryStep
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
@@ -21,22 +21,22 @@ _PEAK_COLOR: Final = "#555555"
 
 
 def memory_map(trace: Trace, placement: StepPlacement, path: str | os.PathLike[str]) -> None:
-    """Draws a PNG of the places of a step's buffers: address over time.
+    """Draw a PNG of the offsets of a step's buffers: address over time.
 
     Args:
         trace: The step that was planned.
-        placement: Its places.
-        path: The file; its folder is made if missing.
+        placement: Offsets of its buffers.
+        path: The file. Its folder is created if missing.
 
     Raises:
-        ValueError: The placement is not for the requests of this trace.
-        OSError: The file can't be written.
+        ValueError: The placement belongs to other requests than those of the trace.
+        OSError: The file cannot be written.
     """
-    from matplotlib.collections import PolyCollection  # takes a second, and only few runs draw
+    from matplotlib.collections import PolyCollection  # the import takes a second, and only few runs draw
 
     step = MemoryStep(trace, placement)
     power, unit = step.unit(placement.peak_bytes)
-    with _figure(step, f"Places of a step's buffers: {step.summary}", path) as (figure, axes):
+    with _figure(step, f"Offsets of a step's buffers: {step.summary}", path) as (figure, axes):
         row, left, right = step.pieces
         low = step.offset[row] / power
         high = low + trace.size[row] / power
@@ -55,16 +55,16 @@ def memory_map(trace: Trace, placement: StepPlacement, path: str | os.PathLike[s
 
 
 def memory_curve(trace: Trace, placement: StepPlacement, path: str | os.PathLike[str]) -> None:
-    """Draws a PNG of memory over a step: with the plan, and with PyTorch's caching allocator as modelled.
+    """Draw a PNG of memory over a step, with the plan and with a simulation of PyTorch's caching allocator.
 
     Args:
         trace: The step that was planned.
-        placement: Its places.
-        path: The file; its folder is made if missing.
+        placement: Offsets of its buffers.
+        path: The file. Its folder is created if missing.
 
     Raises:
-        ValueError: The placement is not for the requests of this trace.
-        OSError: The file can't be written.
+        ValueError: The placement belongs to other requests than those of the trace.
+        OSError: The file cannot be written.
     """
     step = MemoryStep(trace, placement)
     highest = max(int(values.max(initial=0)) for values in step.curves)
@@ -80,15 +80,15 @@ def memory_curve(trace: Trace, placement: StepPlacement, path: str | os.PathLike
 
 @contextmanager
 def _figure(step: MemoryStep, title: str, path: str | os.PathLike[str]) -> Iterator[tuple[Any, Any]]:
-    """Axes over the time of a step with its phases on top, saved when all is drawn."""
+    """Yield axes over the time of a step, with its phases on top, and save the figure afterwards."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 8), layout="constrained")
     strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 36])
     figure.suptitle(title)
     start = step.trace.phase_start
-    for kind, color in enumerate(KINDS.values()):
-        phases = np.nonzero(step.kinds == kind)[0]
+    for group, color in enumerate(PHASE_COLORS.values()):
+        phases = np.nonzero(step.phase_groups == group)[0]
         strip.broken_barh(np.stack([start[phases], np.diff(start)[phases]], axis=1), (0, 1), color=color, linewidth=0)
     strip.set_axis_off()
     strip.set_ylim(0, 1)
@@ -101,7 +101,7 @@ def _figure(step: MemoryStep, title: str, path: str | os.PathLike[str]) -> Itera
 
 
 def _draw_curve(axes: Any, values: npt.NDArray[np.float64], look: Look, label: str) -> None:
-    values = np.append(values, values[-1:])  # the last one lasts to the end of the step
+    values = np.append(values, values[-1:])  # the last value lasts to the end of the step
     times = np.arange(len(values))
     if look.style == "area":
         axes.fill_between(times, values, step="post", color=look.color, linewidth=0, label=label)
@@ -110,9 +110,9 @@ def _draw_curve(axes: Any, values: npt.NDArray[np.float64], look: Look, label: s
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """Names the kinds of phases, and what has a label, below the axes."""
+    """Add a legend of the phases and of all labels below the axes."""
     from matplotlib.patches import Patch
 
-    kinds = [Patch(color=color, label=kind) for kind, color in KINDS.items()]
-    figure.legend(handles=kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
+    groups = [Patch(color=color, label=group) for group, color in PHASE_COLORS.items()]
+    figure.legend(handles=groups, loc="outside lower center", ncols=len(groups), frameon=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)

@@ -1,4 +1,4 @@
-"""A table of how the planned memory was used."""
+"""Table of how planned memory was used."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from lightning_memo.utils.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """What became of the requests for memory of the steps that were planned."""
+    """How the memory requests of planned steps were served."""
 
     hits: int
-    """Served at their places."""
+    """Number of requests that were served at their planned offsets."""
 
     misses: dict[str, int]
-    """Left to PyTorch's allocator, by reason."""
+    """Number of requests that PyTorch's allocator served, by reason."""
 
     arena_bytes: int
     peak_live_bytes: int
-    """Most bytes of the arena in use at once."""
+    """Highest number of bytes of the arena in use."""
 
     lower_bound_bytes: int
-    """No placement of the recorded step has a lower peak."""
+    """Lower bound of the peak of any placement of the recorded step."""
 
     reorganisations: int | None
-    """How often PyTorch's allocator had to free its cache and try again; None on a CPU, which has no cache."""
+    """Number of times that PyTorch's allocator freed its cache and retried; None on a CPU, which has no cache."""
 
 
 def memory_table(use: MemoryUse) -> Table:
-    """Show how the planned memory was used.
+    """Make a table of how planned memory was used.
 
     Args:
         use: Counters at the end of training.
@@ -42,14 +42,14 @@ def memory_table(use: MemoryUse) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     requests = use.hits + sum(use.misses.values())
-    table.add_row("requests at their places", f"{use.hits:,} of {requests:,} ({use.hits / max(requests, 1):.2%})")
+    table.add_row("requests at planned offsets", f"{use.hits:,} of {requests:,} ({use.hits / max(requests, 1):.2%})")
     for reason, count in use.misses.items():
         if count:
-            table.add_row(f"left to PyTorch: {reason}", f"{count:,}")
+            table.add_row(f"served by PyTorch: {reason}", f"{count:,}")
     table.add_row(
         "arena", format_bytes(use.arena_bytes) + ratio_text(use.arena_bytes, use.lower_bound_bytes, " lower bound")
     )
-    table.add_row("most in use at once", format_bytes(use.peak_live_bytes))
+    table.add_row("peak in use", format_bytes(use.peak_live_bytes))
     if use.reorganisations is not None:
         table.add_row("reorganisations", f"{use.reorganisations:,}")
     return table

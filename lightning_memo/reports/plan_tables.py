@@ -1,9 +1,10 @@
-"""Tables of what a plan does. Formatting only."""
+"""Tables of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import Final
 
 from rich.table import Table
 from rich.text import Text
@@ -12,14 +13,14 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
 from lightning_memo.utils.units import format_bytes, format_seconds
 
-_MOST_CALLS = 8  # named in a line
+_MOST_CALLS: Final = 8  # layer calls named in a line
 
 
 def plan_tables(plan: Plan) -> list[Table]:
-    """All tables of a plan: `plan_table`, and where it says so kind by kind what is stored and what binds.
+    """All tables of a plan: `plan_table`, and with `storage="kinds"` those of tensor kinds and resources.
 
     Args:
-        plan: any plan.
+        plan: Any plan.
     """
     storage, costs = plan.swap.storage, plan.storage_costs
     if storage is None or costs is None:
@@ -28,13 +29,13 @@ def plan_tables(plan: Plan) -> list[Table]:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Show what each layer call swaps, recomputes and keeps, and what the whole plan needs.
+    """Make a table of the bytes that each layer call swaps, recomputes and keeps.
 
-    Layer calls that do the same share a row. The caption holds alpha, host and device memory, the expected step time
-    and the reason.
+    Equal layer calls share a row. The caption contains alpha, host and device memory, the expected step time and the
+    reason for the plan.
 
     Args:
-        plan: any plan.
+        plan: Any plan.
     """
     table = Table(title=_title(plan), caption=Text("\n".join(_summary(plan))), caption_justify="left")
     table.add_column("layer calls", no_wrap=True)
@@ -76,18 +77,22 @@ def _cells(sizes: Iterable[int]) -> list[str]:
 def _summary(plan: Plan) -> list[str]:
     swap, budget = plan.swap, plan.budget
     slices = "" if swap.slice_tokens is None else f", slices of at most {swap.slice_tokens:,} tokens"
-    backing = {"none": "", "attention": ", keys and values on the host", "all": ", all but a slice on the host"}
-    what = f"alpha={swap.alpha:.4g}" if swap.storage is None else "kind by kind"
+    backing = {
+        "none": "",
+        "attention": ", keys and values on the host",
+        "all": ", everything but the current slice on the host",
+    }
+    what = f"alpha={swap.alpha:.4g}" if swap.storage is None else "by kind of tensor"
     how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         *_kernel(plan),
-        f"host    {format_bytes(swap.host_bytes)} of {format_bytes(budget.host_bytes)} available",
+        f"host    needs {format_bytes(swap.host_bytes)}, budget {format_bytes(budget.host_bytes)}",
         *_disk(plan),
-        f"device  {format_bytes(plan.device_bytes)} of {format_bytes(budget.device_bytes)} available, of which "
-        f"{format_bytes(plan.costs.fixed_device_bytes)} model state"
-        + (f": {format_bytes(plan.device_excess_bytes)} too much" if plan.device_excess_bytes else ""),
-        f"step    {format_seconds(plan.step_seconds)} expected, from a cold first step",
+        f"device  needs {format_bytes(plan.device_bytes)} ({format_bytes(plan.costs.fixed_device_bytes)} of it model "
+        f"state), budget {format_bytes(budget.device_bytes)}"
+        + (f": over by {format_bytes(plan.device_excess_bytes)}" if plan.device_excess_bytes else ""),
+        f"step    {format_seconds(plan.step_seconds)} expected, estimated from the first step",
         plan.reason,
     ]
 
@@ -95,11 +100,11 @@ def _summary(plan: Plan) -> list[str]:
 def _kernel(plan: Plan) -> list[str]:
     if plan.swap.mode == "plain":
         return []
-    told = [f"kernel  {plan.swap.attention} attention"]
+    parts = [f"kernel  {plan.swap.attention} attention"]
     trials = sorted(plan.attention_trials, key=lambda t: (t.seconds is None, t.seconds))
-    told += [f"{trial.name} {format_seconds(trial.seconds)}" for trial in trials if trial.seconds is not None]
-    told += [f"not {trial.name}: {trial.why_not}" for trial in trials if trial.why_not]
-    return ["; ".join(told)]
+    parts += [f"{trial.name} {format_seconds(trial.seconds)}" for trial in trials if trial.seconds is not None]
+    parts += [f"{trial.name} not used: {trial.why_not}" for trial in trials if trial.why_not]
+    return ["; ".join(parts)]
 
 
 def _disk(plan: Plan) -> list[str]:
@@ -109,4 +114,4 @@ def _disk(plan: Plan) -> list[str]:
     calls = [str(call) for call in range(swap.swapped_calls) if swap.bytes_to_spill(call)]
     shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
     which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
-    return [f"disk    {format_bytes(swap.spill_bytes)} of {format_bytes(available)} available: {which}"]
+    return [f"disk    needs {format_bytes(swap.spill_bytes)}, budget {format_bytes(available)}: {which}"]

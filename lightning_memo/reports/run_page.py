@@ -1,4 +1,4 @@
-"""The closing report of a run: one page of HTML that needs nothing else, to be kept and sent."""
+"""The report of a run: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ NAME: Final = "report.html"
 _TEMPLATE: Final = Path(__file__).with_name("run_page.html")
 _COLUMNS: Final = 110
 _COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-"""Which people with colour-blindness can tell apart."""
+"""Colors that color-blind people can distinguish."""
 
 Points = Sequence[tuple[int, float]]
-"""Steps, and what was logged there."""
+"""Optimizer steps and the values that were logged there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What the page shows."""
+    """Content of the page."""
 
     title: str
     facts: Mapping[str, str]
-    """Names and values, in order."""
+    """Values by name, in order."""
 
     tables: Sequence[Table] = ()
     curves: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
-    """Pictures by title, each with its lines by name."""
+    """Lines by name, for each chart by title."""
 
     pictures: Mapping[str, Path | str] = field(default_factory=dict)
-    """PNG files by title, or why there is none."""
+    """PNG files by title, or the reason why there is none."""
 
     links: Mapping[str, str] = field(default_factory=dict)
-    """Other pages in the same folder, by what they show."""
+    """Files in the same folder by their description."""
 
     def save(self, path: Path) -> None:
         """Write the page.
 
+        Args:
+            path: The file.
+
         Raises:
-            OSError: A picture can't be read, or the page not be written.
+            OSError: A picture cannot be read, or the page cannot be written.
         """
         page = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
             title=html.escape(self.title),
@@ -71,17 +74,17 @@ class RunReport:
 
     def _links(self) -> list[str]:
         items = [f'<li><a href="{html.escape(to)}">{html.escape(what)}</a></li>' for what, to in self.links.items()]
-        return [f"<h2>Beside this page</h2><ul>{''.join(items)}</ul>"] if items else []
+        return [f"<h2>Related pages</h2><ul>{''.join(items)}</ul>"] if items else []
 
 
 def curve_svg(title: str, lines: Mapping[str, Points]) -> str:
-    """Lines over optimizer steps, as SVG.
+    """Draw lines over optimizer steps as SVG.
 
     Args:
-        title: what they show, with its unit.
-        lines: by name; what is not a number leaves a gap.
+        title: Quantity and unit.
+        lines: Points by name of the line. NaN leaves a gap.
     """
-    from matplotlib.figure import Figure  # takes a second
+    from matplotlib.figure import Figure  # the import takes a second
 
     figure = Figure(figsize=(5.2, 3), layout="constrained")
     axes = figure.add_subplot()

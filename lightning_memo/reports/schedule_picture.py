@@ -1,4 +1,4 @@
-"""The schedule of a step as a picture (as figure 11 of the MEMO paper)."""
+"""Picture of the schedule of a step, like figure 11 of the MEMO paper."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _LEGEND: Final = {
     "attention, forward": _ATTENTION["forward"],
     "attention, backward": _ATTENTION["backward"],
 }
-_PALE: Final = 0.3  # opacity of the backward while it recomputes
-_HALF: Final = 0.38  # of a lane's height, in lanes
+_PALE: Final = 0.3  # opacity of the backward during recomputation
+_HALF: Final = 0.38  # half of the height of a bar, in lanes
 _DPI: Final = 110
 _WIDTH_INCHES, _LANE_INCHES, _DIGIT_INCHES, _LINED_INCHES = 14.0, 0.75, 0.075, 0.04
-_PLOT_INCHES: Final = 0.9 * _WIDTH_INCHES  # about what the axes have of the width
-_COPY_INCHES: Final = 1.5 / _DPI  # shorter copies are drawn as long: they would not be seen
+_PLOT_INCHES: Final = 0.9 * _WIDTH_INCHES  # approximate width of the axes
+_COPY_INCHES: Final = 1.5 / _DPI  # minimum width of a copy, so that it is visible
 
 
 def draw_schedule(timeline: Timeline, path: str | os.PathLike[str], title: str = "A training step") -> None:
-    """Draws a PNG of a step: what was computed, recomputed and copied when, with the numbers of the layers.
+    """Draw a PNG of the computation, recomputation and copies of a step over time, with layer indices.
 
     Args:
         timeline: The step.
-        path: The file; its folder is made if missing.
-        title: What step it is.
+        path: The file. Its folder is created if missing.
+        title: Name of the step.
 
     Raises:
-        OSError: The file can't be written.
+        OSError: The file cannot be written.
     """
-    from matplotlib.figure import Figure  # takes a second, and only few runs draw
+    from matplotlib.figure import Figure  # the import takes a second, and only few runs draw
     from matplotlib.patches import Patch
 
     lanes = timeline.lanes
@@ -68,7 +68,7 @@ def draw_schedule(timeline: Timeline, path: str | os.PathLike[str], title: str =
     axes.set_ylim(0.35 - len(lanes), 0.5)
     axes.set_yticks([-number for number in range(len(lanes))], [_label(lane, timeline) for lane in lanes])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time (seconds from the start of the step); numbers are layers")
+    axes.set_xlabel("time (seconds from the start of the step); numbers are layer indices")
     axes.grid(visible=True, axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -80,14 +80,14 @@ def draw_schedule(timeline: Timeline, path: str | os.PathLike[str], title: str =
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Boxes on lanes; `heights` are where the lanes' middles are."""
+    """Draws bars on lanes; `heights` are the centers of the lanes."""
 
     axes: Any
     timeline: Timeline
     heights: dict[str, int]
 
     def draw_computation(self) -> None:
-        """What is recomputed is on a lane of its own, and pale above; waits are black where they are."""
+        """Draw recomputation on a lane of its own, and pale on the compute lane. Waits are black."""
         whole = [(0.0, self.timeline.seconds)]
         self._boxes(COMPUTE, whole, _COLORS["outside"], inset=0.25)
         found = _by_place(self.timeline.spans)
@@ -124,7 +124,7 @@ class _Drawing:
         return (self.timeline.seconds or 1.0) / _PLOT_INCHES
 
     def _numbers(self, lane: str, spans: Sequence[Span]) -> None:
-        """The layers' numbers, as far as there is room, and lines where one ends."""
+        """Draw the indices of the layers where there is room, and lines between layers."""
         low, high = self.heights[lane] - _HALF, self.heights[lane] + _HALF
         free_from = -1.0
         for layer, start, stop in _runs(spans):
@@ -137,9 +137,9 @@ class _Drawing:
 
 
 def _by_place(spans: Iterable[Span]) -> defaultdict[tuple[str, str, str], list[Span]]:
-    """Spans of the computation by kind, by the lane that they are shown on, and by the call that they are in."""
+    """Group the spans of the computation by kind, by the lane that shows them, and by the enclosing call."""
     found = defaultdict[tuple[str, str, str], list[Span]](list)
-    call, again = None, None  # spans of the computation lie one in the other, and come in the order of their start
+    call, again = None, None  # spans of the computation are nested and sorted by start
     for span in spans:
         if span.lane not in (COMPUTE, RECOMPUTE):
             continue
@@ -159,7 +159,7 @@ def _boxes_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def _runs(spans: Sequence[Span]) -> list[tuple[int | None, float, float]]:
-    """Spans that follow each other for one layer, as one: the layer, its start and its end."""
+    """Merge consecutive spans of one layer; returns layer, start and end of each."""
     runs: list[tuple[int | None, float, float]] = []
     for span in spans:
         if runs and runs[-1][0] == span.layer:
@@ -174,7 +174,8 @@ def _summary(timeline: Timeline) -> str:
     total = sum(waited.values())
     share = 100 * total / timeline.seconds if timeline.seconds else 0.0
     parts = ", ".join(f"{seconds:.3f} s for {stream}" for stream, seconds in sorted(waited.items()))
-    return f"{timeline.seconds:.3f} s, {share:.1f} % of them waiting for copies ({parts or 'there were none'})"
+    waits = f" ({parts})" if parts else ""
+    return f"{timeline.seconds:.3f} s, of which {share:.1f} % is spent waiting for copies{waits}"
 
 
 def _label(lane: str, timeline: Timeline) -> str:

@@ -1,4 +1,4 @@
-"""The schedule of a step as a trace, for ui.perfetto.dev or chrome://tracing."""
+"""Trace of the schedule of a step, for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_memo.utils.files import replacing
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes a step in Chrome's trace event format.
+    """Write a step in Chrome's trace event format.
 
     Args:
         timeline: The step.
-        path: The file; its folder is made if missing.
+        path: The file. Its folder is created if missing.
 
     Raises:
-        OSError: The file can't be written.
+        OSError: The file cannot be written.
     """
     events: list[dict[str, Any]] = [_metadata("process_name", 0, name="step")]
     for number, lane in enumerate(timeline.lanes):
@@ -37,7 +37,7 @@ def _metadata(kind: str, lane: int, **arguments: Any) -> dict[str, Any]:
 
 
 def _event(span: Span, lane: int) -> dict[str, Any]:
-    """A complete event; times are microseconds."""
+    """A complete event. Times are in microseconds."""
     known = {
         "layer": span.layer,
         "slice": span.part,

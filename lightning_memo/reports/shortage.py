@@ -1,4 +1,4 @@
-"""Lines about device memory that is not there. Formatting only."""
+"""Messages about missing device memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from lightning_memo.utils.units import format_bytes
 
 
 def plan_shortage(plan: Plan, can_have_more: bool) -> str:
-    """What a plan lacks on the device, and what to do; empty if it fits.
+    """Describe the device memory that a plan lacks, and how to reduce it.
 
     Args:
-        plan: any plan.
-        can_have_more: whether a larger `device_memory` may help.
+        plan: Any plan.
+        can_have_more: Whether a larger `device_memory` may help.
+
+    Returns:
+        One line; empty if the plan fits.
     """
     if not plan.device_excess_bytes:
         return ""
@@ -19,7 +22,9 @@ def plan_shortage(plan: Plan, can_have_more: bool) -> str:
     if plan.swap.alpha > 0:
         ways.append('set a smaller alpha or "auto"')
     costs, swap = plan.costs, plan.swap
-    if costs.working_bytes_at(swap.alpha, swap.slice_tokens) == costs.transient_device_bytes:  # outside of the layers
+    if (
+        costs.working_bytes_at(swap.alpha, swap.slice_tokens) == costs.transient_device_bytes
+    ):  # the peak is outside the layers
         ways.append("lower loss_chunk_tokens")
     elif swap.slice_tokens is None:
         ways.append("set slice_tokens")
@@ -32,17 +37,20 @@ def plan_shortage(plan: Plan, can_have_more: bool) -> str:
 
 
 def step_shortage(plan: Plan, taken_bytes: int) -> str:
-    """What a step took of the device beyond the budget, and what to do; empty if it did not.
+    """Describe the device memory by which a step exceeded the budget, and how to reduce it.
 
     Args:
-        plan: by which it ran.
-        taken_bytes: by the step at its peak, model state included.
+        plan: Plan of the step.
+        taken_bytes: Peak of the step, model state included.
+
+    Returns:
+        One line; empty if the step stayed within the budget.
     """
     excess = taken_bytes - plan.budget.device_bytes
     if excess <= 0:
         return ""
     return (
         f"a step takes {format_bytes(taken_bytes)} of device memory, {format_bytes(excess)} more than the budget of "
-        f"{format_bytes(plan.budget.device_bytes)}, though its plan expects {format_bytes(plan.device_bytes)}: lower "
-        "device_memory by as much, so that less is planned, or shorten the sequence"
+        f"{format_bytes(plan.budget.device_bytes)}, although its plan expects {format_bytes(plan.device_bytes)}: lower "
+        "device_memory by the excess, so that plans leave room for it, or shorten the sequence"
     )

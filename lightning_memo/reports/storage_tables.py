@@ -1,4 +1,4 @@
-"""Tables of a plan that says kind by kind what is stored. Formatting only."""
+"""Tables of a plan with `storage="kinds"`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
 _PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}
-_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "all else"}
+_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "everything else"}
 
 
 def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
-    """Show of each kind of tensor which share of the tokens is kept, swapped, and computed again in the backward.
+    """Make a table of the shares of the tokens for which each kind of tensor is kept, swapped or recomputed.
 
-    What is swapped is on the host; where a plan spills, there is one more column for the disk.
+    Swapped tensors are on the host. If the plan spills, a further column shows the share on the disk.
 
     Args:
-        plan: what is stored.
-        costs: what it was made from.
+        plan: The storage plan.
+        costs: Costs that the plan was made from.
     """
     table = Table(
-        title="Kind by kind, in shares of the tokens",
-        caption="The last two layer calls keep on the device what others like them swap.",
+        title="Kinds of tensors, in shares of the tokens",
+        caption="The last two layer calls keep on the device what other calls of their class swap.",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("layer calls")
     table.add_column("kind")
     places = [place for place in PLACES if place != "spill" or _spills(plan)]
-    for name in ("size", *(_PLACES[place] for place in places), "computed again"):
+    for name in ("size", *(_PLACES[place] for place in places), "recomputed"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
         label = numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
         for kind, size in zip(call.kinds, call.sizes, strict=True):
             shares = _shares(kind, stored, plan.tokens, places)
-            table.add_row(label, _NAMES.get(kind, f"  {kind}, of that"), format_bytes(size), *shares)
+            table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), format_bytes(size), *shares)
             label = ""
     return table
 
@@ -54,26 +54,26 @@ def _spills(plan: StoragePlan) -> bool:
 def _shares(kind: str, stored: CallPlan, tokens: int, places: Sequence[Place]) -> list[str]:
     there = stored.tokens(kind)
     if kind not in (INPUT, ATTENTION, ALL):
-        there += stored.tokens(ALL)  # a product of these tokens need not be computed either
+        there += stored.tokens(ALL)  # the products of these tokens are stored, too
     held = [stored.tokens(kind, place) for place in places]
     return [f"{count / tokens:.0%}" if count else "-" for count in (*held, tokens - there)]
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Numbers in order as text: "0-3, 6"."""
+    """Write ascending numbers as text: "0-3, 6"."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def resources_table(plan: StoragePlan) -> Table:
-    """Show what binds, and what one more GiB or GB/s of each resource would bring.
+    """Make a table of the resources, with the time that one more GiB or GB/s of each would save.
 
     Args:
-        plan: with the prices of its linear program.
+        plan: A plan with the prices of its linear program.
     """
-    table = Table(title="What a little more would bring", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="Gain from more of each resource", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("resource")
-    for name in ("there is", "used", "1 more saves, at most"):
+    for name in ("budget", "used", "1 more saves at most"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in resource_sensitivities(plan):
         table.add_row(row.resource, *_resource_cells(row))
@@ -87,7 +87,13 @@ def _resource_cells(row: ResourceSensitivity) -> Sequence[str]:
 
 
 def call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int, int]:
-    """Bytes that a layer call swaps (to host and disk), computes again and keeps; alignment of slots excluded."""
+    """Bytes that a layer call swaps (to host and disk), recomputes and keeps, without the alignment of slots.
+
+    Args:
+        call: Costs of the call.
+        stored: Plan of the call.
+        tokens: Tokens of the call.
+    """
     sizes = list(zip(call.kinds, call.sizes, strict=True))
     moved, kept = (
         sum(-(-size * stored.tokens(kind, place) // tokens) for kind, size in sizes for place in places)

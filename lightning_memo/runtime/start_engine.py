@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
-from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.runtime.model_checks import announce_fused_loss, refuse_gradient_checkpointing, warn_of_uncompiled
 from lightning_memo.utils.find_layers import find_layers
@@ -41,22 +41,22 @@ def start_engine(
     refuse_gradient_checkpointing(model, layers)
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
-    engine = Engine(
-        model,
-        list(layers),
-        device,
-        cast(Attention | Literal["auto"], config.attention),
-        config.schedule,
-        test_mode,
-        context=None if processes is None else processes.context_groups,
-        shards=1 if processes is None else processes.sizes.shards,
+    settings = RequestedSettings(
+        attention=cast(Attention | Literal["auto"], config.attention),
+        schedule=config.schedule,
         slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
         host_backed=cast(HostBacked, "all" if config.schedule == "slice" else config.host_backed),
         by_kind=config.storage == "kinds",
         spill_path=None if config.spill_path is None else Path(config.spill_path),
-        ranks=None if processes is None else processes.ranks,
+        test_mode=test_mode,
         check_restored=config.check_restored,
     )
+    sharing = None
+    if processes is not None:
+        sharing = TokenSharing(
+            processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
+        )
+    engine = Engine(model, list(layers), device, settings, sharing)
     engine.attach()
     warn_of_uncompiled(engine.resting)
     return engine

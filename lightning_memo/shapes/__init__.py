@@ -1,1 +1,1 @@
-"""Shapes of models, as far as bytes and FLOPs depend on them."""
+"""Shapes of models, from which bytes and FLOPs are computed."""

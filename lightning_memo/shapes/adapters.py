@@ -1,4 +1,4 @@
-"""LoRA: low-rank matrices beside some products of a layer, and the only weights that are trained."""
+"""LoRA adapters: low-rank matrices added to some projections of a layer, and the only trained weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from lightning_memo.artifacts.json_documents import check_range
 
 PRODUCTS: Final = ("query", "key", "value", "output", "gate", "up", "down")
-"""Of a layer with a gated feed-forward."""
+"""Projections of a layer with a gated feed-forward."""
 
 _MODULES: Final = {
     "q_proj": "query",
@@ -27,40 +27,45 @@ _WITHOUT_BYTES: Final = ("lora_alpha", "use_rslora", "init_lora_weights", "infer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """Of each layer.
+    """Adapters of each layer.
 
     Raises:
-        ValueError: a rank below 1.
+        ValueError: The rank is below 1.
     """
 
     rank: int
     products: tuple[str, ...]
-    """Of `PRODUCTS`, those that have one."""
+    """The projections of `PRODUCTS` that have an adapter."""
 
     def __post_init__(self) -> None:
         check_range(self, {"rank": 1})
 
 
 def adapters_of(settings: Mapping[str, Any]) -> Adapters | None:
-    """Adapters as `model.lora` tells them, in the words of `peft.LoraConfig`; None for rank 0.
+    """Adapters for the settings of `model.lora`, which have the names of `peft.LoraConfig`.
 
     Args:
-        settings: `r`, `target_modules` (of a layer of Llama; without: `q_proj` and `v_proj`, as in peft), and those
-            that change no bytes.
+        settings: `r`, `target_modules` (modules of a Llama layer; by default `q_proj` and `v_proj`, as in peft), and
+            settings that do not change memory.
+
+    Returns:
+        The adapters; None if `r` is 0.
 
     Raises:
-        ValueError: a setting is not known here; one line.
+        ValueError: A setting is invalid or not supported. The message is one line.
     """
     rank = settings.get("r")
     if not rank:
         return None
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-        raise ValueError(f"model.lora.r={rank!r}: give an integer of at least 1, or 0 to train all weights")
+        raise ValueError(f"model.lora.r={rank!r} must be an integer of at least 1, or 0 to train all weights")
     for name, value in settings.items():
         if name not in ("r", "target_modules", *_WITHOUT_BYTES) and value:
-            raise ValueError(f"model.lora.{str(name)[:40]}: it is not estimated; leave it out")
+            raise ValueError(f"model.lora.{str(name)[:40]} is not supported by the estimate; remove it")
     if settings.get("lora_dropout"):
-        raise ValueError(f"model.lora.lora_dropout={settings['lora_dropout']}: dropout is not estimated; set it to 0")
+        raise ValueError(
+            f"model.lora.lora_dropout={settings['lora_dropout']}: the estimate does not support dropout; set it to 0"
+        )
     return Adapters(rank=rank, products=_products(settings.get("target_modules")))
 
 
@@ -71,7 +76,7 @@ def _products(modules: Any) -> tuple[str, ...]:
     for name in names:
         if name not in _MODULES:
             raise ValueError(
-                f"model.lora.target_modules: {str(name)[:40]} is not known; give some of {', '.join(_MODULES)}, "
+                f"model.lora.target_modules: unknown module {str(name)[:40]}; choose from {', '.join(_MODULES)}, "
                 f'or "{_ALL}"'
             )
     return tuple(product for module, product in _MODULES.items() if module in names)

@@ -1,4 +1,4 @@
-"""Model shapes from Hugging Face configurations, read as plain data: transformers is not imported."""
+"""Reads model shapes from Hugging Face configurations without importing transformers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _NAMES: Final = {
     "expert_ffn": ("moe_intermediate_size",),
     "ffn_of_hidden": ("expansion_ratio",),
 }
-"""What families call one thing."""
+"""Names that configurations of different model families use for the same size."""
 _MOST: Final = {"layers": 2**13, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16}
 _MOST_OF_OTHERS: Final = 2**24
-"""Far beyond any model; larger ones would only take all memory and time of this machine."""
+"""Maximum of the other sizes, far beyond any model. Larger sizes would exhaust memory and time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """What the model type alone tells; defaults are those of the Hugging Face class, which configurations leave out."""
+    """Properties that follow from the model type, with the defaults of the Hugging Face configuration class."""
 
     gated: bool
     kernels: Kernels
-    """Measured for Llama, Qwen3, GPT-NeoX and GPT-2; others have those of the nearest of these."""
+    """Measured for Llama, Qwen3, GPT-NeoX and GPT-2. Other families use the most similar of these."""
 
     tied: bool = False
     head_dim: int | None = None
-    """None: that of the hidden size divided among the heads."""
+    """Size of a head; None for the hidden size divided by the number of heads."""
 
     ffn_of_hidden: int | None = None
-    """The feed-forward is that many times the hidden size where the configuration does not say."""
+    """Ratio of feed-forward to hidden size if the configuration does not specify the feed-forward size."""
 
     mixture: bool = False
     window: int | None = None
     one_kv_head: bool = False
-    """Queries of all heads share keys and values, unless `multi_query` is false."""
+    """Whether all heads share keys and values, unless `multi_query` is false."""
 
 
 _FAMILIES: Final = {
@@ -85,28 +85,28 @@ _FAMILIES: Final = {
     "falcon": _Family(gated=False, kernels="gpt_neox_parallel", tied=True, ffn_of_hidden=4, one_kv_head=True),
     "gpt_bigcode": _Family(gated=False, kernels="gpt_neox", tied=True, ffn_of_hidden=4, one_kv_head=True),
 }
-"""Decoders whose layers are alike; a gated feed-forward has three matrices, one that is not has two."""
+"""Decoders with equal layers. A gated feed-forward has three matrices, any other has two."""
 
 
 def load_shape(path: Path) -> ModelShape:
     """Read the shape of a saved Hugging Face model.
 
     Args:
-        path: its folder, or its `config.json`.
+        path: Folder of the model, or its `config.json`.
 
     Raises:
-        ValueError: there is none, or it tells no shape; one line.
+        ValueError: The file is missing or does not describe a supported shape. The message is one line.
     """
     file = path / _FILE if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        reason = error.strerror or "can't be read"
+        reason = error.strerror or "cannot be read"
         raise ValueError(f"{file}: {reason}; give the folder or the {_FILE} of a Hugging Face model") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{file}: no JSON; give the folder or the {_FILE} of a Hugging Face model") from None
+        raise ValueError(f"{file}: not JSON; give the folder or the {_FILE} of a Hugging Face model") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file}: no JSON object; give the folder or the {_FILE} of a Hugging Face model")
+        raise ValueError(f"{file}: not a JSON object; give the folder or the {_FILE} of a Hugging Face model")
     try:
         return shape_of(config, file.resolve().parent.name if file.name == _FILE else file.stem)
     except ValueError as error:
@@ -114,29 +114,29 @@ def load_shape(path: Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a configuration describes; of a model of images and text, that of its text part.
+    """Shape that a configuration describes. For a model of images and text, this is the shape of its text part.
 
     Args:
-        config: as in `config.json`.
-        name: what the model is called.
+        config: Content of `config.json`.
+        name: Name of the model.
 
     Raises:
-        ValueError: the type of model is not known, its layers differ, or a size is missing or impossible.
+        ValueError: The model type is unknown, the layers differ, or a size is missing or impossible.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        # What text and images share stands outside.
+        # Settings that apply to text and images are outside of text_config.
         return shape_of({"tie_word_embeddings": config.get("tie_word_embeddings"), **text}, name)
     model_type = config.get("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ValueError(
-            f"model_type={str(model_type)[:40]!r} is not one whose layers are known: {', '.join(sorted(_FAMILIES))}"
+            f"model_type={str(model_type)[:40]!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
         )
     _check_alike(config)
     hidden, heads = _size(config, "hidden"), _size(config, "heads")
     if family.head_dim is None and _given(config, "head_dim") is None and hidden % heads:
-        raise ValueError(f"{heads} heads do not divide the hidden size, {hidden}, and there is no head_dim")
+        raise ValueError(f"the hidden size {hidden} is not a multiple of the {heads} heads, and head_dim is missing")
     return ModelShape(
         name=name,
         layers=_size(config, "layers"),
@@ -158,12 +158,12 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 def _check_alike(config: Mapping[str, Any]) -> None:
     given = config.get("layer_types") or ()
     if not isinstance(given, (list, tuple)):
-        raise ValueError(f"layer_types is {str(given)[:40]!r}, and has to be a list of one kind for each layer")
-    kinds = sorted(set(map(str, given)))
-    if len(kinds) > 1:
-        raise ValueError(f"its layers differ ({', '.join(kinds)}), and an estimate is of layers that are alike")
+        raise ValueError(f"layer_types is {str(given)[:40]!r}, but must be a list with the type of each layer")
+    types = sorted(set(map(str, given)))
+    if len(types) > 1:
+        raise ValueError(f"the layers differ ({', '.join(types)}), but the estimate supports only equal layers")
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
-        raise ValueError("only some of its layers have experts, and an estimate is of layers that are alike")
+        raise ValueError("only some of the layers have experts, but the estimate supports only equal layers")
 
 
 def _ffn(config: Mapping[str, Any], family: _Family, hidden: int) -> int:
@@ -191,7 +191,7 @@ def _window(config: Mapping[str, Any], family: _Family) -> int | None:
     if window is None:
         return None
     if not _is_size(window):
-        raise ValueError(f"sliding_window={str(window)[:40]!r} is no number of keys: give 1 or more, or null")
+        raise ValueError(f"sliding_window={str(window)[:40]!r} is not a number of keys: give 1 or more, or null")
     return int(window)
 
 
@@ -208,7 +208,7 @@ def _size(config: Mapping[str, Any], what: str, default: int | None = None) -> i
         raise ValueError(f"{names} is missing")
     most = _MOST.get(what, _MOST_OF_OTHERS)
     if not _is_size(value) or value > most:
-        raise ValueError(f"{names} is {str(value)[:40]!r}, and has to be an integer from 1 to {most}")
+        raise ValueError(f"{names} is {str(value)[:40]!r}, but must be an integer from 1 to {most}")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""What a model is made of, as far as bytes and FLOPs depend on it."""
+"""Shape of a decoder model, with its parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.shapes.adapters import PRODUCTS, Adapters
 
 Kernels = Literal["fused", "llama", "qwen3", "gpt_neox", "gpt_neox_parallel", "gpt2"]
-"""Which tensors a layer keeps depends on its code.
+"""Implementation of a layer, which determines the tensors that it saves for the backward.
 
-- "fused": norms, residual and activation functions keep only their inputs, as in Megatron-LM and in MEMO's tables: 16
-  units of hidden for a GPT.
-- The others are Hugging Face's layers. Norms of Llama are made of single operations, and keep an fp32 copy of their
-  input. "qwen3" also has norms of queries and keys; "gpt_neox_parallel" adds attention and feed-forward to the same
-  residual; "gpt2" computes its activation function by single operations.
+- "fused": norms, residuals and activation functions save only their inputs, as in Megatron-LM and in MEMO's tables (16
+  times the hidden size per token for a GPT).
+- The others are layers of Hugging Face. Llama's norms consist of single operations and save an fp32 copy of their
+  input. "qwen3" also has norms of queries and keys. "gpt_neox_parallel" adds attention and feed-forward to the same
+  residual. "gpt2" computes its activation function with single operations.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A decoder: layers of attention and feed-forward that are alike, between an embedding and a head.
+    """A decoder: equal layers of attention and feed-forward between an embedding and a head.
 
     Raises:
-        ValueError: a size below 1, fewer experts than active ones, or query heads that key and value heads don't
-            divide.
+        ValueError: A size is below 1, there are fewer experts than active ones, or the number of heads is not a
+            multiple of the number of key-value heads.
     """
 
     name: str
     layers: int
     hidden: int
     ffn: int
-    """Width of the feed-forward; of one expert, where there are several."""
+    """Width of the feed-forward, or of one expert."""
 
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
     gated: bool
-    """Whether the feed-forward multiplies two projections (SwiGLU): three matrices, not two."""
+    """Whether the feed-forward is gated (SwiGLU) and thus has three matrices instead of two."""
 
     tied: bool
-    """Whether the head's weight is the embedding's."""
+    """Whether head and embedding share their weight."""
 
     experts: int = 1
     active_experts: int = 1
-    """Experts that a token passes through."""
+    """Number of experts that process a token."""
 
     window: int | None = None
-    """Keys that a query sees at most, itself included; None: all up to its own."""
+    """Maximum number of keys that a query attends to, itself included; None for all up to its own."""
 
     kernels: Kernels = "fused"
-    """Of its layers where Hugging Face's code runs them; programs with kernels of their own take them fused."""
+    """Implementation of the layers in Hugging Face; programs with their own kernels use "fused"."""
 
     adapters: Adapters | None = None
-    """LoRA, which alone is trained; None: all weights are."""
+    """LoRA adapters, which are the only trained weights; None if all weights are trained."""
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "experts", "active_experts")
@@ -65,16 +65,16 @@ class ModelShape:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.adapters is not None and (self.kernels not in ("llama", "qwen3") or self.experts > 1):
-            raise ValueError("adapters (model.lora) are estimated for dense Llama and Qwen3 models only; set r to 0")
+            raise ValueError("adapters (model.lora) are supported for dense Llama and Qwen3 models only; set r to 0")
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of a layer's four projections."""
+        """Number of weights of a layer's four attention projections."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
     def ffn_parameters(self) -> int:
-        """Weights of one expert's projections."""
+        """Number of weights of the feed-forward, or of one expert."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
@@ -83,7 +83,7 @@ class ModelShape:
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each product of a layer with a gated feed-forward, and without experts."""
+        """Input and output size of each projection of a layer with a gated feed-forward and without experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         hidden, ffn = self.hidden, self.ffn
         sizes = (
@@ -93,74 +93,75 @@ class ModelShape:
         return dict(zip(PRODUCTS, sizes, strict=True))
 
     def adapts(self, product: str) -> bool:
-        """Whether a product has an adapter."""
+        """Whether a projection has an adapter."""
         return self.adapters is not None and product in self.adapters.products
 
     @property
     def adapter_weights(self) -> tuple[int, ...]:
-        """Elements of each of a layer's adapter weights: two for a product."""
+        """Number of elements of each adapter weight of a layer, two per projection."""
         if self.adapters is None:
             return ()
         return tuple(self.adapters.rank * width for name in self.adapters.products for width in self.products[name])
 
     @property
     def adapter_parameters(self) -> int:
-        """Of a layer."""
+        """Number of adapter weights of a layer."""
         return sum(self.adapter_weights)
 
     @property
     def layer_parameters(self) -> int:
-        """All weights of a layer, with its two norms."""
+        """Number of weights of a layer, including its two norms."""
         products = self.attention_parameters + self.experts * self.ffn_parameters + self.router_parameters
         return products + 2 * self.hidden + self.adapter_parameters
 
     @property
     def trained_layer_parameters(self) -> int:
-        """Those of them that get a gradient."""
+        """Number of weights of a layer that are trained."""
         return self.layer_parameters if self.adapters is None else self.adapter_parameters
 
     @property
     def parameters(self) -> int:
-        """All weights; biases, which are few, are left out."""
+        """Number of weights of the model, without the few biases."""
         embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
         return self.layers * self.layer_parameters + embeddings + self.hidden
 
     @property
     def multiplied_in_a_layer(self) -> int:
-        """Weights of a layer that each token is multiplied by."""
+        """Number of weights of a layer that each token is multiplied with."""
         products = self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
         return products + self.adapter_parameters
 
     @property
     def trained_in_a_layer(self) -> int:
-        """Those of them that get a gradient."""
+        """Number of weights of `multiplied_in_a_layer` that are trained."""
         return self.multiplied_in_a_layer if self.adapters is None else self.adapter_parameters
 
     @property
     def multiplied_again(self) -> int:
-        """Those of them that MEMO's recomputation needs: all but the last product's, whose output nobody reads."""
+        """Number of these weights that recomputation needs. The output of the last projection is unused."""
         return self.multiplied_in_a_layer - self.active_experts * self.hidden * self.ffn
 
     @property
     def multiplied_parameters(self) -> int:
-        """Weights that each token is multiplied by: P of MEMO's FLOPs, `12 n h^2 + V h` for a GPT."""
+        """Number of weights that each token is multiplied with: P in MEMO's FLOPs, `12 n h^2 + V h` for a GPT."""
         return self.layers * self.multiplied_in_a_layer + self.vocab * self.hidden
 
     @property
     def trained_share(self) -> float:
-        """Of the multiplied weights, those that get a gradient."""
+        """Share of the multiplied weights that are trained."""
         if self.adapters is None:
             return 1.0
         return self.layers * self.adapter_parameters / self.multiplied_parameters
 
     def model_flops(self, tokens: int, trained: float | None = None) -> float:
-        """FLOPs of forward and backward of one sequence, nothing recomputed, attention causal.
+        """FLOPs of forward and backward of one sequence with causal attention and without recomputation.
 
-        `6 s P + 6 n h s^2` as MEMO counts them; with a window, only the pairs in it.
+        These are MEMO's `6 s P + 6 n h s^2`; with a window, only pairs of tokens within the window count.
 
         Args:
-            tokens: s, of the sequence.
-            trained: share of the weights that get a gradient: a third of the products is for that; None: the shape's.
+            tokens: Length s of the sequence.
+            trained: Share of the weights that are trained, for which a third of the products is needed; None for the
+                share of this shape.
         """
         products = (
             (4.0 + 2.0 * (self.trained_share if trained is None else trained)) * tokens * self.multiplied_parameters
@@ -168,15 +169,19 @@ class ModelShape:
         return products + 3.0 * self.layers * self.attention_flops(tokens)
 
     def recomputed_flops(self, tokens: int) -> float:
-        """FLOPs of the layers' forward for one sequence without attention and the last product: MEMO's recomputation.
+        """FLOPs of MEMO's recomputation: the layers' forward without attention and the last projection.
 
         Args:
-            tokens: of the sequence.
+            tokens: Length of the sequence.
         """
         return 2.0 * tokens * self.multiplied_again * self.layers
 
     def attention_flops(self, tokens: int) -> float:
-        """FLOPs of the forward of one layer's attention over a sequence: two products of `s^2 / 2` pairs, `2 h s^2`."""
+        """FLOPs of the forward of one layer's attention: two products of `s^2 / 2` pairs, or `2 h s^2`.
+
+        Args:
+            tokens: Length s of the sequence.
+        """
         seen = min(tokens, self.window or tokens)
         pairs = seen * (tokens - seen / 2)
         return 4.0 * pairs * self.heads * self.head_dim

@@ -1,4 +1,4 @@
-"""Writing files that are never seen half done, and where files are kept between runs."""
+"""Atomic writes of files, and the cache folder for files that later runs reuse."""
 
 import os
 import secrets
@@ -10,19 +10,19 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; when the block ends well, that file takes the place of ``path``.
+    """Yield a temporary path to write to, which replaces ``path`` when the block ends without an exception.
 
     Args:
-        path: The file to be; its folder is made if missing. Where it is a link, what it points to is replaced.
+        path: The file to create or replace. Its folder is created if missing. If it is a link, its target is replaced.
 
     Raises:
-        OSError: It can't be written, or it exists and is a folder, a device or a pipe.
+        OSError: The file cannot be written, or ``path`` is a folder, a device or a pipe.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
-        raise OSError(f"{path}: exists and is no regular file; give another name")
+        raise OSError(f"{path}: exists and is not a regular file; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # the suffix tells libraries the format
+    unfinished = path.with_name(f".{secrets.token_hex(4)}.{path.name}")  # libraries infer the format from the suffix
     try:
         yield unfinished
         unfinished.replace(path)
@@ -31,24 +31,27 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes the folder if it is missing, and looks whether files can be made in it.
+    """Create a folder if missing, and check that files can be created in it.
+
+    Args:
+        folder: The folder.
 
     Raises:
-        OSError: They can't.
+        OSError: The folder or files in it cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
 
 
 def user_cache(name: str) -> Path:
-    """A folder for what later runs can use again: in ``$XDG_CACHE_HOME``, else ``~/.cache``.
+    """Folder for files that later runs reuse, in ``$XDG_CACHE_HOME`` or ``~/.cache``. It may not exist yet.
 
     Args:
-        name: Of the folder, which need not exist.
+        name: Name of the folder.
     """
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         cache = Path(root) if root else Path.home() / ".cache"
-    except RuntimeError:  # containers run under numbers that have no home
+    except RuntimeError:  # containers may run under a user ID without a home folder
         cache = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
     return cache / "lightning_memo" / name

@@ -1,4 +1,4 @@
-"""Finds the repeated layers of a model, and Hugging Face's models in it."""
+"""Finds the repeated layers of a model, and the Hugging Face models that it contains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from torch import nn
 
 
 def find_hugging_face(module: nn.Module) -> list[nn.Module]:
-    """The models of transformers in a module that are not within another one; transformers is not imported for it."""
+    """The outermost transformers models of a module. Does not import transformers.
+
+    Args:
+        module: Module to search, itself included.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return []
@@ -18,26 +22,34 @@ def find_hugging_face(module: nn.Module) -> list[nn.Module]:
 
 
 def find_layers(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
-    """The model's repeated layers, and their dotted name.
+    """Find the repeated layers of a model.
 
-    Without a name: of all `nn.ModuleList`s with at least two children of one class, the one with most parameters; the
-    outermost if several hold the same ones.
+    Without a name, this is the `nn.ModuleList` with the most parameters among those with at least two children of the
+    same class, and the outermost one among lists that contain the same parameters.
+
+    Args:
+        model: The model.
+        name: Dotted name of an `nn.ModuleList`, or the end of one; None to search.
+
+    Returns:
+        The dotted name of the list, and the list.
 
     Raises:
-        ValueError: There is no such list, or `name` is not one.
+        ValueError: There is no such list, or `name` does not name one.
     """
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     if name is not None:
         match = next((path for path in lists if path == name or path.endswith(f".{name}")), None)
         if match is None:
             known = ", ".join(lists) or "none"
-            raise ValueError(f'layers="{name}" is not an nn.ModuleList of the model: its lists are {known}')
+            raise ValueError(f'layers="{name}" is not an nn.ModuleList of the model; its lists are: {known}')
         return match, lists[match]
     repeated = {path: m for path, m in lists.items() if len(m) >= 2 and len({type(child) for child in m}) == 1}
     if not repeated:
         raise ValueError(
-            f"{type(model).__name__} has no repeated layers (an nn.ModuleList of at least two modules of one class): "
-            'give their dotted name as layers="..."'
+            f"{type(model).__name__} has no nn.ModuleList of at least two modules of the same class, so there is "
+            "nothing to swap layer by layer. If the layers are elsewhere, name them: "
+            'MemoStrategy(layers="encoder.blocks"). Otherwise use another strategy.'
         )
     path = max(repeated, key=lambda p: sum(w.numel() for w in repeated[p].parameters()))
     return path, repeated[path]

@@ -1,7 +1,4 @@
-"""Compiles the C++ of this package on first use, and keeps the result for later runs.
-
-Nothing here imports torch, so that pure code can be compiled without it.
-"""
+"""Compiles the C++ libraries of this package on first use, and caches them for later runs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,31 +20,31 @@ from typing import Final
 from lightning_memo.utils.files import replacing, user_cache
 
 SOURCE_FOLDER: Final = Path(__file__).parents[1] / "kernels" / "csrc"
-# Not -march=native: home folders, and so this cache, are often shared by machines with different processors.
+# Without -march=native, because machines with different processors often share home folders and thus this cache.
 _FLAGS: Final = ("-std=c++20", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
 
 class BuildError(RuntimeError):
-    """A C++ library could not be built or loaded; the message is one line that says what to do."""
+    """A C++ library could not be built or loaded. The message is one line with a remedy."""
 
 
 def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
-    """Compiles C++ sources to a shared library, unless an earlier run did so already.
+    """Compile C++ sources to a shared library, unless an earlier run has already done so.
 
-    The library lies in ``$XDG_CACHE_HOME/lightning_memo/native`` (``~/.cache`` if that is not set), under a name that
-    depends on the sources, the headers beside them, the compiler and the flags. Several processes build it once.
+    The library is in ``$XDG_CACHE_HOME/lightning_memo/native`` (by default in ``~/.cache``), under a name that depends
+    on the sources, the headers in their folders, the compiler and the flags. Concurrent processes build it only once.
 
     Args:
-        name: What the library is called.
-        sources: The ``.cpp`` files. All ``.h`` files of their folders count as parts of them.
-        flags: For the compiler, after those that every library gets. Put versions of included software here too.
+        name: Name of the library.
+        sources: The ``.cpp`` files. Changes of any ``.h`` file in their folders cause a new build.
+        flags: Compiler flags in addition to the common ones. They should include versions of included software.
 
     Returns:
-        The shared library.
+        Path of the shared library.
 
     Raises:
-        BuildError: no compiler, a source that does not compile, or a cache folder that can't be written.
+        BuildError: There is no compiler, a source does not compile, or the cache folder cannot be written.
     """
     try:
         folder = user_cache("native")
@@ -56,51 +53,51 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path
         try:
             compiler = find_compiler()
         except BuildError:
-            # Compiled on another machine with the same home folder, perhaps: nodes of a cluster often have no compiler.
+            # Another machine with the same home folder may have compiled it: cluster nodes often have no compiler.
             if built := sorted(folder.glob(f"{stem}-*.so")):
                 return built[0]
             raise
         library = folder / f"{stem}-{_compiler_key(compiler)}.so"
         if not library.exists():
             with _locked(library.with_suffix(".lock")):
-                for abandoned in folder.glob(f".*.{library.name}"):  # by a process that ended while it compiled
+                for abandoned in folder.glob(f".*.{library.name}"):  # left by a process that ended during compilation
                     abandoned.unlink(missing_ok=True)
                 if not library.exists():
                     _compile(name, [*compiler, *_FLAGS, *map(str, sources), *flags], library)
     except OSError as error:
-        raise BuildError(
-            f"{name}: can't be built ({error}): give XDG_CACHE_HOME a folder that can be written to"
-        ) from error
+        raise BuildError(f"{name}: cannot be built ({error}): set XDG_CACHE_HOME to a writable folder") from error
     return library
 
 
 def load(name: str, sources: Sequence[Path], flags: Sequence[str] = (), *, keep_gil: bool = False) -> ctypes.CDLL:
-    """Builds a library if necessary, and loads it.
+    """Load a library, and build it first if necessary.
 
     Args:
-        name: What the library is called.
+        name: Name of the library.
         sources: The ``.cpp`` files.
-        flags: For the compiler; see `build`.
-        keep_gil: Calls hold the interpreter's lock. Right for functions that return within a microsecond.
+        flags: Compiler flags; see `build`.
+        keep_gil: Whether calls hold the global interpreter lock. Suited to functions that return within a microsecond.
 
     Returns:
         The loaded library.
 
     Raises:
-        BuildError: the library can't be built or loaded.
+        BuildError: The library cannot be built or loaded.
     """
     path = build(name, sources, flags)
     try:
         return (ctypes.PyDLL if keep_gil else ctypes.CDLL)(str(path))
     except OSError as error:
-        raise BuildError(f"{name}: {path} can't be loaded ({error}): delete it, and it will be built again") from error
+        raise BuildError(
+            f"{name}: {path} cannot be loaded ({error}): delete it, and the next run will build it again"
+        ) from error
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler to call, with arguments if ``CXX`` has some.
+    """Command of the C++ compiler, with the arguments in ``CXX`` if there are any.
 
     Raises:
-        BuildError: ``CXX`` names no program, or it is not set and no compiler is on the PATH.
+        BuildError: ``CXX`` does not name a program, or it is not set and no compiler is on the PATH.
     """
     if chosen := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(chosen[0]) is None:
@@ -113,13 +110,13 @@ def find_compiler() -> list[str]:
 
 
 def torch_flags(*, cuda: bool = False) -> tuple[str, ...]:
-    """Flags for a source that includes the headers of torch's core library, c10.
+    """Compiler flags for a source that includes the headers of torch's core library, c10.
 
     Args:
-        cuda: The source also includes c10's CUDA headers and those of the CUDA runtime.
+        cuda: Whether the source also includes c10's CUDA headers and those of the CUDA runtime.
 
     Returns:
-        Include folders, macros and libraries. torch's version is among the macros, so that each has its own build.
+        Include folders, macros and libraries. A macro has torch's version, so that each version gets its own build.
 
     Raises:
         BuildError: torch is not installed, or the headers of the CUDA runtime are not found.
@@ -138,7 +135,7 @@ def torch_flags(*, cuda: bool = False) -> tuple[str, ...]:
 
 
 def torch_folder() -> Path:
-    """The folder of the installed torch package.
+    """Folder of the installed torch package.
 
     Raises:
         BuildError: torch is not installed.
@@ -150,29 +147,32 @@ def torch_folder() -> Path:
 
 
 def cuda_include_folders(torch_root: Path) -> list[Path]:
-    """Folders with the headers of the CUDA runtime: of pip's packages beside torch, else of an installed toolkit.
+    """Folders with the headers of the CUDA runtime, from pip packages next to torch or from an installed toolkit.
+
+    Args:
+        torch_root: Folder of the torch package.
 
     Raises:
-        BuildError: there are none.
+        BuildError: The headers are not found.
     """
     toolkit = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
-    # Wheels of CUDA 13 share one folder, those of CUDA 12 have one each.
+    # Wheels of CUDA 13 share one folder; wheels of CUDA 12 have one folder each.
     candidates = [*sorted((torch_root.parent / "nvidia").glob("*/include"), reverse=True), toolkit / "include"]
     found = [folder for folder in candidates if (folder / "cuda_runtime_api.h").is_file()]
     if not found:
-        raise BuildError("cuda_runtime_api.h is not found: install nvidia-cuda-runtime by pip, or set CUDA_HOME")
+        raise BuildError("cuda_runtime_api.h not found: pip install nvidia-cuda-runtime, or set CUDA_HOME")
     return found[:1]
 
 
 def _cxx11_abi(torch_root: Path) -> str:
-    """Which of the two layouts of the standard library's strings torch was built with: "0" or "1"."""
+    """ABI of the standard library's strings that torch was built with: "0" or "1"."""
     config = torch_root / "share" / "cmake" / "Torch" / "TorchConfig.cmake"
     stated = re.search(r"_GLIBCXX_USE_CXX11_ABI=([01])", config.read_text()) if config.is_file() else None
     return stated.group(1) if stated else "1"
 
 
 def _source_key(sources: Sequence[Path], flags: Sequence[str]) -> str:
-    """A digest of what is compiled, and how."""
+    """Digest of sources, headers and flags."""
     digest = hashlib.sha256("\0".join([*_FLAGS, *flags]).encode())
     headers = {header for source in sources for header in source.parent.glob("*.h")}
     for path in (*sources, *sorted(headers)):
@@ -187,9 +187,9 @@ def _compiler_key(compiler: Sequence[str]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, so that other processes wait for the build instead of building too."""
+    """Hold a lock file, so that other processes wait for the build instead of building, too."""
     with path.open("w") as file:
-        # Some network file systems have no locks: then several processes build, and the last rename wins.
+        # Without locks, as on some network file systems, several processes build and the last rename wins.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -204,9 +204,9 @@ def _compile(name: str, command: list[str], library: Path) -> None:
             return
         log = library.with_suffix(".log")
         log.write_text(f"{shlex.join(command)}\n\n{done.stderr}")
-        raise BuildError(f"{name}: the C++ compiler failed: {_first_error(done.stderr)} (all of it: {log})")
+        raise BuildError(f"{name}: the C++ compiler failed: {_first_error(done.stderr)} (full output: {log})")
 
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it says nothing")
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no output")

@@ -1,4 +1,4 @@
-"""Plans, traces and tables are read as if a stranger had written them: refused in one line, or as good as any."""
+"""Mutated plans, traces and tables are either refused in one line or read as valid data."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def drop(data: bytearray, chance: random.Random) -> None:
 
 
 def repeat(data: bytearray, chance: random.Random) -> None:
-    """A part comes twice: a line, a field, half a number."""
+    """Repeat a part of the file, for example a line, a field or half a number."""
     start = chance.randrange(len(data))
     part = data[start : start + chance.randint(1, 200)]
     data[start:start] = part
 
 
 def repeat_line(data: bytearray, chance: random.Random) -> None:
-    """A field of a document, or a row of a table, comes twice."""
+    """Repeat a line, which is a field of a document or a row of a table."""
     lines = bytes(data).split(b"\n")
     number = chance.randrange(len(lines))
     lines.insert(number, lines[number])
@@ -55,7 +55,7 @@ def repeat_line(data: bytearray, chance: random.Random) -> None:
 
 
 def renumber(data: bytearray, chance: random.Random) -> None:
-    """A number becomes another one, of any size or of none."""
+    """Replace a number by another one, or by text that is not a number."""
     places = [n for n, byte in enumerate(data) if chr(byte).isdigit()]
     if places:
         start = chance.choice(places)
@@ -69,7 +69,7 @@ def nest(data: bytearray, chance: random.Random) -> None:
 
 
 def swap(data: bytearray, chance: random.Random) -> None:
-    """Two parts change places."""
+    """Exchange two parts."""
     first, second = sorted(chance.randrange(len(data)) for _ in range(2))
     part = data[second : second + 30]
     data[second : second + 30] = data[first : first + 30]
@@ -80,7 +80,7 @@ KINDS = (flip, flip, cut, drop, repeat, repeat_line, renumber, renumber, nest, s
 
 
 def mutants(original: bytes, seed: int) -> list[bytes]:
-    """The same every time: files with one mistake or several, and each number as large as a number can be."""
+    """Reproducible mutants: files with one or several mutations, and files in which one number is very large."""
     chance = random.Random(seed)
     numbers = re.finditer(rb"\d+", original)
     made = [b"%s%d%s" % (original[: n.start()], 2**62, original[n.end() :]) for n in numbers]
@@ -94,7 +94,7 @@ def mutants(original: bytes, seed: int) -> list[bytes]:
 
 
 def refused_or_read(path: Path, original: bytes, read: Callable[[Path], object], seed: int) -> list[object]:
-    """What was read of the mutants that are not refused; all others are, in one line that names the file."""
+    """Results of reading the mutants. Checks that all others are refused in one line that names the file."""
     found = []
     for data in mutants(original, seed):
         path.write_bytes(data)
@@ -121,7 +121,7 @@ def placed_plan() -> Plan:
 
 
 def test_mutated_plans(tmp_path: Path) -> None:
-    """What is read is a plan in itself: sizes can be computed, at once, and it can be written again."""
+    """A mutant that is read is a valid plan: its sizes can be computed, and it can be saved."""
     original = placed_plan().to_json().encode()
     for read in refused_or_read(tmp_path / "plan.json", original, Plan.load, seed=1):
         assert isinstance(read, Plan)
@@ -134,7 +134,7 @@ def test_mutated_plans(tmp_path: Path) -> None:
 
 
 def test_mutated_traces(tmp_path: Path) -> None:
-    """What is read can be planned from."""
+    """A mutant that is read is a valid trace, for which memory can be planned."""
     phases = ("input", "layer 0 forward", "layer 0 backward")
     step = Trace(
         phases=phases,
@@ -160,7 +160,7 @@ def test_mutated_traces(tmp_path: Path) -> None:
 
 
 def test_mutated_tables(tmp_path: Path) -> None:
-    """What is read are buffers as they may be."""
+    """A mutant that is read is a valid problem."""
     rows = [f"{n},{n},{n + 3},{64 + 96 * n}" for n in range(6)]
     original = "\n".join([",".join(COLUMNS), *rows, ""]).encode()
     for table in refused_or_read(tmp_path / "in.csv", original, read_problem, seed=3):

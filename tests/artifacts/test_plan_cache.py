@@ -1,4 +1,4 @@
-"""Plans that are kept for later runs take no more room than they may, whoever else reads and writes there."""
+"""The plan cache stays within its limit, also if other processes read and write its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_memo.artifacts.trace import Trace
 
 @pytest.fixture
 def made() -> tuple[Plan, Trace]:
-    """What a run keeps."""
+    """The plan and the trace that a run saves."""
     trace, placement = small_step()
     return replace(small_plan(), placement=placement), trace
 
@@ -41,7 +41,7 @@ def room_for(count: float, made: tuple[Plan, Trace], folder: Path) -> PlanCache:
 
 
 def age(paths: Iterable[Path], seconds: float) -> None:
-    """The clock of a file system is too coarse for plans that are stored one after the other."""
+    """Set the modification times, because file system clocks are too coarse for plans that are saved in succession."""
     for path in paths:
         now = path.stat().st_mtime
         os.utime(path, (now - seconds, now - seconds))

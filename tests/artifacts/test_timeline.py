@@ -1,4 +1,4 @@
-"""What is recorded of a step: every copy and computation once, in an order that can be, without changing the step."""
+"""The recorder records every copy and computation once, in a possible order, and does not change the step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def by_layer(spans: list[Span]) -> dict[int | None, Span]:
 
 
 def assert_nested(spans: list[Span]) -> None:
-    """Spans of one lane, in order of their start, lie one behind or one within the other."""
+    """Check that the spans of one lane, in order of their start, follow each other or are nested."""
     open_spans: list[Span] = []
     for span in spans:
         assert span.seconds >= 0

@@ -1,4 +1,4 @@
-"""Traces: what they say, how they are kept, and how they are made from the allocator's events."""
+"""Traces: their derived columns, their CSV files, and how they are made from the allocator's events."""
 
 import numpy as np
 import pytest
@@ -79,10 +79,10 @@ def test_a_file_holds_all_of_a_trace(tmp_path_factory, trace):
     [
         ("trace 1", "trace 9", "the first line does not begin with"),
         ("sequence", "order", "the second line is not"),
-        ("300", "many", "line 5: size='many' is not an integer of 64 bits"),
+        ("300", "many", "line 5: size='many' is not a 64-bit integer"),
         ("300", str(2**70), "line 5: size="),
         ("200,", "200", "line 4: 8 values for 9 columns"),
-        ("2,0,layer 0 forward", "2,0,nowhere", "line 5: phase 'nowhere' is not in the first line"),
+        ("2,0,layer 0 forward", "2,0,nowhere", "line 5: phase 'nowhere' is not one of those in the first line"),
         ("300", "-300", "request 2: size=-300"),
     ],
 )

@@ -235,7 +235,7 @@ def test_a_cached_plan_that_is_none_is_ignored_with_one_line(fresh_cache, spoil)
         document = json.loads(path.read_text())
         document["fingerprint"]["model"] = "another"
         path.write_text(json.dumps(document))
-    with pytest.warns(UserWarning, match="a cached plan is ignored, and memory is planned anew") as caught:
+    with pytest.warns(UserWarning, match="ignoring the cached memory plan and planning memory again") as caught:
         second, stats = run()
     assert sum("cached plan" in str(warning.message) for warning in caught) == 1
     assert all("\n" not in str(w.message) for w in caught if "cached plan" in str(w.message))
@@ -302,7 +302,7 @@ def test_a_cached_trace_of_another_run_is_ignored(fresh_cache):
     path = next(fresh_cache.glob("*.csv"))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]))
-    with pytest.warns(UserWarning, match="a cached plan is ignored"):
+    with pytest.warns(UserWarning, match="ignoring the cached memory plan"):
         second, _ = run()
     assert_same(first, second)
 

@@ -1,4 +1,4 @@
-"""Every choice of every group of the configuration can be given on a command line."""
+"""Every option of every group of the configuration can be composed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments that no test machine can run: they are accepted by all that reads them, and run when they are small."""
+"""Experiments that need GPUs are valid configurations, and run in small versions."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ FINETUNING = ROOT / "docs" / "finetuning.md"
 
 @pytest.fixture
 def documents(tmp_path: Path) -> None:
-    """What the commands of the documentation name."""
+    """The experiments in the commands of the documentation."""
     build_model(ModelConfig(config=SAVED | {"vocab_size": 264})).save_pretrained(tmp_path / "my-model")
     lines = (json.dumps({"text": text}) + "\n" for text in TEXTS)
     (tmp_path / "documents.jsonl").write_text("".join(lines))
@@ -129,7 +129,7 @@ def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_pa
 
 @pytest.mark.parametrize("cell", cells_of_the_paper(), ids=name_of)
 def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> None:
-    """In one process of its own, as ZeRO makes a process group; few weights, a ten-thousandth of the tokens."""
+    """Runs small versions in a process of their own, because ZeRO creates a process group."""
     small = {
         "data.seq_len": int(cell["seq_k"]) * 1024 // 8192,
         "data.path": commands.TEXT_FOLDER,
@@ -151,7 +151,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_the_terminal_is_not_told_what_pytorch_says_to_itself(tmp_path: Path) -> None:
-    """In a new interpreter: what PyTorch logs is settled when it starts."""
+    """Runs in a new interpreter, because PyTorch reads its logging settings at the start."""
     command = ["python", "-m", "lightning_memo.train", *commands.TINY_RUN, "data.seq_len=64"]
     status, out, err = commands.run(command, tmp_path, cold=True)
     assert status == 0, err
@@ -160,7 +160,7 @@ def test_the_terminal_is_not_told_what_pytorch_says_to_itself(tmp_path: Path) ->
 
 
 def test_the_commands_of_sweeps_run(in_process: Any, tmp_path: Path) -> None:
-    """A sweep, and that it goes on; the page's others need a machine with GPUs, or SLURM."""
+    """Runs a sweep and continues it. The other commands of the page need GPUs or SLURM."""
     text = (FINETUNING.parent / "sweeps.md").read_text()
     found = re.findall(r"^python -m lightning_memo\.train -m (data.seq_len=.*)$", text, re.MULTILINE)
     assert len(found) == 2 and found[1] == f"{found[0]} sweep=last"

@@ -1,4 +1,4 @@
-"""Ctrl-C ends the command with a line whenever it comes, and what it ended goes on exactly."""
+"""Ctrl-C ends the command with one line at any time, and the interrupted run resumes exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Dying:
 
 
 class Interrupt(Callback):
-    """Interrupts the fourth step: in a destructor, or as any other would."""
+    """Interrupts the fourth step, either inside a destructor or in normal code."""
 
     def __init__(self, ignored: bool) -> None:
         self._ignored = ignored
@@ -64,7 +64,7 @@ def test_an_interrupt_in_a_step(train: Any, tmp_path: Path, ignored: str) -> Non
     assert f"interrupted; to resume from {checkpoint}, run the same command with ckpt_path=last" in out
     assert train(*SAVING, "ckpt_path=last")[0] == 0
     assert train(*SAVING, "name=whole")[0] == 0
-    # The third step had been logged when the fourth was interrupted, and comes again after the checkpoint.
+    # The third step was logged before the interrupt, and is logged again after resuming from the checkpoint.
     both, whole = (losses(tmp_path / "outputs" / name / "runs") for name in ("train", "whole"))
     assert [int(step) for step, _ in both] == [0, 1, 2, 2, 3, 4, 5]
     assert list(dict.fromkeys(both)) == whole

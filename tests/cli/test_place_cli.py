@@ -1,4 +1,4 @@
-"""The command that places the buffers of a CSV file: what it writes, prints and refuses."""
+"""The command that places the buffers of a CSV file: its file, its output and the input that it refuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows_of(path):
 
 
 def peak_of(rows):
-    """Where the highest buffer ends; no two that live at once share bytes."""
+    """Returns the end of the highest buffer, after checking that live buffers do not overlap."""
     boxes = [tuple(int(row[name]) for name in ("lower", "upper", "offset", "size")) for row in rows]
     for (lower, upper, offset, size), (other_lower, other_upper, other_offset, other_size) in combinations(boxes, 2):
         apart = upper <= other_lower or other_upper <= lower
@@ -62,12 +62,12 @@ def peak_of(rows):
 
 
 def printed(text):
-    """The lines of a result: what stands behind each name."""
+    """Returns the printed result as values by name."""
     return {line[:11].strip(): line[12:].strip() for line in text.splitlines()}
 
 
 def assert_refused(result, *words):
-    """One line on stderr, status 2, and no file but the one that was read."""
+    """Expects one line on stderr, exit status 2, and no file except the input."""
     status, out, err = result
     assert status == 2
     assert out == ""
@@ -241,8 +241,8 @@ BAD_TABLES = {
     "lower past 64 bits": (f"{HEADER}a,{-2**63 - 1},1,1\n", "line 2: lower=-9223372036854775809 does not fit"),
     "upper past 64 bits": (f"{HEADER}a,0,{2**63},1\n", "line 2: upper=9223372036854775808 does not fit"),
     "very long number": (f"{HEADER}a,0,1,{'9' * 10**5}\n", "size='99999"),
-    "sum past 64 bits": (HEADER + "".join(f"{k},{k},{k + 1},{2**61}\n" for k in range(9)), "together"),
-    "one past the limit": (f"{HEADER}a,0,1,{2**61}\nb,1,2,1\n", "together"),
+    "sum past 64 bits": (HEADER + "".join(f"{k},{k},{k + 1},{2**61}\n" for k in range(9)), "sum to more than"),
+    "one past the limit": (f"{HEADER}a,0,1,{2**61}\nb,1,2,1\n", "sum to more than"),
     "fraction": (HEADER + "a,0,1,1.5\n", "line 2: size='1.5' is not an integer"),
     "exponent": (HEADER + "a,0,1,1e3\n", "size='1e3'"),
     "underscore": (HEADER + "a,0,1,1_000\n", "size='1_000'"),
@@ -296,7 +296,7 @@ def test_a_bad_option_is_refused(run, options, words):
 
 
 def test_sizes_that_overflow_by_their_alignment_are_refused(run):
-    assert_refused(run(f"{HEADER}a,0,1,{2**63 - 1}\n", "--alignment", "4096"), "together")
+    assert_refused(run(f"{HEADER}a,0,1,{2**63 - 1}\n", "--alignment", "4096"), "sum to more than")
 
 
 def test_a_capacity_above_64_bits_is_enough(run):
@@ -387,7 +387,7 @@ def test_an_interrupt_leaves_an_older_output_alone(run, monkeypatch):
 
 
 def cut_rectangle(seed, buffers, capacity=1000, times=60):
-    """Rows of a problem whose optimum is `capacity`: it cuts capacity x time, edge to edge, until it has enough."""
+    """Rows of a problem with the optimum `capacity`, made by cutting the rectangle capacity x time into buffers."""
     draw = random.Random(seed)
     pieces = [(0, times, 0, capacity)]
     while len(pieces) < buffers:
@@ -435,7 +435,7 @@ def test_a_device_is_never_replaced(tmp_path, capsys):
     (tmp_path / "in.csv").write_text("id,lower,upper,size\n0,0,1,8\n")
     os.mkfifo(tmp_path / "pipe")
     assert command.main([str(tmp_path / "in.csv"), str(tmp_path / "pipe")]) == 2
-    assert "no regular file" in capsys.readouterr().err
+    assert "not a regular file" in capsys.readouterr().err
     assert (tmp_path / "pipe").is_fifo()
 
 

@@ -119,11 +119,11 @@ def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
     assert "Traceback" not in err
 
 
-# ---- sweeps that go on
+# ---- sweeps that continue
 
 
 def rows(job, lost=None):
-    """What a job logged, by step, without what is a matter of time, and without a step that may be lost."""
+    """The logged values of a job by step, without times, and without a step that may be lost."""
     with (job / "csv" / "metrics.csv").open() as file:
         found = list(csv.DictReader(file))
     names = ("train_loss", "val_loss", "lr", "tokens", "unigram_entropy")
@@ -132,7 +132,7 @@ def rows(job, lost=None):
 
 
 def last_step(checkpoint):
-    """The step that a checkpoint ends with. Lightning logs it after it has saved, and SIGKILL may come in between."""
+    """The last step of a checkpoint. Lightning logs this step after saving, and SIGKILL may occur in between."""
     return int(checkpoint.stem.removeprefix("step-")) - 1
 
 
@@ -150,7 +150,7 @@ def interrupted(folder, number, *settings, job=1, cold=False):
 
 
 def end(process, number):
-    """Sends a signal until the process ends: a single interrupt can get lost where Python ignores exceptions."""
+    """Sends a signal until the process ends, because Python may ignore a single interrupt."""
     for _ in range(6):
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -277,7 +277,7 @@ def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
 
 
 def commands_with(text):
-    """Process numbers of the commands that a text is part of."""
+    """Process ids of all commands that contain a text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

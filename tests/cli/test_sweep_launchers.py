@@ -1,4 +1,4 @@
-"""Sweeps whose jobs other launchers of Hydra start: submitit's, on this machine and by SLURM."""
+"""Sweeps whose jobs are started by the submitit launchers, on this machine and with SLURM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_memo.cli.sweeps.sweep_report import load_runs
 
 submitit = extra("submitit", "slurm")
 
-# Runs the script of an array of jobs, one after another, as SLURM would start each on a node of its own.
+# Runs the jobs of an array one after another, as SLURM would start each on its own node.
 SBATCH = """#!/usr/bin/env bash
 script=${!#}
 echo "Submitted batch job 4711"
@@ -48,7 +48,7 @@ def command(*settings: str) -> list[str]:
 
 
 def test_jobs_at_the_same_time_on_this_machine(tmp_path: Path) -> None:
-    # Jobs are known by the numbers of their processes, which those of `warm` are not.
+    # Jobs are identified by process ids, which differ for the processes of `warm`.
     sweep = command("hydra/launcher=submitit_local", "data.seq_len=16,24", "sweep=mine")
     status, _, err = run(sweep, tmp_path, cold=True)
     assert status == 0, err
@@ -56,7 +56,7 @@ def test_jobs_at_the_same_time_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
-    """One that ends well and one that fails; the same command again leaves out what is done."""
+    """One job succeeds and one fails. The same command does not repeat the finished job."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in {"sbatch": SBATCH, "srun": SRUN, "sacct": SACCT, "scontrol": SACCT}.items():

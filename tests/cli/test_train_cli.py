@@ -53,7 +53,7 @@ def test_commands_of_the_documentation(train, tmp_path, arguments):
         (tmp_path / name).write_text("text\n" * 800)
     if "ckpt_path=last" in arguments:
         assert train("strategy=plain")[0] == 0
-    # How long, and how long the sequences are, is what the tiny settings are for; a sweep keeps the number of its jobs.
+    # The tiny settings replace the number of steps and the sequence length; a sweep keeps the number of its jobs.
     short = {"trainer.max_steps=400": "trainer.max_steps=7", "data.seq_len=512,1024,2048": "data.seq_len=16,24,32"}
     overrides = [short.get(o, o) for o in arguments.split() if o != "data.seq_len=512"]
     status, _, err = train(*overrides)
@@ -95,7 +95,7 @@ def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
             return super().training_step(batch, batch_idx)
 
     monkeypatch.setattr(baselines, "CausalLM", Terminated)
-    # Lightning's own exception has no status, which Python takes for 0.
+    # Lightning's exception has no status, which Python treats as 0.
     assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 
 

@@ -1,4 +1,4 @@
-"""The training command in several processes: one output, one voice, one end."""
+"""The training command in several processes: one folder, one set of messages, and a common end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def metrics(folder, name):
 
 
 def files(folder):
-    """Names of all files, without what differs from run to run."""
+    """Names of all files, without parts that differ between runs."""
     names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return sorted(re.sub(r"events\.out.*", "events", name) for name in names)
 
@@ -58,7 +58,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     assert results[0]["train_loss"] == pytest.approx(results[1]["train_loss"], rel=1e-5)
     for result in results:
         assert result["tokens_per_second"] == pytest.approx(2 * 31 / result["step_seconds"])
-    # One process's checkpoint is a file; whether memory is planned within 5 steps is a matter of time.
+    # The checkpoint of one process is a file, and memory may or may not be planned within 5 steps.
     one, two = ({f for f in files(each) if ".ckpt" not in f and "memory" not in f} for each in (alone, both))
     assert two == one | {"launch.json"}
 
@@ -68,7 +68,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     assert train(*settings, "trainer.max_steps=7", "name=whole")[0] == 0
     on, whole = (metrics(only((tmp_path / "outputs" / n / "runs").iterdir()), "train_loss") for n in ("on", "whole"))
     assert set(on) == {4, 5, 6}
-    # The schedule of the learning rate is that of the checkpoint's 5 steps and of 7: the first losses are before that.
+    # The learning rate schedules of 5 and 7 steps differ; the first losses do not depend on them.
     assert on[4] == pytest.approx(whole[4], rel=1e-4)
 
 
@@ -93,7 +93,7 @@ def test_commands_of_the_documentation(tmp_path):
             checkpoint.symlink_to(last)
             words = command.replace("CHECKPOINT", str(checkpoint)).split()
         else:
-            # A run that resumes has something left to do.
+            # A resumed run needs further steps.
             steps = ["trainer.max_steps=7"] if "ckpt_path=last" in command else []
             words = [*command.split(), *TINY_RUN, *WITHOUT_REPORT, *steps]
         status, _, err = run(words, tmp_path)
@@ -125,7 +125,7 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     (tmp_path / "text0").mkdir()
     for name in "abc":
         (tmp_path / "text0" / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
-    # The other process waits for this one to join, and would for half an hour.
+    # The other process waits for up to half an hour for this one to join.
     ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}"), tmp_path)
     assert ended == status  # torchrun's own is always 1
     assert "data.path=text1: no such folder" in only(errors(err))

@@ -60,7 +60,7 @@ def assert_trains_like_plain(
                 actual = under_test.step(batch)
                 (assert_equal if alpha in exact_alphas else assert_close)(actual, plain)
             under_test.assert_as_planned()
-        return under_test.engine.kinds.why_whole
+        return under_test.engine.layer_classes.why_whole
 
 
 @pytest.fixture
@@ -480,7 +480,7 @@ def test_lora(dropout: float, amp: bool, alpha: float) -> None:
     assert all("lora" in name for name in plain.gradients)
     with EngineUnderTest(model) as under_test:
         assert_equal(under_test.profile_step(BATCHES[0], amp), plain)
-        assert not under_test.engine.kinds.why_whole
+        assert not under_test.engine.layer_classes.why_whole
         under_test.load(alpha)
         actual = under_test.step(BATCHES[0], amp)
         under_test.assert_as_planned()
@@ -657,8 +657,8 @@ def _layers(block: Callable[[], nn.Module]) -> list[nn.Module]:
 WHOLE_LAYERS = {
     ConvBlock: "ConvBlock mixes tokens outside attention",
     MeanBlock: "MeanBlock mixes tokens outside attention",
-    MlpBlock: "MlpBlock calls no attention that is known here",
-    HandwrittenAttentionBlock: "HandwrittenAttentionBlock calls no attention that is known here",
+    MlpBlock: "MlpBlock calls no attention function that is known here",
+    HandwrittenAttentionBlock: "HandwrittenAttentionBlock calls no attention function that is known here",
     NoisyBlock: "NoisyBlock draws random numbers other than dropout",
     NoisyInputBlock: "NoisyInputBlock draws random numbers other than dropout",
 }
@@ -737,7 +737,7 @@ def test_single_token_first(single: Batch) -> None:
     with EngineUnderTest(model) as under_test:
         assert_equal(under_test.profile_step(single), plain_single)
         assert_equal(under_test.profile_step(BATCHES[0]), plain)
-        assert under_test.engine.kinds.why_whole == ""
+        assert under_test.engine.layer_classes.why_whole == ""
         under_test.load(0.5)
         assert_close(under_test.step(BATCHES[0]), plain)
 

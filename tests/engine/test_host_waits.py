@@ -18,14 +18,14 @@ from support.samples.streamed import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.attention.hugging_face import right_padded_lengths
-from lightning_memo.engine.copies.clock import Clock
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
+from lightning_memo.engine.copies.step_recorder import StepRecorder
 from lightning_memo.engine.memory import slot_memory as memory
 from lightning_memo.engine.memory.host_arena import HostArena, host_memory
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.parallel.batches.positions import right_padded_lengths
 
 aten = torch.ops.aten
 # On a GPU each of these makes the host wait for the device: their results, or the sizes of those, are needed there.
@@ -115,8 +115,8 @@ def test_the_host_waits_for_nothing_within_the_layers(way: Any, monkeypatch: pyt
             torch.ones(3).sum().item()
             torch.ones(3)[torch.ones(3) > 0]
         assert [name.split(".")[1] for name in mode.found] == ["_local_scalar_dense", "index"]
-        under_test.engine.memory._offload.synchronize()  # type: ignore[union-attr]
-        assert waits == ["ThreadCopyStream.synchronize"]
+        under_test.engine.memory.abandon()  # type: ignore[union-attr]
+        assert waits == ["ThreadCopyStream.synchronize"] * 2
 
 
 @each_way
@@ -255,10 +255,9 @@ def test_streams_of_cuda_wait_among_themselves(
         expected = under_test.step(batch)
     monkeypatch.setattr(memory, "make_copy_stream", make)
     with under_test:
+        recorder = under_test.engine.recorder = StepRecorder(torch.device("cuda", 0))
         under_test.load(way[1], way[2])
-        recorder = under_test.engine.recorder
         assert_equal(under_test.step(batch), expected)
-        recorder._clock = Clock(torch.device("cuda", 0))
         recorder.start()
         assert_equal(under_test.step(batch), expected)
         assert stub.synchronized == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,16 @@ from support.harness import (
 )
 from torch import Tensor, nn
 
-from lightning_memo.engine import TestMode
+from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import cut
-from lightning_memo.engine.forward.intercept import LayerMode, autocast_inputs, current_handler, handling
+from lightning_memo.engine.forward.intercept import LayerMode, current_handler, handling
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
 from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved.not_activations import SharedTensors
+from lightning_memo.engine.saved.not_activations import NonActivations
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import (
     ALIGNMENT_BYTES,
@@ -85,6 +87,11 @@ def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[EngineUnderTest, 
         yield under_test, batch, plain, slice_tokens
 
 
+def used_bytes(engine: Engine) -> tuple[int, ...]:
+    """Bytes in the slot of each layer call that is alive."""
+    return tuple(group.slot.used_bytes for group in engine.offload_groups if group.slot is not None)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
 def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: float) -> None:
     under_test, batch, plain, slice_tokens = profiled
@@ -98,9 +105,9 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: 
     model.zero_grad()
     torch.manual_seed(5)
     loss = model(**batch).loss
-    runs = [run for _, run in sorted(engine._runs.items())]
+    runs: list[Any] = list(engine.calls)
     assert all(len(run.slices) >= 5 for run in runs)
-    assert tuple(run.unit.slot.used_bytes for run in runs if run.unit.slot is not None) == predicted
+    assert used_bytes(engine) == predicted
     del runs
     loss.backward()
     under_test.assert_as_planned()
@@ -115,9 +122,8 @@ def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Batch, S
     under_test, batch, _, _ = profiled
     predicted = under_test.load(alpha)
     loss = under_test.model(**batch).loss
-    runs = [run for _, run in sorted(under_test.engine._runs.items())]
-    assert tuple(run.unit.slot.used_bytes for run in runs if run.unit.slot is not None) == predicted
-    del runs, loss
+    assert used_bytes(under_test.engine) == predicted
+    del loss
     under_test.assert_as_planned()
     under_test.assert_empty()
 
@@ -382,7 +388,8 @@ def test_arena_is_one_allocation_of_distinct_regions() -> None:
     assert arena.acquire(1) is None
     assert (arena.buffers_in_use, arena.bytes_in_use) == (3, 192)
     addresses = [region.data_ptr() for region in regions if region is not None]
-    assert addresses == [arena._memory.data_ptr() + n * 64 for n in range(3)]
+    assert addresses == [addresses[0] + n * 64 for n in range(3)]
+    assert len({region.untyped_storage().data_ptr() for region in regions if region is not None}) == 1
     assert regions[1] is not None
     arena.release(regions[1])
     assert arena.acquire(65) is None
@@ -527,6 +534,7 @@ def test_failed_copy_is_reported_to_whoever_waits() -> None:
 
 
 def test_idle_stream_holds_no_tensor() -> None:
+    threads = threading.active_count()
     stream = ThreadCopyStream("test")
     a, b = torch.ones(4), torch.zeros(4)
     stream.copy(b, a).wait()
@@ -535,7 +543,7 @@ def test_idle_stream_holds_no_tensor() -> None:
     del a
     assert storage.expired()
     stream.close()
-    assert not stream._thread.is_alive()
+    assert threading.active_count() == threads
 
 
 def test_synchronize_waits_for_all() -> None:
@@ -670,7 +678,7 @@ def test_weights_buffers_and_their_views_are_shared() -> None:
     layer = nn.Linear(6, 4)
     layer.register_buffer("table", torch.randn(6))
     x = torch.randn(2, 5, 6, requires_grad=True)
-    shared = SharedTensors(layer, (), x)
+    shared = NonActivations(layer, (), x)
     for t in (layer.weight, layer.weight.t(), layer.weight[1:], layer.weight.detach(), layer.table, layer.table[2:]):
         assert t in shared
     assert layer.weight.float().double() in shared
@@ -682,7 +690,7 @@ def test_weights_buffers_and_their_views_are_shared() -> None:
 
 def test_arguments_are_shared_but_the_input_among_them_is_not() -> None:
     x, table = torch.randn(2, 5, 6), torch.randn(5, 6)
-    shared = SharedTensors(nn.Linear(6, 4), ((x,), {"table": (table, None)}), x)
+    shared = NonActivations(nn.Linear(6, 4), ((x,), {"table": (table, None)}), x)
     assert table in shared and table.t() in shared
     assert x not in shared and x[:, :2] not in shared
 
@@ -690,7 +698,7 @@ def test_arguments_are_shared_but_the_input_among_them_is_not() -> None:
 def test_autocast_copies_of_trained_weights_are_shared() -> None:
     layer = nn.Linear(6, 4)
     x = torch.randn(2, 5, 6, requires_grad=True)
-    shared = SharedTensors(layer, (), x)
+    shared = NonActivations(layer, (), x)
     with torch.autocast("cpu", torch.bfloat16):
         saved = saved_by(lambda: layer(x))
         kinds = sorted((tuple(t.shape), t in shared) for t in saved)
@@ -713,6 +721,5 @@ def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, schedul
         for slice_tokens in (None, 13):
             predicted = under_test.load(1.0, slice_tokens)
             loss = model(**batch).loss
-            runs = [run for _, run in sorted(under_test.engine._runs.items())]
-            assert [run.unit.slot.used_bytes for run in runs if run.unit.slot is not None] == [predicted[0]] * len(runs)
-            del runs, loss
+            assert used_bytes(under_test.engine) == (predicted[0],) * len(predicted)
+            del loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import peft
 import pytest
@@ -73,9 +74,9 @@ def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=case.amp):
         loss = model(**case.batch).loss
-    runs = [run for _, run in sorted(engine._runs.items())]
-    assert [run.unit.slot.used_bytes for run in runs] == swapped
-    assert [run.kept.size_bytes for run in runs] == kept
+    runs: list[Any] = list(engine.calls)
+    assert [run.storage.group.slot.used_bytes for run in runs] == swapped
+    assert [run.storage.resident.size_bytes for run in runs] == kept
     del runs
     loss.backward()
     assert engine.memory is not None

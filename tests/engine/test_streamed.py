@@ -28,8 +28,8 @@ from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
-from lightning_memo.engine.saved.offload_group import KeysValues, Unit
-from lightning_memo.engine.sequence.sliced_model import _Step
+from lightning_memo.engine.saved.offload_group import KeysValues, OffloadGroups
+from lightning_memo.engine.sequence.sliced_model import SlicedForward
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -181,8 +181,8 @@ def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, 
 
 def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     batch = make_batch(2, 61)
-    step = _Step(Mock(device=torch.device("meta")), Mock(), batch)
-    moved = step._cut(TokenRange(8, 16, Action.RECOMPUTE))
+    step = SlicedForward(Mock(device=torch.device("meta")), Mock(), batch)
+    moved = step.inputs_of(TokenRange(8, 16, Action.RECOMPUTE))
     tensors = {name: (t.device.type, tuple(t.shape)) for name, t in moved.items() if isinstance(t, Tensor)}
     assert {name: of for name, of in tensors.items() if name != "num_items_in_batch"} == dict.fromkeys(
         ("input_ids", "labels", "shift_labels", "attention_mask"), ("meta", (2, 8))
@@ -392,7 +392,7 @@ def test_the_next_block_is_copied_while_the_present_one_is_computed_with() -> No
     reader = BlockReader(CPU, stream, buffers=2, poison=True)
     core = StreamedAttention(kernel, slices, reader, None, block_tokens=1)
     for n, part in enumerate(slices):
-        held = Unit(Mock(), n, None, swap=False)
+        held = OffloadGroups().open(None, swap=False)
         keys, values = (held.put(token_rows(t[:, :, part.start : part.stop])) for t in (k, v))
         core.hold(n, KeysValues(held, keys, values))
     last = slice((count - 1) * size, None)

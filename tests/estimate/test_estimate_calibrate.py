@@ -1,4 +1,4 @@
-"""Constants are fitted to what was measured, and their files are used by the estimate."""
+"""Constants are fitted to measurements, and the estimate reads their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.commands import errors, run
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.cli.runs import calibration_runs as own_machine
+from lightning_memo.cli.runs import calibration_runs
 from lightning_memo.estimate.calibration.calibrate import calibrate
 from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasurement, StepMeasurement, fit
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
@@ -34,7 +34,7 @@ COMMAND = ["python", "-m", "lightning_memo.estimate"]
 
 
 def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
-    """What a machine of these constants would measure."""
+    """The costs that a machine with these constants would measure."""
     question = Question(
         shape=SHAPE, cluster=CLUSTER, constants=constants, method="memo", gpus=1, seq_len=tokens, batch_size=1
     )
@@ -42,7 +42,7 @@ def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
 
 
 def measurement(tokens: int, factor: float = 1.0) -> LayerMeasurement:
-    """A run whose forwards took `factor` times as long as they should."""
+    """A run whose forwards took `factor` times the predicted time."""
     exact = costs(tokens)
     slow = replace(exact, forward_seconds=tuple(factor * seconds for seconds in exact.forward_seconds))
     return LayerMeasurement(origin=f"{tokens}", shape=SHAPE, costs=slow)
@@ -203,7 +203,7 @@ def test_constants_say_how_they_were_made(
         seconds = tuple(slower[tokens].pop() * each for each in plan.costs.forward_seconds[:1]) * plan.costs.calls
         return replace(plan, costs=replace(plan.costs, forward_seconds=seconds))
 
-    monkeypatch.setattr(own_machine, "run", run_here)
+    monkeypatch.setattr(calibration_runs, "profile_run", run_here)
     model, cluster = load_preset("model", "llama_tiny"), load_preset("cluster", "h100")
     path = tmp_path / "made" / "constants.json"
     given = {"model": model, "cluster": cluster, "files": [], "seq_lens": [512, "2K"], "repeats": 3}

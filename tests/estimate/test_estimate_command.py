@@ -1,4 +1,4 @@
-"""The command that estimates: what it prints, writes and refuses, and the configurations that it reads."""
+"""The estimate command: its output, its files, the settings that it refuses and the configurations that it reads."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def swept(method, tokens, cluster="h100", gpus=8):
 
 
 def colors(figure, kind):
-    """Of what is drawn, by label."""
+    """Colors of the drawn bars or lines, by label."""
     return {
         label: to_hex(handle.patches[0].get_facecolor() if kind == "bars" else handle.get_color())
         for axes in figure.axes
@@ -350,21 +350,24 @@ def test_mistakes_are_told_in_one_line(run, arguments, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["no JSON"]),
-        ("[]", ["no JSON object"]),
+        ("", ["not JSON"]),
+        ("[]", ["not a JSON object"]),
         ("{}", ["model_type"]),
         ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}', ["num_hidden_layers"]),
         ('{"model_type": ["llama"]}', ["model_type"]),
         ('{"model_type": "llama", "num_hidden_layers": "two", "hidden_size": 64, "num_attention_heads": 4}', ["'two'"]),
-        ('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}', ["experts", "alike"]),
-        ('{"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}', ["differ", "alike"]),
+        ('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}', ["experts", "equal layers"]),
+        (
+            '{"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}',
+            ["differ", "equal layers"],
+        ),
         ('{"model_type": "llama", "layer_types": 5}', ["layer_types", "'5'"]),
         (
             '{"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, '
             '"vocab_size": 9, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 20}',
             ["active_experts=20", "experts=2"],
         ),
-        ("[" * 100000, ["no JSON"]),
+        ("[" * 100000, ["not JSON"]),
     ],
 )
 def test_a_configuration_that_tells_no_shape_is_refused(run, text, words):
@@ -381,7 +384,7 @@ def test_a_configuration_that_tells_no_shape_is_refused(run, text, words):
 
 @pytest.mark.parametrize("model_type", sorted(_FAMILIES))
 def test_shapes_are_those_of_hugging_face(model_type):
-    """Of each family's defaults: weights to a hundredth (no biases, no learnt positions), and tied heads."""
+    """The number of weights of each family's defaults agrees to 1.5 %, without biases and learned positions."""
     given = {"num_key_value_heads": 8} if model_type == "nemotron" else {}
     config = AutoConfig.for_model(model_type, **given)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Models of MEMO's tables of which no cell is known here: what has to hold of any numbers."""
+"""Properties of the estimates for models of MEMO's tables whose measured values are not available."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_cell_has_an_answer_and_what_fits_shorter_fits(model: str, peer: s
         assert (answer.step_seconds is None) == (answer.status != "ok")
         assert answer.parallel.devices == paper_cells.GPUS[model]
         if answer.mfu is not None and answer.hfu is not None:
-            assert 0 < answer.mfu <= answer.hfu < 75  # no share of the peak is above 74.5 %
+            assert 0 < answer.mfu <= answer.hfu < 75  # no efficiency is above 74.5 %
 
 
 def test_memo_goes_further_and_faster_than_its_peers() -> None:
@@ -58,7 +58,7 @@ def test_memo_goes_further_and_faster_than_its_peers() -> None:
 
 @pytest.mark.parametrize("seq_k", [256, 512, 1024])
 def test_mfu_is_near_that_of_the_neighbours(seq_k: int) -> None:
-    """The tables' 7B and 13B differ by 2.4 points at most from 256K on; a network between more nodes takes a point."""
+    """In the tables, 7B and 13B differ by at most 2.4 points from 256K on; more nodes cost one point."""
     mfu = [best(model, seq_k).mfu for model in paper_cells.GPUS]
     assert all(value is not None for value in mfu)
     numbers = [value for value in mfu if value is not None]

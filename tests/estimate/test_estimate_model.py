@@ -1,4 +1,4 @@
-"""The cost model by itself: what must hold whatever the constants are."""
+"""Properties of the cost model that hold for any constants."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ def test_bytes_add_up_and_grow_with_the_length(method: str) -> None:
 
 
 def test_recomputing_counts_in_hfu_only() -> None:
-    """Full recomputation runs a third more in the layers; attention's backward has 2.5 times its forward's FLOPs."""
+    """Full recomputation adds a third to the FLOPs of products; the share is smaller for attention."""
     answer = estimate(ask(method="full_recompute"), RING)
     assert answer.mfu is not None and answer.hfu is not None
     assert 1.28 < answer.hfu / answer.mfu < 1.34
@@ -130,13 +130,13 @@ def test_bytes_are_those_that_were_too_many(method: str) -> None:
     many, few = (estimate(ask(method=method, seq_len=length), RING) for length in (tokens, 2**16))
     assert (many.status, few.status) == ("oohm", "ok")
     assert many.device_bytes.keys() == few.device_bytes.keys()
-    # Bytes are proportional to the tokens, and to what alpha adds: at most a factor of 16 / 2.
+    # Bytes are proportional to the tokens and grow with alpha, by at most a factor of 16 / 2.
     for kind in ("rounding_buffers", "transients"):
         assert many.device_bytes[kind] > tokens / 2**16 * few.device_bytes[kind] / 9
 
 
 def test_attention_of_the_papers_deepspeed_takes_twice_as_long() -> None:
-    """As table 3 of MEMO shows; on other clusters, all programs have the same kernels."""
+    """As in table 3 of MEMO. On other clusters, all programs have the same kernels."""
     for published, factor in ((True, 2.0), (False, 1.0)):
         constants = constants_of("a800" if published else "h100")
         mine, other = (
@@ -158,7 +158,7 @@ def test_deepspeed_waits_for_gathered_weights_in_the_papers() -> None:
 
 
 def test_loss_of_a_divided_sequence_takes_softmax_and_its_logarithm() -> None:
-    """Of DeepSpeed: 8 bytes of a logit more, and half of that again is lost to fragmentation."""
+    """DeepSpeed needs 8 more bytes per logit, and half of that again is lost to fragmentation."""
     question = ask(method="deepspeed_ulysses", seq_len=2**15)
     whole, divided = (
         estimate(question, Parallelism(cp=cp, dp=8 // cp, zero_stage=3)).device_bytes["total"] for cp in (1, 8)
@@ -169,7 +169,7 @@ def test_loss_of_a_divided_sequence_takes_softmax_and_its_logarithm() -> None:
 
 
 def test_memory_is_reorganised_where_the_loss_and_a_layer_do_not_fit_side_by_side() -> None:
-    """Of the paper's Megatron-LM on TP 4, CP 2 between 64K and 128K, as in table 4."""
+    """The paper's Megatron-LM with TP 4 and CP 2 reorganizes memory from between 64K and 128K on, as in table 4."""
     published = ask(method="megatron", constants=constants_of("a800"))
     for seq_len, reorganises in ((2**16, False), (2**17, True)):
         megatron, planned = (
@@ -192,7 +192,7 @@ def test_one_device_has_its_link_to_itself() -> None:
 
 
 def test_alpha_is_lowered_where_the_device_has_no_room() -> None:
-    """To one of the paper's where its runs are estimated; else by the planner, as in training."""
+    """To an alpha of the paper if its runs are estimated, otherwise by the planner as in training."""
     own = ask(cluster=replace(load_cluster("a800"), device_bytes=31 * 2**30), seq_len=2**18)
     lowered = estimate(own, RING)
     assert lowered.status == "ok" and lowered.alpha is not None and 0 < lowered.alpha < 1
@@ -203,7 +203,7 @@ def test_alpha_is_lowered_where_the_device_has_no_room() -> None:
 
 
 def test_layers_of_hugging_face_keep_more_than_fused_ones() -> None:
-    """Where this project runs them; the papers' programs have fused kernels on every cluster."""
+    """This package runs the layers of Hugging Face; the papers' programs have fused kernels on every cluster."""
     shape = load_model("llama3_8b")
     assert (shape.kernels, load_model("gpt_7b").kernels, load_model("qwen3_8b").kernels) == (
         "llama",
@@ -279,7 +279,7 @@ def test_constants_that_are_no_shares_are_refused() -> None:
 
 
 def test_a_precision_is_this_projects_own() -> None:
-    """It changes what this project's training takes; for a paper's program it changes nothing, and that is told."""
+    """It changes the estimate for this package. For a paper's program it has no effect, which is reported."""
     h100 = ask(cluster=load_cluster("h100"), constants=constants_of("h100"), seq_len=2**16)
     steps = {p: estimate(replace(h100, precision=p), RING) for p in ("bf16-mixed", "bf16-true", "32-true")}
     assert steps["32-true"].step_seconds > 1.5 * steps["bf16-true"].step_seconds

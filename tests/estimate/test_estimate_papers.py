@@ -1,4 +1,4 @@
-"""The cost model against the papers' tables: what it has to reach."""
+"""The cost model reproduces the papers' tables with the stated accuracy."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from paper_sections import Section, best_alphas, sections
 
 
 def mean_error(cells: Sequence[Cell], count: int) -> float:
-    """Of MFU, over all the cells that the paper has one for; each needs one of ours."""
+    """Mean error of MFU over all cells of the paper that have a value; the estimate needs a value for each of them."""
     numbers = [cell for cell in cells if isinstance(cell.paper, float)]
     assert len(numbers) == count
     assert all(isinstance(cell.ours, float) for cell in numbers), numbers
@@ -56,7 +56,7 @@ def test_best_alpha_of_each_row_of_table_5() -> None:
 
 
 def test_host_feasibility_of_tables_4_and_5() -> None:
-    """What swaps all tokens, or a given fraction of them."""
+    """Methods that swap all tokens, or a given fraction of them."""
     cells = [c.cell for c in paper_cells.table4() if c.table == "Full Swapping + Memory Plan"]
     cells = [*cells, *(c.cell for c in paper_cells.table5())]
     assert len(cells) == 44
@@ -95,7 +95,7 @@ def test_parallelism_of_the_paper_is_among_the_fastest() -> None:
 
 @pytest.mark.parametrize("peer", ["Mega", "DS"])
 def test_peers_are_half_as_far_off_as_the_mean(peer: str) -> None:
-    """MFU with the appendix's parallelism, of programs that nothing is fitted to."""
+    """MFU with the appendix's parallelism, for programs without fitted constants."""
     listed = [run.cell("mfu_pct") for run in paper_runs.runs(peer) if run.listed]
     section = Section(title=peer, cells=listed, unit="points")
     assert len(section.numbers) == len(section.cells) == {"Mega": 10, "DS": 6}[peer]
@@ -103,7 +103,7 @@ def test_peers_are_half_as_far_off_as_the_mean(peer: str) -> None:
 
 
 def test_numbers_of_a_cell_agree() -> None:
-    """MFU, tokens per second and time, which the papers round; and with their own, only in the cells that are named."""
+    """MFU, tokens per second and time of a cell agree up to rounding, except in the named cells."""
     wrong = set()
     for peer in paper_runs.PEERS:
         for run in paper_runs.runs(peer):
@@ -121,7 +121,7 @@ def test_numbers_of_a_cell_agree() -> None:
 
 
 def test_constants_are_what_the_fit_finds() -> None:
-    """From a start that is off by a tenth to a factor of two.
+    """Starting values are off by a tenth to a factor of two.
 
     The minimum is flat: fits from several starts differ by 0.5 % in efficiencies and 7 % in what merging takes, which
     is hundredths of a step, and by less than 0.001 points in what they leave: a tenth of the tables' last digit.

@@ -1,4 +1,4 @@
-"""Which parallelism is found, why others lose, and how long a sequence may be."""
+"""The search for the best parallelism, the reasons against the others, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_candidates_are_all_products_that_divide():
     found = candidate_parallelisms(question, {"pp": 1})
     expected = {
         (tp, cp, 8 // tp // cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8
-    }  # 8 heads of keys and values, and a batch of 16: nothing is in the way
+    }  # 8 key and value heads and a batch of 16: everything divides
     assert {(p.tp, p.cp, p.dp) for p in found} == expected
     assert all(p.devices == 8 and p.pp == 1 for p in found)
     assert {p.zero_stage for p in found if p.dp * p.cp > 1} == {0, 1, 2, 3}

@@ -1,4 +1,4 @@
-"""Slices of tokens in estimates: bytes are those that training plans and measures, and times wait where it would."""
+"""Slices of tokens in estimates: sizes are those that training plans and measures, and waiting times are included."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.model_shape import ModelShape
 
 K = 1024
-SLICE = 2 * K  # as many tokens as a block of keys and values has at least
+SLICE = 2 * K  # the least number of tokens in a block of keys and values
 ATTENTION, ALL, BY_SLICE = (
     Slices(tokens=SLICE),
     Slices(tokens=SLICE, host_backed="all"),
@@ -91,7 +91,7 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
     tokens: int,
     lora: dict[str, Any] | None,
 ) -> None:
-    """What is planned agrees to the byte. How many slices of hidden states are on their way at once is up to timing."""
+    """Planned sizes agree to the byte. The number of slices of hidden states in copies depends on timing."""
     if lora:
         pytest.importorskip("peft")
     shape = replace(SMALL, **changes, adapters=adapters_of(lora or {}))
@@ -144,7 +144,7 @@ def test_what_slices_read_is_what_attention_fetches(window: int | None) -> None:
 
 
 def test_keys_and_values_are_waited_for_where_slices_are_short_or_the_link_slow() -> None:
-    """A block of keys and values takes as long to read for few queries as for many."""
+    """The time to read a block of keys and values does not depend on the number of queries."""
     fast = ask(256 * K)
     slow = replace(fast, cluster=replace(fast.cluster, host_bandwidth=1e10))
     for question, tokens, waits in ((fast, 32 * K, False), (slow, 128 * K, False), (slow, 4 * K, True)):

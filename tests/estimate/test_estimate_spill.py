@@ -1,4 +1,4 @@
-"""The disk in estimates: what goes there and what it costs are the planner's, as in training."""
+"""The disk in estimates: the planner decides what is written to it, as in training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(**changes: Any) -> Question:
 
 
 def train(folder: Path, host_bytes: int) -> Plan:
-    """The plan of a step whose host has too little room."""
+    """The plan of a step whose host memory is too small."""
     ids = torch.randint(0, 264, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(
         plan_memory=False, alpha=0.5, spill_path=str(folder), spill_memory="64MiB", host_memory=host_bytes
@@ -49,7 +49,7 @@ def train(folder: Path, host_bytes: int) -> Plan:
 
 
 def test_what_goes_to_the_disk_is_what_training_sends_there(tmp_path: Path) -> None:
-    """Slots of training are aligned, so that they are some bytes larger."""
+    """Slots in training are aligned, and therefore some bytes larger."""
     trained = train(tmp_path, 7 * 2**20)
     shape = replace(
         load_model("llama_tiny"), layers=6, hidden=128, ffn=256, heads=4, kv_heads=4, head_dim=32, tied=False
@@ -83,7 +83,7 @@ def test_a_disk_is_used_where_the_host_is_full_and_only_as_fast_as_it_is() -> No
 
 
 def test_a_disk_that_is_too_slow_is_waited_for() -> None:
-    """Where even inputs and attention outputs don't fit the host, the disk has to take what it can't keep up with."""
+    """If even inputs and attention outputs do not fit in host memory, the step waits for the disk."""
     cluster = replace(ask().cluster, host_bytes=24 * 2**30)
     fast, slow = (
         estimate(ask(cluster=replace(cluster, disk_write_bandwidth=speed, disk_read_bandwidth=speed)), Parallelism())

@@ -1,4 +1,4 @@
-"""The estimate's bytes are those that training measures, and lead to the same plan."""
+"""The sizes of the estimate are those that training measures, and lead to the same plan."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def train(
     lora: dict[str, Any] | None = None,
     **changes: int | bool,
 ) -> Plan:
-    """The plan of a short run of the demo model, with changes of its configuration."""
+    """The plan of a short run of the demo model with a changed configuration."""
     config = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / "llama_tiny.yaml"))["config"]
     ids = torch.randint(0, DEMO.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(plan_memory=False, **DEMO_BUDGETS)
@@ -168,17 +168,17 @@ def train(
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Plan]:
-    """By length, the plan of a short run of the demo model."""
+    """The plans of short runs of the demo model, by length."""
     return {tokens: train(tmp_path_factory.mktemp("run"), tokens) for tokens in LENGTHS}
 
 
 def predicted(measured: LayerCosts) -> LayerCosts:
-    """Measured times and bandwidths with predicted bytes."""
+    """Layer costs with measured times and bandwidths and predicted sizes."""
     return replace(measured, **asdict(step_bytes(DEMO, sizes=FP32, tokens=measured.tokens)))
 
 
 def plan(costs: LayerCosts, budget: Budget, label: Fingerprint, *, may_be_plain: bool = True) -> Plan:
-    """The call that training makes, with slots of the predicted size."""
+    """Calls the planner as training does, with slots of the predicted size."""
     return plan_swap(
         costs,
         budget,
@@ -211,12 +211,14 @@ def test_what_is_planned_for_predicted_bytes_is_what_training_planned(plans: dic
     assert (expected.swap, expected.step_seconds) == (trained.swap, trained.step_seconds)
     assert expected.device_bytes == pytest.approx(trained.device_bytes, rel=0.03)
     assert expected.working_set_bytes == pytest.approx(trained.working_set_bytes, rel=0.03)
-    assert (trained.swap.mode == "plain") == (tokens < DEMO_TOKENS)  # the demo's budget is too small for its own length
+    assert (trained.swap.mode == "plain") == (
+        tokens < DEMO_TOKENS
+    )  # the demo's budget is too small for the demo's length
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 0.03), ("bf16-true", 0.03), ("bf16-mixed", 0.06)])
 def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Precision, tolerance: float) -> None:
-    """Under autocast a CPU also copies an operand of another type, which a GPU does not: up to 6 % of the forward."""
+    """Under autocast, a CPU also copies operands of another type: up to 6 % of the forward. A GPU does not."""
     trained = train(tmp_path, DEMO_TOKENS, precision)
     question = Question(
         shape=DEMO, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
@@ -253,7 +255,7 @@ def test_an_estimate_with_adapters_takes_what_training_measures(
 @pytest.mark.parametrize("bound", ["host", "overlap"])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_alpha_is_that_of_measured_bytes(plans: dict[int, Plan], tokens: int, bound: str, share: float) -> None:
-    """Whatever binds: the host has room for a share of the tokens, or copies of it are what hides."""
+    """For both limits: the host memory, or the copies that can be hidden."""
     trained = plans[tokens]
     measured = trained.costs
     swapped = measured.swapped_bytes(0, share)
@@ -286,5 +288,5 @@ def test_peaks_are_predicted_wherever_they_are(
     told = replace(measured, **asdict(expected))
     assert told.fixed_device_bytes == measured.fixed_device_bytes
     assert told.transient_device_bytes == pytest.approx(measured.transient_device_bytes, rel=0.03)
-    # A peak that gradients to come leave room for is told as 0.
+    # A peak below the size of gradients that do not exist yet is reported as 0.
     assert told.backward_device_bytes == pytest.approx(measured.backward_device_bytes, rel=0.03)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
@@ -24,7 +24,7 @@ from lightning_memo.utils.find_layers import find_layers
 
 @contextmanager
 def attached(model: nn.Module, device: torch.device, test_mode: TestMode | None) -> Iterator[Engine]:
-    engine = Engine(model, find_layers(model)[1], device, "sdpa", test_mode=test_mode)
+    engine = Engine(model, find_layers(model)[1], device, RequestedSettings("sdpa", test_mode=test_mode))
     engine.attach()
     try:
         yield engine
@@ -37,10 +37,12 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
     profile = engine.profile
     assert profile is not None and profile.complete
     slices = slice_tokens_by_alpha(profile.tokens, alpha, slice_tokens)
-    size = max(slot_bytes(call.saved, profile.tokens, slices, engine.kinds.schedule) for call in profile.in_order())
+    size = max(
+        slot_bytes(call.saved, profile.tokens, slices, engine.layer_classes.schedule) for call in profile.in_order()
+    )
     plan = SwapPlan(
-        mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=slice_tokens, calls=len(engine.layers),
-        slot_bytes=size,
+        mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=slice_tokens,
+        calls=len(engine.layers), slot_bytes=size,
     )  # fmt: skip
     engine.load(plan, profile.batch * profile.tokens)
 
@@ -75,7 +77,7 @@ def test_full_precision_nests_its_slices(device):
     with attached(model, device, TestMode()) as engine:
         gradients(model, batch)
         load(engine, 0.5)
-        assert engine.kinds.schedule == "nest"
+        assert engine.layer_classes.schedule == "nest"
         assert distance(gradients(model, batch), plain) <= 1e-5
 
 

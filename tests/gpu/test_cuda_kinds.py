@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import Place
-from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
 from lightning_memo.utils.find_layers import find_layers
@@ -55,7 +55,9 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
     truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
     plain = distance(gradients(model, batch), truth)
     test_mode = TestMode(seed=1, longest_delay_seconds=0.002)
-    engine = Engine(model, list(find_layers(model)[1]), device, "sdpa", test_mode=test_mode, by_kind=True)
+    engine = Engine(
+        model, list(find_layers(model)[1]), device, RequestedSettings("sdpa", test_mode=test_mode, by_kind=True)
+    )
     engine.attach()
     try:
         gradients(model, batch)
@@ -74,7 +76,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
 
 def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
     model, batch = make_model(device), make_batch(device)
-    engine = Engine(model, list(find_layers(model)[1]), device, "sdpa", by_kind=True)
+    engine = Engine(model, list(find_layers(model)[1]), device, RequestedSettings("sdpa", by_kind=True))
     engine.attach()
     try:
         gradients(model, batch)

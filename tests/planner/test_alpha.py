@@ -212,7 +212,7 @@ def test_one_cold_layer_does_not_decide():
 @pytest.mark.parametrize("allowed", [None, (0.0, 1.0)])
 @pytest.mark.parametrize("align", [1, 2**24])
 def test_auto_takes_what_the_device_has_room_for(align, allowed):
-    """At every budget: the plan fits if that of alpha 0 does, and no more tokens would."""
+    """At every budget, the plan fits if alpha 0 does, and one more token would not fit."""
     costs = costs_of(offload_bytes_per_second=4.0 * GIB, prefetch_bytes_per_second=4.0 * GIB)
     least, most = (plan(costs, alpha=alpha, align=align).device_bytes for alpha in (0.0, 1.0))
     taken = []

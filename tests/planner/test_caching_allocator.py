@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator against cases computed by hand and against a naive model of the same."""
+"""The simulated caching allocator against cases computed by hand and against a naive simulation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trace_of(*rows, lane=0):
 
 
 def peaks(*rows, expandable=False):
-    """The most bytes allocated and reserved, in MiB."""
+    """Peaks of allocated and reserved bytes, in MiB."""
     curve = replay(trace_of(*rows), expandable=expandable)
     assert curve.steady
     return curve.peak_allocated_bytes / MIB, curve.peak_reserved_bytes / MIB
@@ -49,7 +49,7 @@ def traces(draw, most=20):
 
 
 class Naive:
-    """Segments as lists of blocks (size, owner), gone through from the first to the last."""
+    """Naive simulation: segments are lists of blocks (size, owner), which are searched linearly."""
 
     def __init__(self, expandable):
         self.expandable = expandable

@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator against the real one, on a stub of the CUDA runtime."""
+"""The simulated caching allocator against PyTorch's own, on a stub of the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compiler():
 
 
 def random_trace(rng: np.random.Generator) -> Trace:
-    """Sizes around all that the allocator distinguishes, short and long lives, some over the end of the step."""
+    """Random requests: sizes around the allocator's thresholds, short and long lives, some across the end of a step."""
     count = int(rng.integers(1, 120))
     choices = np.stack(
         [
@@ -69,7 +69,7 @@ def random_trace(rng: np.random.Generator) -> Trace:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A step of training, as it was and with the sizes of larger models."""
+    """A recorded training step, unchanged and with the sizes of larger models."""
 
     class Wait(Callback):
         def on_train_batch_end(self, trainer, *args):

@@ -1,13 +1,13 @@
 import highspy
 import pytest
 
-from lightning_memo.planner import linear_program
+from lightning_memo.planner.storage import linear_program
 
 
 def minimum_of_one() -> linear_program.LinearProgram:
-    """A column of at least 1 that is minimised."""
+    """A column of at least 1 that is minimized."""
     program = linear_program.LinearProgram()
-    program.minimise({program.column(1.0): 1.0})
+    program.minimize({program.column(1.0): 1.0})
     return program
 
 
@@ -15,7 +15,7 @@ def test_a_minimum_and_its_dual() -> None:
     program = linear_program.LinearProgram()
     column = program.column(0.0)
     row = program.row({column: 4.0}, least=2.0)
-    program.minimise({column: 1.0})
+    program.minimize({column: 1.0})
     assert program.solve()
     assert program.values == pytest.approx([0.5])
     assert program.dual(row) == pytest.approx(0.25)
@@ -37,5 +37,5 @@ def test_a_solver_that_fails_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unknown_option_is_noticed() -> None:
-    with pytest.raises(RuntimeError, match="refused"):
+    with pytest.raises(RuntimeError, match="rejected"):
         linear_program._accept(highspy.Highs().setOptionValue("no_such_option", 1))

@@ -1,4 +1,4 @@
-"""Bi-level and flat planning of whole steps, and traces of steps that can't be recorded."""
+"""Bi-level and flat placement of training steps, and extrapolated traces."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def test_a_placement_is_served_request_by_request():
 
 
 class WithoutMomentum(LanguageModel):
-    """Its optimizer takes no scratch memory, which would grow with the layers."""
+    """Train with SGD, whose optimizer step needs no scratch memory that grows with the layers."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -127,13 +127,13 @@ def test_a_size_between_bytes_is_rounded_up():
 def test_steps_that_differ_can_not_be_extrapolated():
     other = make([0, 0], [10, 20], [1, 2])
     with pytest.raises(
-        ExtrapolationError, match="the steps of 1 and 3 tokens do not request and free in the same order"
+        ExtrapolationError, match="the steps of 1 and 3 tokens do not allocate and free memory in the same order"
     ):
         extrapolate((SHORT, SHORT, other), (1, 2, 3), 4)
 
 
 def test_lengths_must_ascend():
-    with pytest.raises(ExtrapolationError, match="give three, ascending"):
+    with pytest.raises(ExtrapolationError, match="three ascending numbers"):
         extrapolate((SHORT, SHORT, SHORT), (3, 2, 1), 4)
 
 

@@ -1,4 +1,4 @@
-"""Placements against brute force, and every part of the planner against a naive computation of the same."""
+"""Placements against brute force, and each part of the solver against a naive computation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def problems(draw, most=6, least=0, sizes=SIZES, alignments=(1,), periods=(None,
 
 
 def ticks(problem):
-    """Of each buffer, the units of time in which it lives."""
+    """Units of time in which each buffer lives."""
     found = []
     for lower, upper in zip(problem.lower.tolist(), problem.upper.tolist(), strict=True):
         if lower < upper:
@@ -88,25 +88,25 @@ def ticks(problem):
 
 
 def meetings(problem):
-    """Pairs of buffers, ascending, that live at once."""
+    """Pairs of buffers, ascending, that are alive together."""
     life = ticks(problem)
     return {(i, j) for i, j in combinations(range(len(problem)), 2) if life[i] & life[j]}
 
 
 def naive_load(problem):
-    """Padded bytes that live in each unit of time."""
+    """Live padded bytes in each unit of time."""
     life, size = ticks(problem), problem.padded_size.tolist()
     return [sum(s for s, lives in zip(size, life, strict=True) if t in lives) for t in range(HORIZON)]
 
 
 def overlaps(problem, offset):
-    """Pairs of buffers that live at once and share bytes."""
+    """Pairs of buffers that are alive together and share bytes."""
     end = [o + s for o, s in zip(offset, problem.size.tolist(), strict=True)]
     return {(i, j) for i, j in meetings(problem) if max(offset[i], offset[j]) < min(end[i], end[j])}
 
 
 def optimum(problem):
-    """The lowest peak there is.
+    """Lowest possible peak, by brute force.
 
     Take any placement, and drop its buffers in the order of their offsets, each to the floor or to the highest top
     among those before it that it meets: none rises. So some order of drops reaches the optimum, and all are tried.
@@ -154,7 +154,7 @@ def no_compiler(monkeypatch):
 
 
 def search(problem, capacity, rank=None, nodes=MANY_NODES):
-    """SearchOutcome, offsets and weights of one search in a problem in sections."""
+    """Outcome, offsets and weights of one search in a problem that is divided into sections."""
     rank = np.arange(len(problem.size), dtype=np.int32) if rank is None else rank
     weight = np.zeros(len(problem.size), np.int64)
     with searching(problem) as compiled:
@@ -166,7 +166,7 @@ def shuffled(problem, seed):
 
 
 def hard_problem(buffers=200, seed=0):
-    """So many buffers that no search ends soon."""
+    """A problem with so many buffers that no search ends soon."""
     draw = random.Random(seed)
     rows = []
     for _ in range(buffers):
@@ -452,7 +452,7 @@ def test_what_was_in_the_way_gains_weight():
 
 
 def improve(problem, offset=None, seconds=20.0):
-    """What HiGHS makes of buffers that lie one after the other: offsets or None, and the bound."""
+    """Result of HiGHS for buffers stacked one after the other: offsets or None, and the bound."""
     stacked = np.concatenate([[0], np.cumsum(problem.size)[:-1]])
     return mip.improve(problem, stacked if offset is None else offset, int(problem.load.max()), seconds)
 
@@ -684,15 +684,15 @@ REFUSED = {
     "dies before birth": ({"upper": 0 * ONE}, "buffer 0: upper=0"),
     "no alignment": ({"alignment": 0}, "alignment=0"),
     "negative alignment": ({"alignment": -8}, "alignment=-8"),
-    "birth before the step": ({"lower": -ONE, "period": 4}, r"lower=-1, but times are in \[0, 4\)"),
-    "birth after the step": ({"lower": 4 * ONE, "period": 4}, r"lower=4, but times are in \[0, 4\)"),
-    "death before the step": ({"upper": -ONE, "period": 4}, r"upper=-1, but times are in \[0, 4\]"),
-    "death after the step": ({"upper": 5 * ONE, "period": 4}, r"upper=5, but times are in \[0, 4\]"),
-    "too large": ({"size": ONE * (MAX_BYTES + 1)}, "above"),
-    "too large when padded": ({"size": ONE * MAX_BYTES, "alignment": 3}, "above"),
-    "padded past 64 bits": ({"size": ONE * (2**63 - 1), "alignment": 4096}, "above"),
-    "padded far past 64 bits": ({"alignment": 2**62}, "alignment=|above"),
-    "alignment past 64 bits": ({"alignment": 2**64}, "alignment=|above"),
+    "birth before the step": ({"lower": -ONE, "period": 4}, r"lower=-1, but births must be in \[0, 4\)"),
+    "birth after the step": ({"lower": 4 * ONE, "period": 4}, r"lower=4, but births must be in \[0, 4\)"),
+    "death before the step": ({"upper": -ONE, "period": 4}, r"upper=-1, but deaths must be in \[0, 4\]"),
+    "death after the step": ({"upper": 5 * ONE, "period": 4}, r"upper=5, but deaths must be in \[0, 4\]"),
+    "too large": ({"size": ONE * (MAX_BYTES + 1)}, "sum to more than"),
+    "too large when padded": ({"size": ONE * MAX_BYTES, "alignment": 3}, "sum to more than"),
+    "padded past 64 bits": ({"size": ONE * (2**63 - 1), "alignment": 4096}, "sum to more than"),
+    "padded far past 64 bits": ({"alignment": 2**62}, "alignment=|sum to more than"),
+    "alignment past 64 bits": ({"alignment": 2**64}, "alignment=|sum to more than"),
 }
 
 
@@ -704,7 +704,7 @@ def test_a_wrong_problem_is_refused_in_one_line(changes, message):
 
 
 def test_sizes_that_overflow_only_together_are_refused():
-    with pytest.raises(ValueError, match="together are above"):
+    with pytest.raises(ValueError, match="sum to more than"):
         problem_of([(time, time + 1, 2**62) for time in range(5)])
 
 

@@ -1,4 +1,4 @@
-"""What goes to the disk is no more than has to, fits, and keeps up."""
+"""Plans spill no more than necessary, fit the disk, and do not wait for it if possible."""
 
 from __future__ import annotations
 

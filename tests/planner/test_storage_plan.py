@@ -113,7 +113,7 @@ def analytic(model, machine, tokens, host_gib, nvme=None):
 
 
 def layer_costs(costs):
-    """The same as the paper's program reads it."""
+    """Costs in the form of the paper's program."""
     calls = [costs.classes[number] for number in costs.call_classes]
     return LayerCosts(
         batch=1,
@@ -263,7 +263,7 @@ def ranges_of(*rows):
 
 
 def plan_of(*calls):
-    """A plan for the simulator, which looks at nothing else."""
+    """A plan with only the fields that the simulator reads."""
     none = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
     return StoragePlan(
         tokens=1000, call_classes=(0,), calls=calls, needs=none, bound_seconds=0.0, alpha_seconds=None, prices=()
@@ -340,7 +340,7 @@ def test_a_plan_of_other_layers_is_refused():
     with pytest.raises(ScheduleError, match="2 entries, 1 classes"):
         simulate(tiny(), plan_of(ranges_of(*EVERYTHING), ranges_of(*EVERYTHING)), AMPLE)
     spilled = plan_of(ranges_of(("input", "spill", 0, 100)))
-    with pytest.raises(ScheduleError, match="no NVMe tier"):
+    with pytest.raises(ScheduleError, match="without an NVMe tier"):
         simulate(tiny(), spilled, replace(AMPLE, nvme=None))
 
 
@@ -404,7 +404,7 @@ def steps(draw):
 
 @st.composite
 def call_plans(draw, call, tokens):
-    """Any plan that makes sense."""
+    """Any valid plan."""
 
     def lay(kind, start, stop):
         cuts = sorted(draw(st.lists(st.integers(start, stop), min_size=2, max_size=2)))
@@ -475,7 +475,7 @@ def test_plans_of_any_costs_fit_and_take_what_was_expected(data):
 
 
 def test_what_fits_to_the_byte_is_found():
-    """A byte of 330 million is within the tolerances of linear programs."""
+    """One byte of 330 million is within the tolerance of a linear program."""
     large = CallCosts(
         input_bytes=0, attention_bytes=0, other_bytes=333333334, products=(), forward_seconds=1.0,
         backward_seconds=0.0, attention_seconds=0.0, elementwise_seconds=8.0,
@@ -491,7 +491,7 @@ def test_what_fits_to_the_byte_is_found():
 
 
 def limits_of(costs, budget):
-    """For each resource, a function that gives the same problem with a share more of it."""
+    """For each resource, a function that returns the problem with more of it by a given share."""
 
     def more(document, name, share):
         value = getattr(document, name) * (1 + share)
@@ -603,11 +603,11 @@ def test_attention_outputs_are_dropped_only_where_that_pays():
     with pytest.raises(StorageError) as caught:
         plan_storage(costs, replace(tight, device_bytes=1600), may_drop_attention=False)
     assert str(caught.value) == (
-        "layer inputs and attention outputs of 12 layer calls take 2.3 KiB, and 400 B of buffers on the device "
-        "if they leave it, but the device has 100 B left, the host has 1.5 KiB: "
+        "the layer inputs and attention outputs of 12 layer calls need 2.3 KiB, and if they are offloaded, another "
+        "400 B of device buffers, but the device has 100 B left and the host has 1.5 KiB: "
         "raise device_memory or host_memory, or shorten the sequence"
     )
-    with pytest.raises(StorageError, match=r"device lacks 500 B without them, the host has 1\.5 KiB, NVMe 976\.6"):
+    with pytest.raises(StorageError, match=r"lacks 500 B even without them and the host has 1\.5 KiB, NVMe 976\.6"):
         plan_storage(costs, replace(tight, device_bytes=1000, nvme=AMPLE.nvme))
 
 
@@ -664,8 +664,8 @@ def test_windowed_attention_costs_the_same_for_all_tokens_past_the_first_window(
         (lambda: replace(tiny().classes[0], window_tokens=0), "window_tokens=0 must be"),
         (lambda: tiny(call_classes=(0, 1)), "each of the 1 classes"),
         (lambda: tiny(classes=(), call_classes=()), "each of the 0 classes"),
-        (lambda: tiny(offload_bytes_per_second=0.0), "offload_bytes_per_second=0.0 must be more than 0"),
-        (lambda: replace(NVME, read_bytes_per_second=0.0), "read_bytes_per_second=0.0 must be more than 0"),
+        (lambda: tiny(offload_bytes_per_second=0.0), "offload_bytes_per_second=0.0 must be greater than 0"),
+        (lambda: replace(NVME, read_bytes_per_second=0.0), "read_bytes_per_second=0.0 must be greater than 0"),
     ],
 )
 def test_documents_refuse_what_makes_no_sense(make, message):
@@ -678,5 +678,5 @@ def test_a_solver_that_fails_is_not_believed(monkeypatch):
     with pytest.raises(RuntimeError, match="HiGHS did not solve a linear program"):
         plan_storage(tiny(), AMPLE)
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
-    with pytest.raises(RuntimeError, match="HiGHS refused"):
+    with pytest.raises(RuntimeError, match="HiGHS rejected"):
         plan_storage(tiny(), AMPLE)

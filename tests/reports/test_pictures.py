@@ -1,4 +1,4 @@
-"""Pictures of memory: what they show, that pages are whole and safe, and that nothing half done is left."""
+"""Memory pictures and pages: their content, their safety, and that failures leave no partial files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_memo.artifacts.trace import NEVER
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.reports.memory_page import memory_page
 from lightning_memo.reports.memory_pictures import memory_curve, memory_map
-from lightning_memo.reports.memory_step import KINDS, request_offsets
+from lightning_memo.reports.memory_step import PHASE_COLORS, request_offsets
 from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 NASTY = ("</script><script>alert(1)</script>", "<b onclick=x>&amp;\"'", "$x^{$ \u2028 %s {0}")
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 
 def values_of(curve, requests):
-    """A curve of the page at every request."""
+    """Values of a curve of the page at every request."""
     steps, values = curve["values"]
     return [values[at - 1] for at in np.searchsorted(np.cumsum(steps), np.arange(requests), side="right")]
 
@@ -142,7 +142,7 @@ def test_map_has_the_colours_of_the_phases(tmp_path):
         shown = {
             f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in picture.convert("RGB").getcolors(10**6)
         }
-    assert shown >= set(KINDS.values())
+    assert shown >= set(PHASE_COLORS.values())
 
 
 @each_picture
@@ -160,7 +160,7 @@ def test_a_step_without_requests(draw, tmp_path):
 @each_picture
 def test_nothing_is_left_when_writing_fails(draw, tmp_path):
     (tmp_path / "picture.png").mkdir()
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         draw(*small_step(), tmp_path / "picture.png")
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
     assert not list((tmp_path / "picture.png").iterdir())
@@ -224,7 +224,7 @@ def test_kinds_of_phases(tmp_path):
     phases = ["input", "layer 0 forward", "after layer 0 forward", "layer 10 forward 2", "backward", "layer 3 backward"]
     phases += ["after layer 3 backward 2", "optimizer", "input 2", "layer 0 forwards", "optimizers"]
     memory_page(*step_of([(0, 1, 1, 0, 0)], phases), tmp_path / "page.html")
-    names = list(KINDS)
+    names = list(PHASE_COLORS)
     assert [names[kind] for kind in Page(tmp_path / "page.html").document["kind"]] == [
         "input", "layer forward", "between layers, loss", "layer forward", "between layers, loss", "layer backward",
         "between layers, loss", "optimizer", "input", "between layers, loss", "between layers, loss",

@@ -73,8 +73,8 @@ def test_the_whole_plan_is_summed_up(plan):
     text = render(plan_table(plan))
     assert "[red]Llama, batch 2 x 65,536 tokens" in text
     assert "memo, alpha=0.25, layer schedule, slices of at most 8,192 tokens" in text
-    assert "20.0 MiB of 120.0 GiB available" in text
-    assert "of 80.0 GiB available, of which 30.0 GiB model state" in text
+    assert "needs 20.0 MiB, budget 120.0 GiB" in text
+    assert "(30.0 GiB of it model state), budget 80.0 GiB" in text
     assert "2.12 s expected" in text
     assert plan.reason in text
 
@@ -82,9 +82,9 @@ def test_the_whole_plan_is_summed_up(plan):
 def test_what_goes_to_the_disk_is_told(plan):
     assert "disk" not in render(plan_table(plan))
     with_disk = replace(plan, budget=replace(plan.budget, spill_bytes=GIB))
-    assert "disk 0 B of 1.0 GiB available: not needed" in " ".join(render(plan_table(with_disk)).split())
+    assert "disk needs 0 B, budget 1.0 GiB: not needed" in " ".join(render(plan_table(with_disk)).split())
     spilled = replace(with_disk, swap=replace(plan.swap, spilled_calls=2))
-    told = "disk 10.0 MiB of 1.0 GiB available: layer calls 0, 2 (2 of the 4 swapped)"
+    told = "disk needs 10.0 MiB, budget 1.0 GiB: layer calls 0, 2 (2 of the 4 swapped)"
     assert told in " ".join(render(plan_table(spilled)).split())
 
 
@@ -98,7 +98,7 @@ def test_a_plain_plan_keeps_everything(plan):
     assert row(text, "layers 0-5") == ["-", "-", "10.0 MiB"]
     assert "plain, nothing swapped or recomputed" in text
     assert "alpha" not in text
-    assert "0 B of 120.0 GiB available" in text
+    assert "needs 0 B, budget 120.0 GiB" in text
     assert "12.5 ms expected" in text
 
 

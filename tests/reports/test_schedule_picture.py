@@ -1,4 +1,4 @@
-"""Pictures and traces of a step: every span is in them, at its time, and nothing half done is left."""
+"""Schedule pictures and traces contain every span at its time, and failures leave no partial files."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_totals() -> None:
 
 
 def columns_of(picture: np.ndarray, color: tuple[int, int, int]) -> np.ndarray:
-    """Which columns of pixels have a box of a colour, rather than an edge of a letter."""
+    """Columns of pixels that contain a bar of a color, not only the edge of a letter."""
     return np.nonzero((picture == color).all(axis=2).sum(axis=0) > 15)[0]
 
 
 def seconds_of(picture: np.ndarray, color: tuple[int, int, int], rows: slice, second: float) -> float:
-    """How much of the time axis has a colour in some rows of pixels."""
+    """Share of the time axis that has a color in some rows of pixels."""
     return len(columns_of(picture[rows], color)) / second
 
 
@@ -72,7 +72,7 @@ def test_the_picture_shows_lanes_to_scale(tmp_path: Path) -> None:
 
 
 def check_trace(file: Path, timeline: Timeline) -> None:
-    """The file is what the format's description asks of complete and metadata events, and has every span."""
+    """The file follows the format of complete and metadata events, and contains every span."""
     document = json.loads(file.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     events = document["traceEvents"]
     assert all({"name", "ph", "pid", "tid"} <= event.keys() for event in events)

@@ -214,8 +214,8 @@ def left_padded(n=0):
 
 
 IN_FIT = {
-    "no layers": ({}, NoLayers, None, ("NoLayers", "no repeated layers", "layers=")),
-    "one layer": ({}, OneLayer, None, ("OneLayer", "no repeated layers")),
+    "no layers": ({}, NoLayers, None, ("NoLayers", "no nn.ModuleList", "layers=")),
+    "one layer": ({}, OneLayer, None, ("OneLayer", "no nn.ModuleList")),
     "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
     "mixes tokens": (
         {"alpha": 0.5},

@@ -91,7 +91,7 @@ def test_a_given_plan_is_told_of_by_what_there_is_now(capsys: Any) -> None:
     now, _, told = train(plan="given.json", device_memory=made.device_bytes - 2**10)
     assert now.swap == made.swap
     assert told and "this plan needs" in told[0] and "1.0 KiB more than the budget" in told[0]
-    assert "1.0 KiB too much" in " ".join(capsys.readouterr().out.split())
+    assert "over by 1.0 KiB" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_arena_that_is_larger_than_what_lives_in_it_is_told_of() -> None:

@@ -167,9 +167,9 @@ def text() -> str:
 
 def test_the_table_shows_every_kind_and_what_binds(text: str) -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "memo, kind by kind, layer schedule" in text
+    assert "memo, by kind of tensor, layer schedule" in text
     assert any(row.startswith("0-5 layer input 3.9 MiB") for row in rows)
-    assert any(row.startswith("up, of that 15.6 MiB") for row in rows)
+    assert any(row.startswith("of it up 15.6 MiB") for row in rows)
     binding = [row for row in rows if row.startswith("host memory 60 MiB")]
     assert binding and "%" in binding[0]
-    assert "Host memory binds: 1 MiB more would save at most" in " ".join(text.split())
+    assert "Host memory is a limit: 1 MiB more would save at most" in " ".join(text.split())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
-from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import TokenRange, slice_slot_bytes, slice_tokens_by_alpha, slot_bytes
@@ -122,9 +122,11 @@ class EngineUnderTest:
         self.model = model
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
         self.engine = ScriptedEngine(
-            model, find_layers(model)[1], device, "sdpa", schedule=schedule, test_mode=test_mode,
-            slice_tokens=slice_tokens, host_backed=host_backed, spill_path=spill_path,
-        )  # fmt: skip
+            model,
+            find_layers(model)[1],
+            device,
+            RequestedSettings("sdpa", schedule, slice_tokens, host_backed, spill_path=spill_path, test_mode=test_mode),
+        )
         self.profile: StepProfile | None = None
         self.profiled: Step | None = None
 
@@ -145,7 +147,7 @@ class EngineUnderTest:
 
     def assert_empty(self) -> None:
         assert self.engine.slots_in_use == 0
-        assert not self.engine._runs
+        assert not self.engine.calls
 
     def profile_step(self, batch: Batch, amp: bool = False) -> Step:
         """The first step, which is profiled."""
@@ -170,11 +172,11 @@ class EngineUnderTest:
         assert profile is not None
         engine.script = script
         if script is None:
-            longest = None if engine.kinds.why_whole else slice_tokens or self.slice_tokens
+            longest = None if engine.layer_classes.why_whole else slice_tokens or self.slice_tokens
             script = slice_tokens_by_alpha(tokens or profile.tokens, alpha, longest)
         if self.host_backed != "none":
             return self._load_streamed(profile, alpha, script)
-        schedule = engine.kinds.schedule
+        schedule = engine.layer_classes.schedule
         predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=schedule, slice_tokens=slice_tokens,
@@ -188,7 +190,7 @@ class EngineUnderTest:
         engine = self.engine
         sizes = engine.streamed_bytes(profile.saved_by_calls, slices, self.host_backed)
         plan = SwapPlan(
-            mode="memo", alpha=alpha, schedule=engine.kinds.schedule, slice_tokens=self.slice_tokens,
+            mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=self.slice_tokens,
             calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
             streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
             state_host_bytes=sizes.states, staging_bytes=sizes.staging,

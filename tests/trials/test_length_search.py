@@ -32,7 +32,7 @@ def test_the_search_finds_what_a_scan_finds(growth, base, limit, low, span, mult
     search, tried = LengthSearch(low, low + span, multiple_of), []
     while (tokens := search.next_tokens()) is not None:
         tried.append(tokens)
-        # An interrupted search goes on from what was written.
+        # An interrupted search resumes from its attempts.
         search = LengthSearch(low, low + span, multiple_of, search.attempts)
         search.add(attempt(tokens, limit, growth, base))
     assert (None if search.longest is None else search.longest.tokens) == max(scan, default=None)

@@ -1,4 +1,4 @@
-"""The longest sequence that trains: trying lengths, in a process that may run out of memory."""
+"""The search for the longest sequence, with trials in a process that may run out of memory."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeyp
     assert "64 tokens: fits" in out
     assert "planned" in out
 
-    # All is known already: nothing is tried.
+    # All attempts are known, so nothing is tried.
     monkeypatch.setattr(TrialProcess, "__call__", None)
     assert MemoStrategy(**BUDGET).max_sequence_length(module, **arguments, resume=True) == 64
     with pytest.raises(ValueError, match="used another strategy: start a new search"):
@@ -160,7 +160,7 @@ def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeyp
 def test_results_that_cannot_be_written_are_told_before_the_first_attempt(monkeypatch, tmp_path):
     monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(process))
     process = FakeProcess()
-    with pytest.raises(OSError, match="exists and is no regular file"):
+    with pytest.raises(OSError, match="exists and is not a regular file"):
         MemoStrategy().max_sequence_length(NoTokens(), build, low=1024, high=2048, results=tmp_path, **TRAINER)
     assert process.tried == []
 
@@ -176,7 +176,7 @@ def test_a_search_goes_on_with_another_logger(monkeypatch, tmp_path):
 
 
 class FakeProcess:
-    """Tries lengths by a rule, and is interrupted at one of them."""
+    """Decides by a rule whether lengths fit, and is interrupted at one of them."""
 
     def __init__(self, interrupted_at: int | None = None) -> None:
         self.tried: list[int] = []
@@ -251,7 +251,7 @@ def test_the_command(monkeypatch, tmp_path, capfd):
     assert command(monkeypatch, tmp_path, *lengths) == 0
     assert "longest sequence: 96 tokens" in capfd.readouterr().out
     assert json.loads((tmp_path / "outputs/longest/longest.json").read_text())["longest"] == 96
-    # Nothing fits: the first attempt is what was searched before.
+    # Nothing fits any more.
     assert command(monkeypatch, tmp_path, *lengths, "strategy.device_memory=512KiB") == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("error: not even low=32 tokens fit (a step needs")

@@ -97,6 +97,5 @@ def _check_started(trainer: Trainer) -> None:
         raise ValueError(
             f"trainer.devices={trainer.num_devices} x trainer.num_nodes={trainer.num_nodes} = {wanted} processes, but "
             f"{started} were started; set trainer.devices to the processes per node and "
-            "trainer.num_nodes to the number "
-            "of nodes"
+            "trainer.num_nodes to the number of nodes"
         )

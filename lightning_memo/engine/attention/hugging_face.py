@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.attention.sliced_attention import attend
-from lightning_memo.engine.forward.intercept import autocast_inputs, current_handler, current_layout
+from lightning_memo.engine.forward.autocast import autocast_inputs
+from lightning_memo.engine.forward.intercept import current_handler
 from lightning_memo.kernels import AttentionSpec, select_backend
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.positions import right_padded_lengths
 from lightning_memo.utils.find_layers import find_hugging_face
 
 # The name must not contain "flash": transformers would look for kernels on the hub.
@@ -64,11 +68,15 @@ def _used_as_mask() -> ValueError:
     )
 
 
-def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
+def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
     """Make every Hugging Face model inside `model` call the engine's attention.
 
     transformers registers attention functions for the complete process. The registered function therefore belongs to no
-    engine and no model: it finds the running slice through `current_handler`.
+    engine and no model: it finds the running slice through `current_handler`, and the layout of the batch in `current`.
+
+    Args:
+        model: The module that contains the models.
+        current: Holds the layout of the batches that `model` is given.
 
     Returns:
         Functions that undo the change.
@@ -76,12 +84,12 @@ def attach_attention(model: nn.Module) -> list[Callable[[], None]]:
     outermost = find_hugging_face(model)  # submodels share their attention setting
     if not outermost:
         return []
-    _register()
+    name = _register(current)
     undo: list[Callable[[], None]] = []
     for host in outermost:
         before = host.config._attn_implementation
         undo.append(lambda host=host, before=before: host.set_attn_implementation(before))  # type: ignore[misc]
-        host.set_attn_implementation(ATTENTION_NAME)
+        host.set_attn_implementation(name)
     return undo
 
 
@@ -100,14 +108,17 @@ def collecting_nothing() -> Iterator[None]:
         collector.reset(token)
 
 
-def _register() -> None:
+def _register(current: CurrentLayout) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+    name = f"{ATTENTION_NAME}_{id(current):x}"  # `current` is held from now on, so its id stays its own
+    AttentionInterface.register(name, functools.partial(_attention, current))
+    AttentionMaskInterface.register(name, functools.partial(_mask, current))
+    return name
 
 
 def _attention(
+    current: CurrentLayout,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -128,7 +139,7 @@ def _attention(
         The output, `[batch, tokens, heads, head_dim]`, and `None` for the attention weights.
     """
     handler = current_handler()
-    if current_layout() is not None:
+    if current.layout is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
     if handler is None and not isinstance(attention_mask, MaskPattern):
         return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
@@ -195,6 +206,7 @@ def _sdpa_of_transformers(
 
 
 def _mask(
+    current: CurrentLayout,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -208,7 +220,7 @@ def _mask(
     """Mask function with transformers' signature: returns a pattern in training, and transformers' mask otherwise."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if current_layout() is not None:
+    if current.layout is not None:
         return MaskPattern(None, kwargs.get("local_size"))
     if not torch.is_grad_enabled() or q_length != kv_length:
         known = _known_pattern(mask_function, q_length, kv_length, batch_size, attention_mask, kwargs.get("local_size"))
@@ -292,22 +304,3 @@ def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_
 def _evaluate(mask_function: Callable[..., Any], rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     result = torch.as_tensor(mask_function(rows, torch.tensor(0), queries, keys)).cpu()
     return result.expand(torch.broadcast_shapes(queries.shape, keys.shape)).bool()
-
-
-def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
-    """Return the number of valid tokens of each row of a padding mask `[batch, tokens]`; `None` if all are valid.
-
-    Raises:
-        ValueError: Padding is not on the right, or a row has no valid token.
-    """
-    valid = attention_mask.bool()
-    lengths = valid.sum(-1)
-    on_the_right = torch.arange(valid.shape[-1], device=valid.device) < lengths[:, None]
-    wrong = (valid != on_the_right).any() | (lengths == 0).any()
-    is_wrong, *counts = torch.cat([wrong[None].to(lengths.dtype), lengths]).tolist()  # one wait of the host for all
-    if is_wrong:
-        raise ValueError(
-            "attention_mask has padding that is not on the right, or a row without valid tokens: pad on the right "
-            '(tokenizer.padding_side = "right")'
-        )
-    return None if min(counts) == valid.shape[-1] else tuple(counts)

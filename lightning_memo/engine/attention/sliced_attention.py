@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
+from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange
 
@@ -44,7 +45,7 @@ class SlicedAttention:
     def __init__(self, backend: AttentionBackend, slices: Sequence[TokenRange]) -> None:
         self._backend = backend
         self._slices = slices
-        self._keys_values: dict[int, SliceKeysValues] = {}
+        self._keys_values: dict[int, KeysValuesSource] = {}
         self._gradients = DeviceGradients()
 
     def forward(
@@ -69,7 +70,7 @@ class SlicedAttention:
         """Compute the attention of slice `index` again in the backward, if its result was not stored."""
         return self._attend(index, q, k, v, spec, [self._keys_values[n].load() for n in self._seen_by(index, spec)])
 
-    def hold(self, index: int, keys_values: SliceKeysValues) -> None:
+    def hold(self, index: int, keys_values: KeysValuesSource) -> None:
         """Register the keys and values of a slice for later slices and for the backward."""
         self._keys_values[index] = keys_values
 

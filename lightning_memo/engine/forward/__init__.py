@@ -1,1 +1,1 @@
-"""What happens inside a layer's forward: calls, intercepted functions, and cutting arguments by token."""
+"""Inside a layer's forward: reading and cutting its call, intercepting attention, dropout and matrix products."""

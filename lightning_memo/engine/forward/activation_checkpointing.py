@@ -1,7 +1,7 @@
-"""Activation checkpointing in and around layers, which the engine's own recomputation cannot go together with.
+"""Refuses activation checkpointing in and around layers, which contradicts the engine's own recomputation.
 
-What is checkpointed runs again in the backward, outside of its slice: attention would meet the keys of that slice
-alone, dropout would draw for it alone, and gradients would be wrong without a word.
+A checkpointed function runs again in the backward, outside of its slice: attention would see the keys of that slice
+only, dropout would draw for that slice only, and gradients would be wrong without any error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 TURN_IT_OFF = "turn it off: MemoStrategy recomputes by itself; alpha=0 is full recomputation"
-# What every use of `torch.utils.checkpoint` comes to, reentrant or not, whoever imported what of it by name.
+# Every use of `torch.utils.checkpoint` calls one of these, reentrant or not, and however it was imported.
 _ENTRANCES: tuple[tuple[Any, str], ...] = ((CheckpointFunction, "forward"), (_checkpoint_hook, "__init__"))
 
 
 @contextlib.contextmanager
 def refusing_checkpoint() -> Iterator[None]:
-    """Inside, `torch.utils.checkpoint` raises: a layer runs that is trained.
+    """Make `torch.utils.checkpoint` raise inside the context, in which a layer runs that is trained.
 
     Raises:
-        ValueError: It was called.
+        ValueError: `torch.utils.checkpoint` was called.
     """
     before = [(kind, name, vars(kind)[name]) for kind, name in _ENTRANCES]
     for kind, name in _ENTRANCES:
@@ -40,44 +40,44 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse_layer_in_backward(layer: str) -> None:
-    """Layers run in a backward only where something around them recomputes them.
+    """Refuse a layer call during a backward, which happens only if something around the layer recomputes it.
 
     Args:
-        layer: The name of its class.
+        layer: Name of the layer's class.
 
     Raises:
-        ValueError: A backward is under way.
+        ValueError: A backward is running.
     """
     if torch._C._current_graph_task_id() != -1:
         raise ValueError(f"{layer} runs again in the backward, by activation checkpointing around it: {TURN_IT_OFF}")
 
 
 def refuse_without_grad(what: str) -> None:
-    """Where a layer is trained, something of it runs without gradients only to run again in the backward.
+    """Refuse a part of a trained layer that runs without gradients, because it would run again in the backward.
 
     Args:
-        what: What runs now.
+        what: Name of the part that runs now.
 
     Raises:
-        ValueError: It runs without gradients.
+        ValueError: Gradients are disabled.
     """
     if not torch.is_grad_enabled():
         raise ValueError(
-            f"{what} runs without gradients in a layer that is trained, as by activation checkpointing of another "
-            f"library: {TURN_IT_OFF}"
+            f"{what} runs without gradients in a layer that is trained, for example by activation checkpointing of "
+            f"another library: {TURN_IT_OFF}"
         )
 
 
 def refuse_inner_backward(layer: str) -> NoReturn:
-    """A backward within a layer's forward asks for what leaves the device, or is dropped.
+    """Refuse a backward within a layer's forward: it needs tensors that leave the device or are dropped.
 
     Args:
-        layer: The name of its class.
+        layer: Name of the layer's class.
 
     Raises:
         ValueError: Always.
     """
     raise ValueError(
-        f"{layer} runs a backward within its forward, whose activations are swapped or recomputed, whatever alpha is: "
-        "put that part of the forward inside torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)"
+        f"{layer} runs a backward within its forward, whose activations are swapped or recomputed at every alpha: put "
+        "that part of the forward inside torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)"
     )

@@ -1,4 +1,4 @@
-"""Cuts what a layer gets into slices of tokens."""
+"""Cuts the arguments of a layer into slices of tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch.utils._pytree import tree_map_only
 
 
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
-    """The tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
+    """Return the tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
 
-    Those are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) and `[tokens]`, or with the tokens of all
-    shards of a sequence-parallel layer, one shard after the other; others pass unchanged.
+    Such tensors are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) or `[tokens]`. Instead of `tokens`,
+    they may hold the tokens of all shards of a sequence-parallel layer, one shard after the other. Other tensors are
+    returned unchanged.
     """
 
     def narrow(t: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,7 @@ def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: in
 
 
 def take_tokens(t: torch.Tensor, dim: int, tokens: int, start: int, stop: int) -> torch.Tensor:
-    """The tokens `[start, stop)` of `t`, of every shard if it holds several of `tokens` tokens each."""
+    """Return the tokens `[start, stop)` of `t`, or of each shard if `t` holds several shards of `tokens` tokens."""
     if t.shape[dim] == tokens:
         return t.narrow(dim, start, stop - start)
     return t.unflatten(dim, (-1, tokens)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -1,4 +1,4 @@
-"""What runs inside a layer is caught here: attention calls, and dropout that must not depend on the slices."""
+"""Intercepts what runs inside a layer: attention calls, and dropout, whose masks must not depend on the slices."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from lightning_memo.engine.forward.activation_checkpointing import refuse_without_grad, refusing_checkpoint
+from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.memory.saved_storages import gapless_strides
 from lightning_memo.kernels import AttentionSpec
@@ -25,25 +26,14 @@ from lightning_memo.parallel.batches.token_layout import TokenLayout
 AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
-_layout: ContextVar[TokenLayout | None] = ContextVar("token_layout", default=None)
 _sdpa = F.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DROPOUTS = (F.dropout, torch.dropout)
 
 
 def current_handler() -> AttentionHandler | None:
-    """Who answers attention calls right now: the running slice, or nobody outside the engine's layers."""
+    """Return the handler of attention calls: the running slice's, or `None` outside of the engine's layers."""
     return _handler.get()
-
-
-def current_layout() -> TokenLayout | None:
-    """Where the tokens of the current batch are; `None` where this process holds all of them in order."""
-    return _layout.get()
-
-
-def set_layout(layout: TokenLayout | None) -> None:
-    """Say where the tokens of the batch are that comes next."""
-    _layout.set(layout)
 
 
 def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -62,12 +52,19 @@ def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
     return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
 
 
-def _answer(handler: AttentionHandler, trained: bool, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Ask a handler, whose own attention calls are not caught again."""
+def _answer(
+    handler: AttentionHandler,
+    layout: TokenLayout | None,
+    trained: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+) -> Tensor:
+    """Call a handler, whose own attention calls are not intercepted again."""
     if trained:
         refuse_without_grad("attention")
-    layout = _layout.get()
-    if layout is not None:  # what the model knows of documents and padding is about its own part of the tokens
+    if layout is not None:  # the model knows documents and padding only for its own part of the tokens
         spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
     token = _handler.set(None)
     try:
@@ -76,28 +73,25 @@ def _answer(handler: AttentionHandler, trained: bool, q: Tensor, k: Tensor, v: T
         _handler.reset(token)
 
 
-def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Autocast casts what `scaled_dot_product_attention` gets; a kernel called directly must do the same."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
 @contextmanager
-def handling(handler: AttentionHandler) -> Iterator[None]:
-    """Inside, attention calls of this thread go to `handler`, and a layer that is trained may not be checkpointed.
+def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> Iterator[None]:
+    """Inside, attention calls of this thread go to `handler`, and activation checkpointing of a trained layer raises.
+
+    Args:
+        handler: Answers the calls.
+        layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
 
     Raises:
-        ValueError: It was.
+        ValueError: A layer that is trained uses activation checkpointing.
 
-    Note: [How attention is caught]
-    Hugging Face layers call the attention function that the model names, which asks `current_handler`. Others call
-    `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, replaced here, or as a name they imported,
-    which only a `TorchFunctionMode` sees; but that mode is off inside composites like `multi_head_attention_forward`.
+    Note: [How attention is intercepted]
+    Hugging Face layers call the attention function that the model names, which asks `current_handler`. Other layers
+    call `scaled_dot_product_attention` as an attribute of `torch.nn.functional`, which is replaced here, or by a name
+    they imported, which only a `TorchFunctionMode` sees. That mode is off inside composite functions such as
+    `multi_head_attention_forward`.
     """
     trained = torch.is_grad_enabled()
-    token = _handler.set(functools.partial(_answer, handler, trained))
+    token = _handler.set(functools.partial(_answer, handler, layout, trained))
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:
@@ -109,7 +103,7 @@ def handling(handler: AttentionHandler) -> Iterator[None]:
 
 
 class OwnMode(TorchFunctionMode):
-    """Knows the calls of whoever entered it from those inside an attention call, or inside a nested slice."""
+    """A function mode that can tell its own calls from those inside an attention call or a nested slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,16 +116,25 @@ class OwnMode(TorchFunctionMode):
 
     @property
     def inside(self) -> bool:
-        """Whether what runs now belongs to another handler than at the beginning."""
+        """Whether another handler is active than when the mode was entered."""
         return _handler.get() is not self._own
 
 
 class LayerMode(OwnMode):
-    """Catches imported attention functions, and gives dropout the mask that the whole sequence would have drawn.
+    """Intercepts imported attention functions, and makes dropout use the mask that the whole sequence would have drawn.
 
     Note: [Dropout and slices]
-    A slice draws for all tokens and uses its own part, and every slice starts from the layer's random state. So masks
-    do not depend on how many slices there are, and gradients are those of plain training at every alpha.
+    A slice draws random numbers for all tokens and uses its own part, and every slice starts from the layer's random
+    state. Masks therefore do not depend on the number of slices, and gradients equal those of plain training at every
+    alpha.
+
+    Args:
+        tokens: Number of tokens in the layer's input.
+        start: First token of the slice.
+        stop: End of the slice.
+        batch: Number of sequences in the layer's input.
+        token_dim: Dimension of tokens in the layer's input.
+        shards: Number of sequence-parallel shards.
     """
 
     def __init__(self, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> None:
@@ -165,7 +168,7 @@ class LayerMode(OwnMode):
         return input.mul_(mask) if inplace else input * mask
 
     def _part_of_whole(self, input: Tensor, p: float) -> Tensor:
-        """This slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
+        """Return this slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
         count = self._stop - self._start
         shape, dim = list(input.shape), self._token_dim
         if input.dim() >= 2 and shape[dim] in (count, count * self._shards) and shape[1 - dim] == self._batch:

@@ -1,10 +1,10 @@
-"""A layer's matrix products with its own weights: which they are, how long they take, and how not to compute them.
+"""A layer's matrix products with its own weights: naming them, timing them, and answering them from storage.
 
 Note: [Answered products]
-A recomputation has to deliver the tensors that the forward saved, in the same order, those of a product that is not
-computed again included. Which they are (views of its input, of autocast's copy of that, of a weight) is PyTorch's
-business. So the product is called as it was, and only the kernel below autograd is left out: its result is read from
-storage.
+A recomputation has to deliver the tensors that the forward saved, in the same order, including those of a product that
+is not computed again. PyTorch decides which tensors these are (views of the product's input, of autocast's copy of it,
+of a weight). Therefore the product is called as before, and only its kernel below autograd is replaced: the result is
+read from storage.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ WEIGHT_PLACES = {
     Tensor.mm: 1,
     torch.addmm: 2,
 }
-# What tensors that are no products are called: a weight of that name keeps all of its own.
+# Kinds of tensors that are no products: a weight with such a name keeps its suffix.
 _TAKEN = ("input", "attention", "all", "out", "lse", "query", "key", "value", "other", "shared")
 _KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class ProductMode(OwnMode):
-    """Hands the products of a layer's forward to someone, by the names of their weights within the layer.
+    """Passes the matrix products of a layer's forward to a function, with the names of their weights in the layer.
 
-    A weight that is used again has a number behind its name. Products inside attention, of parts of weights (experts)
-    and of DTensors are left alone.
+    If a weight is used again, a number is appended to its name. Products inside attention, with parts of weights
+    (experts) and with DTensors are computed as usual.
 
     Args:
         layer: The layer.
-        on_product: Gets a product's name, and what computes it; returns its output.
+        on_product: Called with a product's name and a function that computes the product; returns its output.
     """
 
     def __init__(self, layer: nn.Module, on_product: OnProduct) -> None:
@@ -73,15 +73,15 @@ class ProductMode(OwnMode):
 
 
 class MeasuredProduct(TorchDispatchMode):
-    """Watches one product: which kernel computes it, when, and whether its output is what the kernel gave.
+    """Times the kernel of one matrix product, and notes whether the kernel's output is the product's output.
 
     Args:
-        now: The present point in time.
+        now: Returns the present point in time.
 
     Attributes:
-        out: The kernel's output, `[rows, columns]`; `None` if there was not exactly one kernel, or more was done to it.
+        out: The kernel's output, `[rows, columns]`; `None` if several kernels ran or the output was changed.
         started: When the kernel began.
-        stopped: When it ended.
+        stopped: When the kernel ended.
     """
 
     def __init__(self, now: Callable[[], Any]) -> None:
@@ -106,7 +106,7 @@ class MeasuredProduct(TorchDispatchMode):
 
 
 class AnsweredProduct(TorchDispatchMode):
-    """Inside, a product is not computed but read from storage. See Note: [Answered products].
+    """Reads a matrix product from storage instead of computing it; see Note: [Answered products].
 
     Args:
         stored: The product's output, contiguous.
@@ -126,8 +126,8 @@ class AnsweredProduct(TorchDispatchMode):
             return self._stored.view(left.shape[0], right.shape[1])
         if self._answered and not _is_view(func):
             raise RuntimeError(
-                f"a matrix product that was stored is computed by {func} too when it is recomputed: keep the layer's "
-                'input and weights alike in all steps, or set storage="alpha"'
+                f"the recomputation of a stored matrix product also calls {func}: keep the types and layouts of the "
+                'layer\'s input and weights alike in all steps, or set storage="alpha"'
             )
         return func(*args, **(kwargs or {}))
 

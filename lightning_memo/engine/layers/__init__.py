@@ -1,1 +1,1 @@
-"""Running one layer: its slices, their schedule, and their recomputation."""
+"""A call of a layer: its storage, attention and hidden states, and the plan and profile by which it runs."""

@@ -1,4 +1,4 @@
-"""What a profiled step measures of each layer call: what it saves, and how long it takes."""
+"""The profile of a step: the sizes of the tensors that each layer call saves, and how long the call takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from lightning_memo.planner.token_slices import SavedBytes
 
 @dataclass(frozen=True, slots=True)
 class ProductProfile:
-    """A matrix product that a recomputation computes: its name, its output's bytes, and when it began and ended."""
+    """A matrix product that a recomputation computes.
+
+    Attributes:
+        name: Name of the product's weight in the layer.
+        size_bytes: Size of its output.
+        started: When its kernel began.
+        stopped: When its kernel ended.
+    """
 
     name: str
     size_bytes: int
@@ -25,17 +32,26 @@ class ProductProfile:
 
     @property
     def seconds(self) -> float:
+        """Duration of the kernel."""
         return Clock.seconds(self.started, self.stopped)
 
     @property
     def saved(self) -> SavedBytes:
-        """Its output, as if it was saved."""
+        """The output as a saved tensor."""
         return SavedBytes(self.name, self.size_bytes)
 
 
 @dataclass(slots=True)
 class CallProfile:
-    """One layer call: the tensors that its first slice saves, its products, windows of attention, and marks in time."""
+    """The profile of one layer call.
+
+    Attributes:
+        saved: The tensors that the first slice saves.
+        products: The matrix products that the recomputation of the first slice computes.
+        windows: The window of each attention call; `None` if it sees all earlier keys.
+        marks: Points in time, by name.
+        seen: The storages that have been counted.
+    """
 
     saved: list[SavedBytes] = field(default_factory=list)
     products: list[ProductProfile] = field(default_factory=list)
@@ -44,23 +60,24 @@ class CallProfile:
     seen: Registry[None] = field(default_factory=Registry)
 
     def seconds(self, name: str) -> float:
-        """Seconds from `{name}_begin` to `{name}_end`, all times together; 0 if that did not happen."""
+        """Return the sum of the times from `{name}_begin` to `{name}_end`; 0 if there are none."""
         times = zip(self.marks.get(f"{name}_begin", ()), self.marks.get(f"{name}_end", ()), strict=False)
         return sum(Clock.seconds(start, stop) for start, stop in times)
 
 
 class StepProfile:
-    """Filled by the engine while a step runs with every layer recomputed.
+    """The profile of a step in which every layer is recomputed. The engine fills it while the step runs.
 
     Args:
         device: Where layers run.
-        batch: Sequences of a layer's input.
-        tokens: Tokens of each.
-        slice_tokens: Tokens of the first slice, whose tensors are recorded.
-        with_products: Whether matrix products are recorded, too.
+        batch: Number of sequences in a layer's input.
+        tokens: Number of tokens in each sequence.
+        slice_tokens: Number of tokens in the first slice, whose tensors are profiled.
+        with_products: Whether matrix products are profiled, too.
 
     Attributes:
-        setup_seconds: Time within the step that went into looking at layers and allocating memory.
+        setup_seconds: Time within the step that was spent on probing layers and allocating memory.
+        calls: The profile of each layer call, by its position.
     """
 
     def __init__(
@@ -74,44 +91,53 @@ class StepProfile:
 
     @property
     def complete(self) -> bool:
-        """Whether forward and backward of every layer call were seen."""
+        """Whether the forward and the backward of every layer call have been profiled."""
         return bool(self.calls) and all("backward_end" in call.marks for call in self.calls.values())
 
     def mark(self, index: int, name: str, again: bool = False) -> None:
-        """A layer call begins or ends something, or does so `again` for another slice."""
+        """Note the time at which a layer call begins or ends something.
+
+        Args:
+            index: Position of the layer call.
+            name: What begins or ends, for example "forward_begin".
+            again: Whether an earlier slice of the sequence has done the same.
+        """
         if name == "forward_begin" and not again:
-            self.calls[index] = CallProfile()  # a forward that was given up before leaves nothing
+            self.calls[index] = CallProfile()  # what an abandoned forward has left is dropped
         self._call(index).marks.setdefault(name, []).append(self._clock.now())
 
     def saved(self, index: int, kind: str, size_bytes: int) -> None:
-        """A tensor that was stored."""
+        """Add a tensor that was stored."""
         if size_bytes:
             self._call(index).saved.append(SavedBytes(kind, size_bytes))
 
     def recomputed(self, index: int, t: Tensor, layer: nn.Module, kind: str = "other") -> None:
-        """A tensor that would be stored if its slice were swapped; each of its bytes counts once."""
+        """Add a tensor that would be stored if its slice were swapped; each of its bytes counts once."""
         call = self._call(index)
         if t.numel() and call.seen.find(t) is None:
             call.seen.add(t, None)
             call.saved.append(SavedBytes(kind, t.nbytes, self._is_per_token(t, layer)))
 
     def now(self) -> Moment:
-        """The present point in time."""
+        """Return the present point in time."""
         return self._clock.now()
 
     def product(self, index: int, name: str, measured: MeasuredProduct) -> None:
-        """A product was computed again; one whose output has not a row for each token is of no use to a plan."""
+        """Add a matrix product that was computed again, if a plan can use it: its output has a row for each token."""
         out = measured.out
         if out is not None and out.shape[0] == self.batch * self.slice_tokens:
             product = ProductProfile(name, out.nbytes, measured.started, measured.stopped)
             self._call(index).products.append(product)
 
     def window(self, index: int, tokens: int | None) -> None:
-        """Keys that a query of an attention call sees at most."""
+        """Add the window of an attention call: the largest number of keys that a query sees."""
         self._call(index).windows.append(tokens)
 
     def _is_per_token(self, t: Tensor, layer: nn.Module) -> bool:
-        """A tensor is per token unless all its sizes are those of weights (experts get any number of tokens)."""
+        """Return whether a tensor has an entry for each token.
+
+        It has one unless all its sizes are sizes of weights (experts get any number of tokens).
+        """
         if any(size in (self.slice_tokens, self.batch * self.slice_tokens) for size in t.shape):
             return True
         weights = [*layer.parameters(), *layer.buffers()]  # quantised ones may be either
@@ -119,23 +145,24 @@ class StepProfile:
         return any(size not in sizes for size in t.shape)
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:
-        """Bytes of these kinds for every call and all its tokens, in order of execution."""
+        """Return the bytes of these kinds of tensors for all tokens of every call, in order of execution."""
         return tuple(size * self.tokens // self.slice_tokens for size in self.slice_bytes_of(*kinds))
 
     def slice_bytes_of(self, *kinds: str) -> tuple[int, ...]:
-        """Bytes of these kinds for the first slice of every call, in order of execution."""
+        """Return the bytes of these kinds of tensors for the first slice of every call, in order of execution."""
         return tuple(sum(s.size_bytes for s in call.saved if s.kind in kinds) for call in self.in_order())
 
     def seconds_of(self, name: str) -> tuple[float, ...]:
+        """Return the time that every call spent on `name`, in order of execution; see :meth:`CallProfile.seconds`."""
         return tuple(call.seconds(name) for call in self.in_order())
 
     @property
     def saved_by_calls(self) -> list[tuple[list[SavedBytes], int]]:
-        """What each call saves, in order of execution, and for how many tokens."""
+        """The tensors that each call saves, and for how many tokens, in order of execution."""
         return [(call.saved, self.slice_tokens) for call in self.in_order()]
 
     def in_order(self) -> list[CallProfile]:
-        """The calls in order of execution."""
+        """Return the calls in order of execution."""
         return [self.calls[index] for index in sorted(self.calls)]
 
     def _call(self, index: int) -> CallProfile:

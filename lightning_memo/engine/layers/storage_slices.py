@@ -1,4 +1,7 @@
-"""Slices of a storage plan: the union of the bounds of its ranges, each with the place of every kind of tensor."""
+"""The slices of a storage plan, each with the place of every kind of tensor.
+
+Slices are bounded by the union of the bounds of the plan's ranges.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, 
 
 
 def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange, ...]:
-    """The slices of a layer call.
+    """Return the slices of a layer call.
 
     Args:
         plan: The plan.
         call: Position among the layer calls that are alive.
-        tokens: Of its input; if they are others than was planned for, ranges grow or shrink with them.
+        tokens: Number of tokens in the layer's input. Ranges are scaled if the plan was made for another number.
     """
     ranges = plan.calls[plan.call_classes[call % len(plan.call_classes)]].ranges
 
@@ -33,13 +36,13 @@ def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange
 
 
 def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], place: Place) -> int:
-    """Bytes that a layer call has in a place; alignment is included where that is a slot, which leaves the device.
+    """Return the bytes that a layer call stores in a place, including alignment where the place is a slot.
 
     Args:
-        saved: What the call saves, and its matrix products, for `tokens` tokens.
-        tokens: See there.
+        saved: The tensors that the call saves for `tokens` tokens, and the outputs of its matrix products.
+        tokens: Number of tokens that `saved` was measured for.
         slices: The slices to be run.
-        place: The place.
+        place: The place: only what is swapped or spilled is in a slot.
     """
     return sum(
         size if place == "keep" else aligned(size)
@@ -50,7 +53,7 @@ def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[Toke
 
 
 def why_not_stored(plan: StoragePlan) -> str:
-    """Why no layer can run by a plan; empty if it can. Plans come from files, too."""
+    """Return why no layer can run by a plan, which may come from a file; empty if layers can."""
     if not plan.call_classes or not set(plan.call_classes) <= set(range(len(plan.calls))):
         return "its layer calls are of classes that it does not have"
     wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens)))

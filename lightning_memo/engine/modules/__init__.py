@@ -1,1 +1,1 @@
-"""Inspecting and wrapping the model's modules."""
+"""Probes and wraps the model's modules before layers run."""

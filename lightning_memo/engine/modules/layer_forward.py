@@ -1,4 +1,4 @@
-"""Stands around a layer's `forward`, and reads its calls."""
+"""Replaces the `forward` of a layer, and reads its calls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.layers.layer_run import LayerCall
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.local_tensors import awaited
 
 
 class LayerForward:
-    """Stands in for a layer's `forward` while the engine is attached. A copied layer gets its own forward back."""
+    """Replaces a layer's `forward` while the engine is attached. A copy of the layer gets its own forward back."""
 
     def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
         self._run, self._layer, self._original = run, layer, original
@@ -30,7 +31,7 @@ class LayerForward:
 
 
 def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
-    """Make calls of a layer go to `run(layer, forward, *args, **kwargs)`; returns what undoes it."""
+    """Direct calls of a layer to `run(layer, forward, *args, **kwargs)`. Returns a function that undoes this."""
     original, own = layer.forward, "forward" in vars(layer)
     layer.forward = LayerForward(run, layer, original)
     return functools.partial(_restore_forward, layer, original if own else None)
@@ -44,23 +45,29 @@ def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
 
 
 def needs_grad(layer: nn.Module, arguments: Any) -> bool:
-    """Whether anything that the layer computes has a gradient."""
+    """Return whether anything that the layer computes needs a gradient."""
     if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(arguments)):
         return True
     return any(p.requires_grad for p in layer.parameters())
 
 
 def read_call(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shards: int
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shards: int,
+    layout: TokenLayout | None,
 ) -> tuple[Tensor, LayerCall]:
-    """The layer's input, and the rest of its call without key-value caches, which training does not fill.
+    """Return the layer's input, and the rest of its call without key-value caches, which training does not fill.
 
     Args:
         layer: The layer.
-        forward: Its own forward.
-        args: Of the call.
-        kwargs: Of the call.
-        shards: As of `LayerCall`.
+        forward: The layer's own forward.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        shards: Number of sequence-parallel shards.
+        layout: The layout of the batch; `None` if this process holds all tokens in order.
     """
     kwargs = dict(kwargs)
     if args:
@@ -72,15 +79,16 @@ def read_call(
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     dim = _token_dim(layer)
-    return awaited(x), LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards)
+    call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards, layout)
+    return awaited(x), call
 
 
 def _is_cache(value: object) -> bool:
-    """Whether an argument is a key-value cache of transformers."""
+    """Return whether an argument is a key-value cache of transformers."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _token_dim(layer: nn.Module) -> int:
-    """1 for layers that take `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`."""
+    """Return 1 for a layer that takes `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`."""
     attentions = [m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)]
     return 0 if any(not m.batch_first for m in attentions) else 1

@@ -1,4 +1,4 @@
-"""Looks at a layer once, before its first run: can it be cut by tokens, and what does its attention need?"""
+"""Probes a layer before its first run: whether it can be cut by tokens, and what its attention needs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
-from lightning_memo.engine.layers.layer_run import LayerCall
-from lightning_memo.engine.saved.changing_buffers import ForwardState
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
 
 BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
 
-# Two runs of the same arithmetic on other shapes differ by rounding; a token that leaks from one slice into another
-# changes outputs by something of their own size.
+# Two runs of the same arithmetic on other shapes differ by rounding. If tokens of one slice affect another, outputs
+# change by their own order of magnitude.
 _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """What a layer allows.
+    """The traits of a layer that decide how it can run.
 
     Attributes:
-        why_whole: Why it has to run as one slice; empty if it may be cut.
-        schedule: "layer", or "nest" where attention needs all tokens at once.
-        saved: Attention outputs, log-sum-exps, keys and values of one call.
-        tokens: Tokens that were looked at.
-        key_value_gradient_bytes: Of their gradients, in the dtype in which those are added up.
-        may_mix: Whether tokens may meet outside of attention.
+        why_whole: Why the layer has to run as one slice; empty if it can be cut.
+        schedule: "layer", or "nest" if attention needs all tokens at once.
+        saved: Sizes of attention outputs, log-sum-exps, keys and values of one call.
+        tokens: Number of tokens that were probed.
+        key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
+        may_mix: Whether tokens may affect each other outside of attention.
         changing: Names of the buffers that a forward changes.
     """
 
@@ -49,7 +49,7 @@ class LayerTraits:
 
 
 class _Recorder:
-    """Answers attention calls and remembers them."""
+    """Answers attention calls, and records them."""
 
     def __init__(self, backend_of: BackendOf) -> None:
         self._backend_of = backend_of
@@ -74,11 +74,11 @@ class _Recorder:
         return result.out
 
     def draws_alike(self, after: RngState) -> bool:
-        """Whether every part drew as many random numbers as the whole, which left the state `after`."""
+        """Return whether every part drew as many random numbers as the whole, after which the state was `after`."""
         return self.drawn_alike and all(end.same(after) for end in self.ends)
 
     def part(self, part: TokenRange, tokens: int) -> Callable[..., Tensor]:
-        """Answers with the known output of these tokens, and draws as much as attention did."""
+        """Return a handler that answers with the known output of these tokens, and draws as much as attention did."""
         known = iter(self.outputs)
 
         def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -94,30 +94,30 @@ class _Recorder:
 def probe_layer(
     call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None, why_scaled: str = ""
 ) -> LayerTraits:
-    """Run a layer whole and in two slices, without gradients, and compare; the layer is left as it was.
+    """Run a layer on all tokens and in two slices, without gradients, and compare. The layer's state is restored.
 
-    Attention is answered from the whole run, so that what is compared is everything else: a layer that mixes tokens
-    outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices. One that does
-    runs whole once more: its output has to be the same.
+    Attention in the slices is answered from the first run, so that everything else is compared: a layer that mixes
+    tokens outside attention (a convolution over tokens, a mean over the sequence) gives other outputs in slices. Such a
+    layer runs on all tokens once more, and has to give the same output.
 
     Args:
         call: The layer and its arguments.
-        x: Its input.
-        backend_of: Gives the attention kernel.
-        longest: Most tokens to look at; `None`: no limit.
-        why_scaled: Why its tokens are known to meet in scales; empty if they are not.
+        x: The layer's input.
+        backend_of: Returns the attention kernel.
+        longest: Largest number of tokens to probe; `None` for all tokens.
+        why_scaled: Why tokens are known to share scales; empty if they do not.
 
     Raises:
-        ValueError: It gives another output for the same input.
+        ValueError: The layer gives another output for the same input.
     """
     recorder = _Recorder(backend_of)
-    present, state = RngState.capture(x.device), ForwardState(call.layer)
+    present, state = RngState.capture(x.device), ChangingBuffers(call.layer)
     try:
         tokens = min(call.tokens, longest or call.tokens)
         x = x.narrow(call.token_dim, 0, tokens)
         whole_range = TokenRange(0, tokens, Action.KEEP)
-        with handling(recorder.whole), call.mode(whole_range):
-            whole = _hidden(call.run(x.clone(), whole_range))  # a layer may change its input in place
+        with handling(recorder.whole, call.layout), call.mode(whole_range):
+            whole = _hidden(call.run(x.clone(), whole_range))  # a copy, because a layer may change its input in place
         after = RngState.capture(x.device)
         changing = state.changed()
 
@@ -129,7 +129,7 @@ def probe_layer(
         mixes, compared = why_scaled, False
         if not mixes:
             mixes, compared = _compare_halves(call, x, recorder, whole, rewind, after)
-        if mixes or not compared:  # halves that give what the whole did have shown that the layer repeats itself
+        if mixes or not compared:  # equal halves have shown already that the layer is deterministic
             _check_repeats(call, x, recorder, whole, rewind)
         why = mixes or _why_whole(call, recorder, after, sliceable, changing)
         schedule = "layer" if sliceable else "nest"
@@ -141,16 +141,20 @@ def probe_layer(
 
 
 def _check_repeats(call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None]) -> None:
-    """Run a layer once more, from the same state, with known attention.
+    """Run a layer once more, from the same state and with known attention.
 
     Raises:
-        ValueError: It gives another output. So would a recomputation, and gradients would be wrong.
+        ValueError: The layer gives another output. A recomputation would do so, too, and gradients would be wrong.
     """
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
     same = False
     rewind()
-    with handling(recorder.part(everything, tokens)), call.mode(everything), contextlib.suppress(StopIteration):
+    with (
+        handling(recorder.part(everything, tokens), call.layout),
+        call.mode(everything),
+        contextlib.suppress(StopIteration),
+    ):
         same = _same(_hidden(call.run(x.clone(), everything)), whole, x)
     if not same:
         raise ValueError(
@@ -163,21 +167,26 @@ def _check_repeats(call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tenso
 def _compare_halves(
     call: LayerCall, x: Tensor, recorder: _Recorder, whole: Tensor, rewind: Callable[[], None], after: RngState
 ) -> tuple[str, bool]:
-    """Why tokens may meet outside of attention, and whether halves could be compared with the whole.
+    """Return why tokens may affect each other outside of attention, and whether halves could be compared.
 
-    The reason is empty if two halves gave what the whole did, or draw other random numbers and so cannot be compared.
+    The reason is empty if two halves gave the output of the whole, or drew other random numbers and could not be
+    compared.
     """
     name, tokens = type(call.layer).__name__, x.shape[call.token_dim]
     if tokens < 2:
         return "", False
     if not recorder.specs:
-        return f"{name} calls no attention that is known here, so it may mix any tokens", False
+        return f"{name} calls no attention function that is known here, so it may mix any tokens", False
     middle = tokens // 2
     outputs = []
     for part in (TokenRange(0, middle, Action.KEEP), TokenRange(middle, tokens, Action.KEEP)):
         rewind()
         try:
-            with handling(recorder.part(part, tokens)), call.mode(part), contextlib.suppress(StopIteration):
+            with (
+                handling(recorder.part(part, tokens), call.layout),
+                call.mode(part),
+                contextlib.suppress(StopIteration),
+            ):
                 outputs.append(_hidden(call.run(x.narrow(call.token_dim, part.start, part.tokens).clone(), part)))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             return f"{name} cannot run on some of the tokens: {str(error).splitlines()[0]}", False
@@ -191,14 +200,14 @@ def _compare_halves(
 def _why_whole(
     call: LayerCall, recorder: _Recorder, after: RngState, sliceable: bool, changing: tuple[str, ...]
 ) -> str:
-    """Why a layer whose tokens meet in attention only has to run as one slice; empty if it may be cut."""
+    """Return why a layer that mixes tokens in attention only has to run as one slice; empty if it can be cut."""
     name = type(call.layer).__name__
     if call.tokens < 2:
         return f"{name} got a single token"
     if changing:
         return f"{name} changes its buffer {changing[0]} in each forward"
     if not sliceable and len(recorder.specs) > 1:
-        return f"{name} calls attention {len(recorder.specs)} times, not all causal"
+        return f"{name} calls attention {len(recorder.specs)} times, and not all calls are causal"
     if not recorder.draws_alike(after):
         return f"{name} draws random numbers other than dropout"
     return ""
@@ -214,13 +223,13 @@ def _hidden(output: object) -> Tensor:
 
 
 def _same(joined: Tensor, whole: Tensor, x: Tensor) -> bool:
-    """Whether two outputs differ by rounding only, measured against what the layer added to its input."""
+    """Return whether two outputs differ by rounding only, relative to what the layer added to its input."""
     if joined.shape != whole.shape:
         return False
     exact = whole.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
     if not torch.equal(joined.isnan(), whole.isnan()):
         return False
-    # In place, as the peak of the first step is measured.
+    # In place, because the peak memory of the first step is measured.
     added = (whole - x if whole.shape == x.shape else whole.clone()).nan_to_num_().abs_()
     largest = added.max().clamp_min(torch.finfo(added.dtype).tiny)
     del added

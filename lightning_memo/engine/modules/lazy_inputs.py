@@ -1,4 +1,4 @@
-"""What a model makes of all tokens before its layers (embeddings, rotary tables), computed when a layer reads it."""
+"""Inputs of the first layer (embeddings, rotary tables) that are computed when a layer reads them, slice by slice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from lightning_memo.utils.find_layers import find_hugging_face
 
 
 def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None]]:
-    """Make Hugging Face models embed their tokens when layers read them, slice by slice; returns what undoes it.
+    """Make Hugging Face models embed their tokens slice by slice, when layers read them.
 
-    Calls of no more than `longest` tokens in a row run as they are. So do embeddings that tensor-parallel processes
-    share, and all that a model does to its embeddings before the first layer makes them real.
+    Calls with rows of at most `longest` tokens run as usual, and so do embeddings that tensor-parallel processes share.
+    Any operation on the embeddings before the first layer computes them in full.
+
+    Args:
+        model: The module that contains the models.
+        longest: Largest number of tokens of a row that are computed at once.
+
+    Returns:
+        Functions that undo this.
     """
     undo: list[Callable[[], None]] = []
     for host in find_hugging_face(model):
@@ -34,7 +41,7 @@ def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None
 
 
 class _Embed:
-    """Stands in for the forward of an embedding, `[batch, tokens]` to `[batch, tokens, hidden]`."""
+    """Replaces the forward of an embedding, `[batch, tokens]` to `[batch, tokens, hidden]`."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -70,7 +77,7 @@ class _LazyEmbedding(torch.autograd.Function):
 def _rotate(
     module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stands in for the forward of rotary tables, which makes some `[batch or 1, tokens, features]` of positions."""
+    """Replaces the forward of a rotary module, which makes tables `[batch or 1, tokens, features]` of positions."""
     if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or depends_on_length(module):
         return forward(x, position_ids, *args, **kwargs)
     like, positions = torch.empty(0, dtype=x.dtype, device=x.device), position_ids.flatten()

@@ -1,4 +1,4 @@
-"""Layers that compute in 8 bits or fewer, by modules of other packages: which tokens have a part in their scales?"""
+"""Layers that compute in 8 bits or fewer by modules of other packages, and the tokens that share their scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-# Where torchao's configuration says how a tensor of tokens is cast.
+# Fields of torchao's configuration that describe how a tensor of tokens is cast.
 _CASTS_OF_TOKENS = (
     "cast_config_input", "cast_config_grad_output", "cast_config_input_for_grad_weight",
     "cast_config_grad_output_for_grad_weight",
@@ -16,9 +16,9 @@ _STATE_OF_TRANSFORMER_ENGINE = ("transformer_engine.pytorch.quantization", "tran
 
 
 def why_scaled_together(module: nn.Module) -> str:
-    """Why some of the tokens cannot be computed without the others; empty if they can.
+    """Return why some tokens cannot be computed without the others; empty if they can.
 
-    Half precision hides it from a comparison: fp8 rounds as coarsely as a few operations in bf16.
+    A comparison in half precision would not show it: fp8 rounds as coarsely as a few operations in bf16.
     """
     for name, m in module.named_modules():
         if _package(m) == "torchao" and _scales_tensors(getattr(m, "config", None)):
@@ -31,13 +31,13 @@ def why_scaled_together(module: nn.Module) -> str:
 
 
 def refuse_changing_scales(module: nn.Module) -> None:
-    """Refuse TransformerEngine's modules where they compute in FP8.
+    """Refuse TransformerEngine's modules if they compute in FP8.
 
-    They keep scales and maxima outside of buffers and change them in each forward. A recomputation would do so again,
-    and would not be in FP8 where their autocast is over by then.
+    They keep scales and maxima outside of buffers and change them in each forward. A recomputation would change them
+    again, and would not run in FP8 because their autocast is over by then.
 
     Raises:
-        ValueError: See above.
+        ValueError: A module of TransformerEngine computes in FP8.
     """
     for m in module.modules():
         if _package(m) == "transformer_engine" and _transformer_engine_is_in_fp8():

@@ -1,43 +1,54 @@
-"""How layers are asked to run, before any of them was looked at."""
+"""The settings with which layers are asked to run, before any of them has been probed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from lightning_memo.artifacts.swap_plan import HostBacked
+from lightning_memo.artifacts.swap_plan import Attention, HostBacked
+from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Settings of a profiled step; later ones run by a plan.
+class RequestedSettings:
+    """Settings of an engine. The profiled step runs by them; later steps run by a plan.
 
     Attributes:
-        schedule: "auto", "layer", "nest" or "slice".
-        slice_tokens: Longest slice; `None`: no limit.
-        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; "auto" is
-            "attention" where `slice_tokens` are given and the layers can run slice after slice.
+        attention: Attention kernel; "auto" measures the kernels in the first profiled step and takes the fastest.
+        schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" to run the whole model on one slice
+            after the other.
+        slice_tokens: Longest slice; `None` if slices may have any length.
+        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`. "auto" is
+            "attention" if `slice_tokens` is given and the layers can run slice after slice.
+        by_kind: Whether plans name a place for each kind of tensor. Matrix products are then profiled, too.
         divided: Whether processes share the tokens of a sequence.
-        by_kind: Whether plans say kind by kind what is stored.
+        spill_path: Folder on a disk for the layer calls that a plan spills.
+        test_mode: Random delays and poisoned buffers, to bring out copy races.
+        check_restored: Whether tensors that return to the device are compared with what left it.
     """
 
+    attention: Attention | Literal["auto"] = "auto"
     schedule: str = "auto"
     slice_tokens: int | None = None
     host_backed: HostBacked | Literal["auto"] = "none"
-    divided: bool = False
     by_kind: bool = False
+    divided: bool = False
+    spill_path: Path | None = None
+    test_mode: TestMode | None = None
+    check_restored: bool = False
 
     def check(self, traits: LayerTraits, layer: str, tokens: int) -> None:
-        """Refuse layers that cannot run as was asked for.
+        """Refuse layers that cannot run by the settings.
 
         Args:
-            traits: What a layer allows.
-            layer: Its name.
-            tokens: Of its input.
+            traits: The traits of a layer.
+            layer: Name of the layer's class.
+            tokens: Number of tokens in the layer's input.
 
         Raises:
-            ValueError: They shall be stored kind by kind, and cannot run slice after slice.
+            ValueError: `by_kind` is set, and the layer cannot run slice after slice.
         """
         if not self.by_kind or tokens < 2:
             return
@@ -51,33 +62,33 @@ class Wishes:
     def may_stream(self) -> bool:
         """Whether keys and values may be on the host.
 
-        Where processes share tokens, a batch is laid out for slices before the layers are known, so only if it was
-        asked for by name.
+        If processes share tokens, a batch is laid out for slices before the layers are known. `host_backed` then has to
+        name what lives on the host: "auto" is not enough.
         """
         by_name = self.host_backed in ("attention", "all")
         return self.slice_tokens is not None and (by_name or (self.host_backed == "auto" and not self.divided))
 
     @property
     def states_on_host(self) -> bool:
-        """Whether hidden states between layers shall be on the host."""
+        """Whether hidden states between layers are to be on the host."""
         return self.may_stream and self.host_backed == "all" and self.schedule != "slice"
 
     @property
     def probed_tokens(self) -> int | None:
-        """Most tokens on which a layer is looked at: where no more than a slice may be on the device, two of them."""
+        """Largest number of tokens that are probed: two slices if only slices may be on the device; `None` for all."""
         return 2 * self.slice_tokens if self.slice_tokens is not None and self.may_stream else None
 
     def backing(self, traits: LayerTraits, layer: str, tokens: int, sliced: bool) -> HostBacked:
-        """What lives on the host while layers are profiled.
+        """Return what lives on the host while layers are profiled.
 
         Args:
-            traits: Of the first of them.
-            layer: Its name.
-            tokens: Of its input.
+            traits: The traits of the first layer.
+            layer: Name of the layer's class.
+            tokens: Number of tokens in the layer's input.
             sliced: Whether the batch is laid out for slices already.
 
         Raises:
-            ValueError: Keys and values shall, and the layers cannot run slice after slice.
+            ValueError: `host_backed` puts keys and values on the host, and layers cannot run slice after slice.
         """
         if self.slice_tokens is None or not self.may_stream or (tokens <= self.slice_tokens and not sliced):
             return "none"

@@ -1,4 +1,4 @@
-"""Modules that treat each token by itself: an output head, a norm. They may be run on a few tokens at a time."""
+"""Modules that treat each token by itself, for example an output head or a norm. They can run on a few tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows
 from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
@@ -18,14 +19,14 @@ Forward = Callable[[Tensor], Any]
 
 
 class TokenLocal:
-    """A module that treats each token by itself, to be run chunk by chunk.
+    """Runs a module that treats each token by itself, chunk by chunk.
 
-    Its parameters are stood in for by detached aliases. The gradients of a chunk then end there, and hooks that a user
-    registered on a parameter see its whole gradient, once.
+    Detached aliases replace its parameters. The gradients of a chunk end at the aliases, and hooks that a user has
+    registered on a parameter are called once, with the whole gradient.
 
     Args:
-        module: The module, with the parameters that it has now (FSDP2 exchanges them).
-        forward: Its own forward.
+        module: The module, with its present parameters (FSDP2 exchanges them).
+        forward: The module's own forward.
     """
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
@@ -37,19 +38,25 @@ class TokenLocal:
         self._autocast = ambient_autocast(next(iter(parameters.values())).device.type)
 
     def __call__(self, x: Tensor) -> Any:
-        """What the module makes of `x` `[1, tokens, hidden]`, under the autocast in which this object was made."""
+        """Return the module's output for `x` `[1, tokens, hidden]`, under the autocast of `__init__`."""
         with self._autocast():
             return functional_call(self._call, self._aliases, (x,))
 
     def gradients(self, y: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of `x` (if it needs one) and of `trained`, from that of `y`, computed from `x` in a graph."""
+        """Return the gradients of `x` (`None` if it needs none) and of `trained`.
+
+        Args:
+            y: The module's output, computed from `x` in a graph.
+            x: The module's input.
+            gradient: The gradient of `y`.
+        """
         inputs = [x, *self._trained_aliases] if x.requires_grad else self._trained_aliases
         found = list(torch.autograd.grad(y, inputs, gradient, allow_unused=True))
         return (found.pop(0) if x.requires_grad else None), found
 
 
 class _Call(nn.Module):
-    """Calls a module's own forward: without its hooks, which belong to the call that is being run in chunks."""
+    """Calls a module's own forward without its hooks, which belong to the call that runs in chunks."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         super().__init__()
@@ -60,13 +67,13 @@ class _Call(nn.Module):
 
 
 class GradientSums:
-    """Gradients of parameters added up over chunks, in fp32 if they come in half precision."""
+    """Sums the gradients of parameters over chunks, in fp32 if they are in half precision."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[Tensor, ShardedHandle | None] | None] = []
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add a chunk's gradients; of the same parameters every time."""
+        """Add a chunk's gradients, of the same parameters in every call."""
         self._sums = self._sums or [None] * len(gradients)
         for n, gradient in enumerate(gradients):
             if gradient is None:
@@ -75,13 +82,13 @@ class GradientSums:
             if known is not None:
                 known[0].add_(part)
                 continue
-            # A copy: what autograd gives may share memory with another gradient.
+            # A copy, because autograd's tensor may share memory with another gradient.
             total = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
             layout = ShardedHandle.of(gradient, None) if hasattr(gradient, "device_mesh") else None
             self._sums[n] = (total, layout)
 
     def take(self, dtypes: Sequence[torch.dtype], factor: Tensor | None = None) -> list[Tensor | None]:
-        """The sums, times `factor`, in these types; they are not kept."""
+        """Return the sums in these dtypes, multiplied by `factor`, and hold them no longer."""
         sums, self._sums = self._sums or [None] * len(dtypes), []
         return [_finished(known, dtype, factor) for known, dtype in zip(sums, dtypes, strict=True)]
 
@@ -93,33 +100,27 @@ def _finished(
         return None
     total, layout = known
     if factor is not None:
-        # A new tensor, born in the backward like all gradients: as such it is planned to live until the next step's.
+        # A new tensor, allocated in the backward like all gradients: memory plans let it live until the next step's.
         total = total * factor if total.dtype == dtype else total.mul_(factor)
     total = total.to(dtype)
     return total if layout is None else layout.wrap(total)
 
 
-def ambient_autocast(device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A factory of the autocast context that is active now."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
-
-
 def chunks(x: Tensor, tokens: int) -> Iterator[Tensor]:
-    """All tokens of `x` `[..., hidden]` in order, `[1, at most tokens, hidden]`, without history."""
+    """Return the tokens of `x` `[..., hidden]` in chunks `[1, at most tokens, hidden]`, without history."""
     if isinstance(x, LazyTensor):
         return (rows[None] for rows in read_rows(x, tokens))
     return iter(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1))
 
 
-def chunk_tokens_of(x: Tensor, wished: int) -> int:
-    """Tokens of `x` that may be computed with at once, of `wished` ones."""
-    return min(wished, x.at_once) if isinstance(x, LazyTensor) else wished
+def chunk_tokens_of(x: Tensor, requested: int) -> int:
+    """Return how many tokens of `x` are computed at once, at most `requested`."""
+    return min(requested, x.at_once) if isinstance(x, LazyTensor) else requested
 
 
 @contextlib.contextmanager
 def noting_saved(addresses: set[int]) -> Iterator[None]:
-    """Inside, the storages of all tensors that a graph keeps for its backward are added to `addresses`."""
+    """Add the storages of all tensors that a graph saves inside the context to `addresses`."""
 
     def note(t: Tensor) -> Tensor:
         addresses.update(part.untyped_storage().data_ptr() for part in plain_parts(t))

@@ -1,4 +1,4 @@
-"""Compiled code (`torch.compile`) rests where the engine runs a model's own code slice by slice."""
+"""Disables `torch.compile` in modules whose own code the engine runs slice by slice."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 
 
 def rest_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[str], list[Callable[[], None]]]:
-    """Make layers, what is in them, and what they are in, run as they were written.
+    """Make layers, their submodules and the modules around them run as they were written.
 
-    A compiled layer would take the engine for a part of it: its hooks, its modes and its attention. What is compiled
-    beside the layers stays so.
+    `torch.compile` would trace the engine's hooks, modes and attention as a part of a compiled layer. Other modules
+    stay compiled.
 
     Args:
-        model: What the layers belong to.
-        layers: Run by the engine.
+        model: The module that contains the layers.
+        layers: The layers that the engine runs.
 
     Returns:
-        Names of what was compiled, and what compiles it again.
+        The names of the modules that were compiled, and functions that enable compilation again.
     """
     inside = {module for layer in layers for module in layer.modules()}
     names, undo = [], []

@@ -1,1 +1,1 @@
-"""Saved tensors: which are activations, and how each kind is stored and restored."""
+"""Saved tensors of a layer: which of them are activations, and how they are stored and restored."""

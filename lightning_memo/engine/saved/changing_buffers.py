@@ -1,4 +1,4 @@
-"""Buffers that a layer changes in its own forward: running statistics, a history of maxima, a counter."""
+"""Buffers that a layer changes in its own forward, for example running statistics, maxima or a counter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A buffer and its value: forwards may change either."""
+    """A buffer and its value. A forward may change the tensor in place, or register another one."""
 
     owner: nn.Module
     name: str
@@ -27,19 +27,19 @@ class _Buffer:
         if present is None or present.shape != self.value.shape or present.dtype != self.value.dtype:
             return True
         pairs = zip(plain_parts(present), plain_parts(self.value), strict=True)
-        return not all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)  # NaN is equal to itself here
+        return not all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)  # compares bytes, so that NaN equals itself
 
     def restore(self) -> None:
-        self.tensor.data.copy_(self.value)  # of `data`: a graph that has saved the buffer sees its own value again
+        self.tensor.data.copy_(self.value)  # `data`, so that a graph that has saved the buffer does not see a change
         self.owner._buffers[self.name] = self.tensor
 
 
-class ForwardState:
-    """What buffers of a layer were.
+class ChangingBuffers:
+    """Copies of buffers of a layer, by which they can be restored.
 
     Args:
         layer: The layer.
-        names: Which buffers; `None`: all.
+        names: Names of the buffers; `None` for all buffers.
     """
 
     def __init__(self, layer: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -48,18 +48,18 @@ class ForwardState:
         self._buffers = {name: _noted(layer, name) for name in wanted}
 
     def changed(self) -> tuple[str, ...]:
-        """Names of the buffers that are not what they were."""
+        """Return the names of the buffers that have changed."""
         return tuple(name for name, buffer in self._buffers.items() if buffer.changed)
 
     def restore(self, names: Iterable[str] | None = None) -> None:
-        """Put buffers back; `None`: all."""
+        """Restore the buffers of these names; `None` for all buffers."""
         for name in self._buffers if names is None else names:
             self._buffers[name].restore()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, the buffers are what they were; afterwards what they are now."""
-        present = ForwardState(self._layer, self._buffers)
+        """Restore the buffers inside the context, and put their present values back afterwards."""
+        present = ChangingBuffers(self._layer, self._buffers)
         self.restore()
         try:
             yield

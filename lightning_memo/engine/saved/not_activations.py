@@ -1,4 +1,4 @@
-"""Saved tensors that are no activations: weights, buffers, and what all layers share."""
+"""Saved tensors that are no activations: weights, buffers, and arguments that all layers share."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
 
-_LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view of it, and some room
+_LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view, and two more
 
 
 def _storages(t: Tensor) -> set[int]:
     return {part.untyped_storage()._cdata for part in plain_parts(t)}
 
 
-class SharedTensors:
-    """Tells whether a saved tensor stays where it is: it is on the device anyway.
+class NonActivations:
+    """Contains the saved tensors that are on the device anyway, and therefore stay where they are.
 
     Args:
-        layer: Its parameters and buffers are shared.
-        arguments: What the layer gets beside its input; all layers get the same (rotary tables, masks).
-        x: The layer's input, an activation even if the arguments hold it too.
+        layer: The layer, whose parameters and buffers are contained.
+        arguments: The layer's arguments apart from its input. All layers get the same ones (rotary tables, masks).
+        x: The layer's input, which is an activation even if the arguments hold it, too.
 
     Attributes:
         frozen: Whether some weights of the layer are not trained.
@@ -45,10 +45,10 @@ class SharedTensors:
         return self._is_made_of_a_weight(t)
 
     def _is_made_of_a_weight(self, t: Tensor) -> bool:
-        """Whether `t` is a view or an autocast copy of a weight that is trained."""
+        """Return whether `t` is a view or an autocast copy of a weight that is trained."""
         node = t.grad_fn
         for _ in range(_LONGEST_PATH_TO_A_WEIGHT):
-            # A custom function is the engine's own entry of the layer: beyond it lies the model, not a weight's view.
+            # A custom function is the engine's own entry of the layer; other layers come before it, not a weight.
             if node is None or len(node.next_functions) != 1 or isinstance(node, BackwardCFunction):
                 return False
             node = node.next_functions[0][0]

@@ -1,10 +1,10 @@
-"""What leaves for the host and comes back as one piece: what the slices of a layer call save, or one of them."""
+"""Offload groups: saved tensors of a layer call, or of one of its slices, that move to the host and back together."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,36 +19,35 @@ from lightning_memo.engine.saved.weight_copies import WeightCopy
 from lightning_memo.engine.saved.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
 
-if TYPE_CHECKING:
-    from lightning_memo.engine.engine import Engine
-
-# A saved tensor's handle: itself (weights, what stays on the device), its place in the slot or in what layers share,
-# the weight that it is a copy of, those of its parts, or its number in a replay.
+# The handle of a saved tensor: the tensor itself (if it stays on the device), its place in the slot, its place in an
+# argument that layers share, the weight of which it is a copy, the handles of its parts, or its number in a
+# recomputation.
 Handle = Tensor | SlotView | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
 
 
-class Unit:
-    """A slot, and what was put into it.
+class OffloadGroup:
+    """A slot, and the tensors that were put into it.
 
     Args:
-        engine: Brings units back in the order of the backward.
-        number: Position among the units that are alive, in the order of the forward.
-        memory: Where the slot is leased; `None` when all stays on the device.
+        groups: Brings groups back in the order of the backward.
+        number: Position among the groups that are alive, in the order of the forward.
+        memory: The memory in which the slot is leased; `None` if all tensors stay on the device.
         swap: Whether the slot leaves the device.
-        spill_bytes: How much of it goes to the disk; the rest goes to the host.
+        spill_bytes: Bytes of the slot that go to the disk; the rest goes to the host.
 
     Attributes:
-        checks: What tensors were that were put, where that is compared later.
+        slot: The slot; `None` if all tensors stay on the device.
+        checks: Compares tensors that come back with what was put; `None` if they are not compared.
     """
 
     def __init__(
-        self, engine: Engine, number: int, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0
+        self, groups: OffloadGroups, number: int, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0
     ) -> None:
         self.number = number
         self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
         checked = memory is not None and memory.check_restored and swap
         self.checks = SlotChecksums(self.slot) if checked and self.slot is not None else None
-        self._engine = engine
+        self._groups = groups
         self._memory = memory
         self._registry: Registry[SlotView] = Registry()
         self._started = False
@@ -58,32 +57,33 @@ class Unit:
 
     @property
     def alive(self) -> bool:
-        """Whether the unit holds what was put into it."""
+        """Whether the group holds its tensors."""
         return self._release.alive
 
     def put(self, t: Tensor, spill: bool = False) -> Handle:
-        """Copy a tensor into the slot; it stays on the device where there is no slot, or no room in it.
+        """Copy a tensor into the slot, and return its handle. Without space in a slot, it stays on the device.
 
         Args:
             t: The tensor.
-            spill: Whether it is to leave for the disk, rather than for the host.
+            spill: Whether the tensor goes to the disk instead of the host.
         """
         if self.slot is None or t.numel() == 0:
             return t
         stored = self.slot.put(t, spill)
         if stored is None:
-            self._engine.count_overflow(t.nbytes)
+            if self._memory is not None:
+                self._memory.stats.overflow_bytes += t.nbytes
             return t
         self._registry.add(t, stored)
         return stored
 
     def find(self, t: Tensor) -> Handle | None:
-        """The handle of a tensor whose bytes are in the slot already."""
+        """Return the handle of a tensor whose bytes are in the slot already; `None` if they are not."""
         known = self._registry.find(t)
         return None if known is None else known[0].view_like(t, known[1])
 
     def load(self, handle: Handle) -> Tensor:
-        """A tensor that was put, on the device; in the backward the whole unit comes back."""
+        """Return a tensor on the device, in the backward. The whole group comes back at once."""
         if isinstance(handle, Tensor):
             return handle
         if isinstance(handle, ShardedHandle):
@@ -98,14 +98,14 @@ class Unit:
         return t
 
     def peek(self, handle: Handle) -> Tensor:
-        """A tensor that was put, while the forward still runs."""
+        """Return a tensor while the forward still runs."""
         if isinstance(handle, Tensor):
             return handle
         assert isinstance(handle, SlotView) and self.slot is not None
         return self.slot.load(handle)
 
     def host_range(self, handle: Handle) -> HostRange:
-        """Where the bytes of a tensor that was put are, once it has left the device."""
+        """Return where the bytes of a tensor are after it has left the device."""
         if isinstance(handle, Tensor):
             return HostRange(handle.nbytes, flat(handle).view(torch.uint8))
         assert isinstance(handle, SlotView) and self.slot is not None
@@ -118,49 +118,89 @@ class Unit:
         return region
 
     def offload(self, last: bool = False) -> None:
-        """Start moving what was put so far off the device; `last`: nothing more is put."""
+        """Start moving the tensors that were put so far off the device.
+
+        Args:
+            last: Whether no more tensors are going to be put.
+        """
         if self._memory is not None and self.slot is not None:
             self._memory.offload(self.slot, last)
 
     def end_forward(self) -> None:
-        """Nothing more is put, and nothing is needed on the device until the backward."""
+        """Move all tensors off the device; no more are put, and none is needed there until the backward."""
         self.offload(last=True)
         self._registry.clear()
 
     def begin_backward(self) -> None:
-        """Bring the slot back, and start bringing back the one that is needed next."""
+        """Bring the slot back, and start bringing back the group that is needed next."""
         if not self._started and self._memory is not None and self.slot is not None:
             self._started = True
-            self._engine.fetch(self, self._memory)
+            self._groups.fetch(self, self._memory)
 
     def release(self) -> None:
-        """Give the slot back; later use of it raises."""
-        self._engine.close_unit(self)
+        """Give the slot back; later use of the group raises."""
+        self._groups.close(self)
         self._release()
+
+
+class OffloadGroups:
+    """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakValueDictionary[int, OffloadGroup] = weakref.WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[OffloadGroup]:
+        return iter([group for _, group in sorted(self._groups.items())])
+
+    def open(self, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0) -> OffloadGroup:
+        """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
+        group = OffloadGroup(self, max(self._groups.keys(), default=-1) + 1, memory, swap, spill_bytes)
+        self._groups[group.number] = group
+        return group
+
+    def close(self, group: OffloadGroup) -> None:
+        """Forget a group that gives its slot back."""
+        if self._groups.get(group.number) is group:
+            del self._groups[group.number]
+
+    def fetch(self, group: OffloadGroup, memory: SlotMemory) -> None:
+        """Bring a group to the device, and start bringing the one that the backward needs next."""
+        assert group.slot is not None
+        memory.fetch(group.slot, group.number)
+        group.slot.in_backward = True
+        following = self._groups.get(group.number - 1)
+        if following is not None and following.slot is not None:
+            memory.fetch(following.slot, following.number, ahead=True)
+
+    def release(self) -> None:
+        """Give back the slots of all groups, after an interrupted step."""
+        for group in self:
+            group.release()
+        self._groups.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class KeysValues:
-    """Where a slice's keys and values are."""
+    """Keys and values of a slice, stored in an offload group."""
 
-    unit: Unit
+    group: OffloadGroup
     key: Handle
     value: Handle
 
     def peek(self) -> tuple[Tensor, Tensor]:
-        """On the device, while the forward still runs."""
-        return self.unit.peek(self.key), self.unit.peek(self.value)
-
-    def load(self) -> tuple[Tensor, Tensor]:
-        """On the device, in the backward."""
-        return self.unit.load(self.key), self.unit.load(self.value)
+        """Return them while the forward still runs."""
+        return self.group.peek(self.key), self.group.peek(self.value)
 
     def end_forward(self) -> None:
-        """The unit is still needed in the backward."""
+        """The group drops what only the forward needs."""
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Return them on the device, in the backward."""
+        return self.group.load(self.key), self.group.load(self.value)
 
     def host_ranges(self) -> tuple[HostRange, HostRange]:
-        """On the host."""
-        return self.unit.host_range(self.key), self.unit.host_range(self.value)
+        """Return where they are on the host."""
+        return self.group.host_range(self.key), self.group.host_range(self.value)
 
 
 def _release_slot(memory: SlotMemory | None, slot: Slot | None) -> None:

@@ -1,4 +1,4 @@
-"""What all layers get beside their input (rotary tables, masks), of one slice of a sequence: it waits on the host."""
+"""Arguments that all layers share for one slice of a sequence (rotary tables, masks), which wait on the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,25 @@ from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Stands for an argument: its number."""
+    """Stands for an argument that waits on the host.
+
+    Attributes:
+        number: Number of the argument.
+    """
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class ParkedView:
-    """Stands for a saved view of an argument."""
+    """Stands for a saved tensor that is a view of an argument.
+
+    Attributes:
+        number: Number of the argument.
+        shape: Shape of the view.
+        stride: Strides of the view.
+        offset: Offset in the argument, in elements.
+    """
 
     number: int
     shape: torch.Size
@@ -35,16 +46,16 @@ class ParkedView:
 
 
 def parkable(arguments: Any) -> list[Tensor]:
-    """The tensors among a layer's arguments that can wait on the host, each once."""
+    """Return the tensors among a layer's arguments that can wait on the host, each once."""
     found = {id(t): t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)}
     return [t for t in found.values() if t.dim() and t.numel() and is_dense(t)]
 
 
 class SliceArguments:
-    """The tensors among the arguments of a slice's layer calls, which layers of a kind share.
+    """The tensors among the arguments of a slice's layer calls, which layers of one class share.
 
     Args:
-        memory: Gives room on the host, and copies.
+        memory: Allocates host memory, and copies.
         part: The slice.
     """
 
@@ -57,7 +68,7 @@ class SliceArguments:
         self._checks: list[Checksum] = []
 
     def add(self, arguments: Any) -> None:
-        """Take note of the arguments of one more layer."""
+        """Add the arguments of one more layer."""
         known = {id(t) for t in self._tensors}
         for t in parkable(arguments):
             if id(t) not in known:
@@ -66,16 +77,16 @@ class SliceArguments:
 
     @property
     def saved(self) -> list[SavedBytes]:
-        """What is going to wait on the host."""
+        """Sizes of the tensors that are going to wait on the host."""
         return [SavedBytes("shared", t.nbytes) for t in self._tensors]
 
     def park(self, arguments: Any) -> Any:
-        """The arguments with a `Parked` for each tensor; a tensor that came with no earlier layer stays."""
+        """Return the arguments with a `Parked` in place of each tensor that was added."""
         numbers = {id(t): n for n, t in enumerate(self._tensors)}
         return tree_map(lambda leaf: Parked(numbers[id(leaf)]) if id(leaf) in numbers else leaf, arguments)
 
     def view_of(self, t: Tensor) -> ParkedView | None:
-        """What stands for a saved tensor that lies in an argument; `None` if it lies in none."""
+        """Return the view that stands for a saved tensor; `None` if the tensor lies in no argument."""
         storage = t.untyped_storage()._cdata
         for number, argument in enumerate(self._tensors):
             start = t.storage_offset() - argument.storage_offset()
@@ -85,7 +96,7 @@ class SliceArguments:
         return None
 
     def leave(self) -> None:
-        """The slice's forward is over: start copying to the host."""
+        """End the slice's forward: start copying the tensors to the host."""
         for t in self._tensors:
             self._buffers.append(self._memory.take_host_buffer(aligned(t.nbytes)))
             self._events.append(self._memory.copy_to_host(self._buffers[-1], 0, flat(t).view(torch.uint8)))
@@ -94,13 +105,13 @@ class SliceArguments:
                 self._checks.append(Checksum(what, flat(t).view(torch.uint8), t.dtype))
 
     def settle(self) -> None:
-        """Wait for copies, and give up the device's tensors."""
+        """Wait for copies, and free the tensors on the device."""
         while self._events:
             self._events.pop().wait()
         self._tensors = []
 
     def fetch(self) -> None:
-        """Start bringing the tensors back, if they are not there."""
+        """Start copying the tensors back, if they are not on the device."""
         if self._tensors:
             return
         for buffer, (shape, stride, dtype) in zip(self._buffers, self._layouts, strict=True):
@@ -109,7 +120,7 @@ class SliceArguments:
             self._tensors.append(t)
 
     def restore(self, arguments: Any) -> Any:
-        """The arguments with the tensors for which there is a `Parked`, or the tensor for a `ParkedView`."""
+        """Return arguments with their tensors in place of each `Parked` and `ParkedView`."""
         while self._events:
             self._events.pop().wait()
         while self._checks:
@@ -127,7 +138,7 @@ class SliceArguments:
         return tree_map(tensor, arguments)
 
     def release(self) -> None:
-        """The slice's backward is over."""
+        """End the slice's backward: free the tensors and their host memory."""
         self.settle()
         while self._buffers:
             self._buffers.pop().release()

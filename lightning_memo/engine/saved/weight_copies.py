@@ -1,8 +1,8 @@
-"""Autocast's copies of weights, which a graph would hold from the forward to the backward: 2 bytes for each weight.
+"""Autocast's copies of weights, of which a graph would hold 2 bytes per weight from the forward to the backward.
 
 Note: [Copies of frozen weights]
-The copy of a weight that is trained tells by its history what it was made of. That of a frozen one has none, and could
-be taken for an activation. So it is made here, just before autocast would make it, and noted.
+The copy of a trained weight has a history that shows of which weight it was made. The copy of a frozen weight has no
+history, and could be taken for an activation. It is therefore made here, just before autocast would make it, and noted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ _VIEWS: Final = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBa
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """Stands for a view of a weight's copy in another dtype."""
+    """Stands for a view of a weight's copy in another dtype.
+
+    Attributes:
+        weight: The weight.
+        version: The version of the weight when the copy was made.
+        dtype: The dtype of the copy.
+        shape: Shape of the view.
+        stride: Strides of the view.
+        offset: Offset in the copy, in elements.
+    """
 
     weight: nn.Parameter
     version: int
@@ -36,40 +45,40 @@ class WeightCopy:
 
     @classmethod
     def of(cls, t: Tensor, weight: nn.Parameter | None) -> WeightCopy | None:
-        """What makes `t` again from its weight; `None`: it is no plain copy of all of one."""
+        """Return what makes `t` again from its weight; `None` if `t` is no plain copy of a whole weight."""
         if weight is None or t.untyped_storage().nbytes() != weight.numel() * t.element_size():
             return None
         return cls(weight, weight._version, t.dtype, t.shape, t.stride(), t.storage_offset())
 
 
 class WeightCopies:
-    """Copies that the forward of a layer call makes, and that its backward makes again, each once."""
+    """Copies that the forward of a layer call makes, and that its backward makes again once."""
 
     def __init__(self) -> None:
         self._frozen: Registry[nn.Parameter] = Registry()
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def of_frozen(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """A frozen weight in another dtype, to be found by `find_frozen`."""
+        """Return a copy of a frozen weight in another dtype, which `find_frozen` recognizes."""
         copy = weight.detach().to(dtype)
         self._frozen.add(copy, weight)
         return copy
 
     def find_frozen(self, t: Tensor) -> WeightCopy | None:
-        """What makes `t` again, if `of_frozen` made it."""
+        """Return what makes `t` again if `of_frozen` made it; `None` otherwise."""
         known = self._frozen.find(t) if type(t) is Tensor and t.numel() else None
         return None if known is None else WeightCopy.of(t, known[0])
 
     @staticmethod
     def find_trained(t: Tensor) -> WeightCopy | None:
-        """What makes `t` again, if it is a copy of a weight that is trained."""
+        """Return what makes `t` again if it is a copy of a trained weight; `None` otherwise."""
         return WeightCopy.of(t, _copied_weight(t.grad_fn))
 
     def restore(self, copy: WeightCopy) -> Tensor:
-        """The tensor that a handle stands for.
+        """Return the tensor that a handle stands for.
 
         Raises:
-            RuntimeError: The weight was changed since.
+            RuntimeError: The weight was changed after the forward.
         """
         if copy.weight._version != copy.version:
             raise RuntimeError(
@@ -82,7 +91,7 @@ class WeightCopies:
         return torch.as_strided(self._made[key], copy.shape, copy.stride, copy.offset)
 
     def clear(self) -> None:
-        """The backward is over."""
+        """Free all copies at the end of the backward."""
         self._frozen.clear()
         self._made.clear()
 
@@ -106,14 +115,14 @@ class FrozenCasts(OwnMode):
 
 
 def _is_cast(t: Any) -> bool:
-    """Whether autocast is going to copy `t`, a frozen weight."""
+    """Return whether `t` is a frozen weight that autocast is going to copy."""
     if not _is_plain(t) or t.requires_grad or not torch.is_autocast_enabled(t.device.type):
         return False
     return t.is_floating_point() and t.dtype not in (torch.float64, torch.get_autocast_dtype(t.device.type))
 
 
 def _copied_weight(node: Node | None) -> nn.Parameter | None:
-    """The weight of which a copy, or views of one, have this history."""
+    """Return the weight of whose copy a tensor with this history is a view; `None` if there is none."""
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != _COPY:
@@ -123,5 +132,5 @@ def _copied_weight(node: Node | None) -> nn.Parameter | None:
 
 
 def _is_plain(t: Any) -> bool:
-    """Whether `t` is a parameter; one of another type (a DTensor, a quantised one) knows better how it is copied."""
+    """Return whether `t` is a plain parameter. Other types (DTensors, quantized weights) define their own copies."""
     return type(t) is nn.Parameter and type(t.data) is Tensor

@@ -1,4 +1,4 @@
-"""Tensors made of other tensors, as quantised ones are of integers and scales: they are stored part by part."""
+"""Tensors that are made of other tensors, as quantized ones are of integers and scales. They are stored by parts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_memo.parallel.local_tensors import local_part
 
 
 def is_wrapped(t: Tensor) -> bool:
-    """Whether a tensor can be taken apart, by PyTorch's protocol `__tensor_flatten__`."""
+    """Return whether a tensor can be taken apart by PyTorch's protocol `__tensor_flatten__`."""
     return type(t) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(t)
 
 
 def is_opaque(t: Tensor) -> bool:
-    """Whether nothing is known of what a tensor is made of: its bytes would not make it again."""
+    """Return whether the parts of a tensor are unknown, so that it cannot be made again from bytes."""
     return type(t) not in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(t)
 
 
 def plain_parts(t: Tensor) -> list[Tensor]:
-    """The plain tensors that hold this process's bytes of `t`."""
+    """Return the plain tensors that hold this process's bytes of `t`."""
     t = local_part(t)
     if not is_wrapped(t):
         return [t]
@@ -33,7 +33,7 @@ def plain_parts(t: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class WrappedHandle:
-    """Handles of a tensor's parts, and what else makes it what it is."""
+    """The handles of a tensor's parts, and what else is needed to make the tensor of them."""
 
     kind: Any
     parts: dict[str, Any]
@@ -43,12 +43,12 @@ class WrappedHandle:
 
     @classmethod
     def of(cls, t: Tensor, store: Callable[[Tensor], Any]) -> WrappedHandle:
-        """Store the parts of a tensor, each by `store`."""
+        """Store each part of a tensor by `store`, and return the handle of the tensor."""
         names, context = t.__tensor_flatten__()
         return cls(type(t), {name: store(getattr(t, name)) for name in names}, context, t.shape, t.stride())
 
     def wrap(self, load: Callable[[Any], Tensor]) -> Tensor:
-        """The tensor, made of its parts again."""
+        """Return the tensor, made of its parts, each of which `load` returns."""
         parts = {name: load(handle) for name, handle in self.parts.items()}
         made: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
         return made

@@ -1,1 +1,1 @@
-"""The schedule "slice": the whole model on one slice of the sequence after the other."""
+"""The schedule "slice", which runs the whole model on one slice of the sequence after the other."""

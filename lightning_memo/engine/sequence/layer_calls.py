@@ -1,43 +1,48 @@
-"""Layer calls of the schedule "slice": each gets one slice of the sequence."""
+"""Layer calls of the schedule "slice", each of which runs on one slice of the sequence."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_memo.engine.copies.step_recorder import Subject
-from lightning_memo.engine.forward.intercept import set_layout
-from lightning_memo.engine.layers.layer_run import LayerCall, LayerRun
-from lightning_memo.engine.layers.slice_schedules import run_last_layer, run_layer_schedule
+from lightning_memo.engine.forward.autocast import ambient_autocast
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.layers.call_attention import CallAttention
+from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
+from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
+from lightning_memo.engine.layers.hidden_states import WholeStates
+from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
-from lightning_memo.engine.sequence.sliced_model import SequenceRun
+from lightning_memo.engine.saved.call_arguments import ParkedCallArguments
+from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
+from lightning_memo.engine.saved.forward_conditions import ForwardConditions
+from lightning_memo.engine.sequence.sequence_run import SequenceRun
+from lightning_memo.engine.sequence.sequence_services import SequenceServices
+from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
 from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.find_layers import find_hugging_face
 
-if TYPE_CHECKING:
-    from lightning_memo.engine.engine import Engine
-
 
 def find_causal_lm(model: nn.Module) -> nn.Module:
-    """What the schedule "slice" cuts.
+    """Return the causal language model that the schedule "slice" runs slice by slice.
 
     Raises:
-        ValueError: The model holds none.
+        ValueError: `model` contains none, or it cannot run slice by slice.
     """
     found = next(iter(find_hugging_face(model)), None)
     if found is None:
         raise ValueError(
-            'schedule="slice" runs a causal language model of transformers slice by slice, and '
+            'schedule="slice" runs a causal language model of transformers slice by slice, but '
             f'{type(model).__name__} has none: use schedule="layer"'
         )
     if not takes_loss_arguments(found):
         raise ValueError(
-            f'schedule="slice" shifts labels and counts tokens once for all slices, and the forward of '
+            f'schedule="slice" shifts labels and counts tokens once for all slices, but the forward of '
             f'{type(found).__name__} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
         )
     if why := why_scaled_together(found):
@@ -46,40 +51,54 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def slice_by_slice(engine: Engine, layout: TokenLayout, batch: int) -> Iterator[SequenceRun]:
-    """Inside, the engine's layers get one slice of the sequence after the other.
+def slice_by_slice(engine: SequenceServices, layout: TokenLayout, batch: int) -> Iterator[SequenceRun]:
+    """Make the engine's layers run on one slice of the sequence after the other inside the context.
 
     Args:
         engine: Runs the layers.
-        layout: The sequence.
-        batch: Sequences.
+        layout: The layout of the sequence.
+        batch: Number of sequences.
 
     Raises:
         ValueError: An earlier forward waits for its backward.
     """
-    engine.reset_if_interrupted()
-    if engine.calls_alive:
+    if engine.calls.interrupted:
+        engine.reset()
+    if engine.calls:
         raise ValueError(
             'schedule="slice" takes one forward of the model before its backward, and there is another: run the '
             'backward first, or use schedule="layer"'
         )
     planned = None if engine.profiles(batch, layout.tokens) else engine.swap
-    alpha, longest = (0.0, engine.wishes.slice_tokens) if planned is None else (planned.alpha, planned.slice_tokens)
-    engine.sequence = SequenceRun(engine, engine.cut(layout.tokens, alpha, longest), batch)
-    set_layout(layout)
+    alpha, longest = (0.0, engine.settings.slice_tokens) if planned is None else (planned.alpha, planned.slice_tokens)
+    engine.sequence = SequenceRun(engine.cutter.cut(layout.tokens, alpha, longest))
+    current = engine.sharing.current_layout
+    current.layout = layout
     try:
         yield engine.sequence
     finally:
         engine.sequence = None
-        set_layout(None)
+        current.clear()
 
 
-def run_slice(engine: Engine, sequence: SequenceRun, call: LayerCall, x: Tensor, alive: int) -> Any:
-    """A layer call on one slice of the sequence; `alive` calls came before."""
-    index = alive % len(engine.layers)
-    engine.mark(alive, "forward_begin", Subject(index, sequence.index))
-    if sequence.index == 0:  # the last slice may have a single token, which says nothing
-        traits = engine.kinds.of(call, x)
+def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, x: Tensor, key: int) -> Any:
+    """Run a layer call on one slice of the sequence.
+
+    Args:
+        engine: Runs the layers.
+        sequence: The forward that the call belongs to.
+        call: The layer and its arguments.
+        x: The layer's input for the slice.
+        key: Number of layer calls that came before, those for earlier slices included.
+
+    Raises:
+        ValueError: The layer cannot run slice after slice.
+    """
+    layer = key % len(engine.layers)
+    position = CallPosition(layer, key, sequence.index, sequence.slice.start)
+    engine.mark(key, "forward_begin", position.subject)
+    if sequence.index == 0:  # the last slice may have a single token, too few for a probe
+        traits = engine.layer_classes.of(call, x)
         if traits.why_whole and call.tokens > 1:
             raise ValueError(
                 f'schedule="slice" runs layers slice after slice, but {traits.why_whole}: use schedule="layer"'
@@ -87,13 +106,29 @@ def run_slice(engine: Engine, sequence: SequenceRun, call: LayerCall, x: Tensor,
     assert engine.memory is not None
     sequence.enter(call, engine.memory)
     if engine.profile is not None and sequence.index == 0:
-        engine.shared = sequence.arguments.saved
-    part = TokenRange(0, call.tokens, sequence.slice.action)
-    run = LayerRun(
-        engine, call, x, index, (part,), engine.memory, swap=True, streamed=True, sequence=sequence, key=alive
-    )
-    engine.begin(run, calls=len(sequence.slices))
+        engine.parked = sequence.arguments.saved
+    run = _run_of_slice(engine, sequence, call, x, position)
+    engine.limits.begin_call(key, parts=len(sequence.slices))
+    engine.calls.add(run)
     if call.layer is not engine.layers[-1]:
         return run_layer_schedule(run, x)
     y, sequence.output = run_last_layer(run, x)
     return y
+
+
+def _run_of_slice(
+    engine: SequenceServices, sequence: SequenceRun, call: LayerCall, x: Tensor, position: CallPosition
+) -> LayerRun:
+    """Return the run of a layer call that shares arguments, attention and random state with others of the sequence."""
+    slices = (TokenRange(0, call.tokens, sequence.slice.action),)
+    meter = CallMeter(engine, position, slices=1)
+    policy = StoragePolicy(engine.memory, swap=True, per_slice=True)
+    attended = [part.gathered(call.shards) for part in sequence.slices]
+    return LayerRun(
+        engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
+        CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=False), WholeStates(call, x, slices),
+        CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
+        ForwardConditions(
+            sequence.capture_rng(x.device), ChangingBuffers(call.layer, ()), ambient_autocast(x.device.type)
+        ),
+    )  # fmt: skip

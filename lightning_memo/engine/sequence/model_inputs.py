@@ -1,4 +1,4 @@
-"""The inputs of a model that runs slice by slice: what they are, and which no slice can compute with."""
+"""The inputs of a model that runs slice by slice, and checks that slices can compute with them."""
 
 from __future__ import annotations
 
@@ -9,60 +9,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.hugging_face import right_padded_lengths
 from lightning_memo.kernels.async_transfer import to_device_async
+from lightning_memo.parallel.batches.positions import right_padded_lengths
 
 IGNORED = -100
 
 
 def named_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names that they have in `forward`."""
+    """Return the arguments of a call by their names in `forward`."""
     names = list(inspect.signature(forward).parameters)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def token_tensor(inputs: dict[str, Any]) -> Tensor:
-    """`input_ids` `[batch, tokens]`, or `inputs_embeds` `[batch, tokens, hidden]`.
+    """Return `input_ids` `[batch, tokens]`, or `inputs_embeds` `[batch, tokens, hidden]`.
 
     Raises:
-        ValueError: There is neither.
+        ValueError: The inputs have neither.
     """
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(inputs.get(name), Tensor):
             tokens: Tensor = inputs[name]
             return tokens
-    raise ValueError('schedule="slice" cuts input_ids or inputs_embeds, and the model got neither')
+    raise ValueError('schedule="slice" cuts input_ids or inputs_embeds into slices, but the model got neither')
 
 
 def on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs on the device: a batch may wait on the host, of which a slice is needed at a time."""
+    """Return the inputs on the device. A batch may be on the host, from which one slice is sent at a time."""
     return {name: to_device_async(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
 
 
 def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """Make sure that slices can be computed one by one.
+    """Check that slices can be computed one by one.
+
+    Args:
+        model: The causal language model.
+        inputs: Its inputs by name.
 
     Raises:
-        ValueError: Something is asked for that needs all tokens at once.
+        ValueError: The inputs ask for something that needs all tokens at once.
     """
     name = type(model).__name__
     cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(f'{name} got keys and values of a prefix: schedule="slice" has no place for them; use "layer"')
+        raise ValueError(
+            f'{name} got keys and values of a prefix, which schedule="slice" does not take: use schedule="layer"'
+        )
     positions = inputs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise ValueError(
-            f'{name} got position_ids {list(positions.shape)}: schedule="slice" takes those of text, [batch, tokens]; '
-            'use schedule="layer"'
+            f'{name} got position_ids {list(positions.shape)}: schedule="slice" takes [batch, tokens]; for '
+            'others use schedule="layer"'
         )
     if embeds is not None and embeds.requires_grad:
         raise ValueError(
-            f'{name} got inputs_embeds that are trained: schedule="slice" takes input_ids or embeddings without '
-            'gradient; use schedule="layer"'
+            f'{name} got inputs_embeds that require grad: schedule="slice" takes input_ids, or embeddings without '
+            'gradient; for others use schedule="layer"'
         )
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
-            f'schedule="slice" computes the loss of each slice by itself, and {name} got no labels: pass labels, or '
+            f'schedule="slice" computes the loss of each slice by itself, but {name} got no labels: pass labels, or '
             'use schedule="layer"'
         )
     if inputs.get("output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)):
@@ -73,10 +79,10 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int, Tensor | float]:
-    """The inputs that are not about the loss, the number of labels, and what the loss is multiplied by at last.
+    """Return the inputs apart from those of the loss, the number of labels, and a factor for the loss of all slices.
 
-    A batch without any label has a loss of NaN and a gradient of zero, as a mean has: 0 / 0 in every slice would have a
-    gradient of NaN. Padding on the right is seen by no other token.
+    A batch without any label has a loss of NaN and a gradient of zero, like a mean. The factor makes the loss NaN;
+    0 / 0 in every slice would make the gradient NaN, too. Padding on the right is dropped: no other token sees it.
 
     Raises:
         ValueError: Padding is not on the right.

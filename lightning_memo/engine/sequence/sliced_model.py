@@ -1,25 +1,23 @@
-"""The schedule "slice": the whole model runs on slice 1, then on slice 2, ..., and backward in reverse.
+"""The schedule "slice": the whole model runs on slice 1, then on slice 2, and so on; the backward runs in reverse.
 
-Nothing of the sequence's size but its tokens stays on the device. What follows the layers (norm, head, loss) is
-differentiated at once, slice by slice: the loss is a sum over tokens, so its gradient needs no other slice. What the
-backward needs of it is a gradient of the last layer's output, which waits on the host.
+Apart from token ids, nothing on the device has the size of the sequence. The modules after the layers (norm, head,
+loss) are differentiated in the forward, slice by slice: the loss is a sum over tokens, so that its gradient
+needs no other slice. The backward needs only the gradient of the last layer's output, which waits on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.layers.layer_run import LayerCall, LayerRun
-from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved.offload_group import Handle, Unit
+from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.saved.offload_group import Handle, OffloadGroup
 from lightning_memo.engine.saved.parked_arguments import SliceArguments
+from lightning_memo.engine.sequence.layer_calls import slice_by_slice
 from lightning_memo.engine.sequence.model_inputs import (
     IGNORED,
     check_sliceable,
@@ -28,111 +26,36 @@ from lightning_memo.engine.sequence.model_inputs import (
     token_tensor,
     without_labels,
 )
-from lightning_memo.kernels import RngState
+from lightning_memo.engine.sequence.sequence_run import SequenceRun
+from lightning_memo.engine.sequence.sequence_services import SequenceServices
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.positions import largest_position, packed_documents
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.zero_sharding import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
 
-if TYPE_CHECKING:
-    from lightning_memo.engine.engine import Engine
-
-
-@dataclass(slots=True)
-class SliceOutput:
-    """What the layers left of one slice.
-
-    Attributes:
-        run: The last layer's.
-        token: Where the backward of the slice's layers begins, `[]`.
-        hidden: The last layer's output, without history.
-    """
-
-    run: LayerRun
-    token: Tensor
-    hidden: Tensor
-
-
-class SequenceRun:
-    """A forward of the model slice by slice: which slice runs, and what attention knows of those before.
-
-    Args:
-        engine: Runs the layers.
-        slices: Token ranges that cover the sequence.
-        batch: Sequences.
-    """
-
-    def __init__(self, engine: Engine, slices: Sequence[TokenRange], batch: int) -> None:
-        self.engine, self.slices, self.batch = engine, tuple(slices), batch
-        self.index = 0
-        self.output: SliceOutput | None = None
-        self.all_arguments: list[SliceArguments] = []
-        self._rng_state: RngState | None = None
-        self._called: set[nn.Module] = set()
-        self._cores: dict[nn.Module, list[StreamedAttention | StreamedUlysses]] = {}
-
-    @property
-    def tokens(self) -> int:
-        return self.slices[-1].stop
-
-    @property
-    def slice(self) -> TokenRange:
-        """The slice that runs."""
-        return self.slices[self.index]
-
-    @property
-    def arguments(self) -> SliceArguments:
-        """What the layers of the slice that runs share."""
-        return self.all_arguments[self.index]
-
-    def enter(self, call: LayerCall, memory: SlotMemory) -> None:
-        """A layer is called on the slice that runs.
-
-        Raises:
-            ValueError: It was called before.
-        """
-        if len(self.all_arguments) == self.index:
-            self.all_arguments.append(SliceArguments(memory, self.slice))
-            self._called.clear()
-        if call.layer in self._called or self.output is not None:
-            raise ValueError(
-                f'{type(call.layer).__name__} runs twice in a forward, or after the last layer: use schedule="layer"'
-            )
-        self._called.add(call.layer)
-        self.arguments.add((call.args, call.kwargs))
-
-    def capture_rng(self, device: torch.device) -> RngState:
-        """The random state; one for all slices and layers where none draws."""
-        self._rng_state = RngState.capture(device, self._rng_state)
-        return self._rng_state
-
-    def cores(self, layer: nn.Module) -> list[StreamedAttention | StreamedUlysses]:
-        """The cores of a layer's attention calls, which all slices share."""
-        return self._cores.setdefault(layer, [])
-
 
 class SlicedModel:
-    """Stands in for the forward of a causal language model of transformers that gets its labels.
+    """Replaces the forward of a causal language model of transformers that gets its labels.
 
     Args:
         engine: Runs the model's layers.
-        longest: Most tokens of a slice.
+        longest: Largest number of tokens in a slice.
     """
 
-    def __init__(self, engine: Engine, longest: int) -> None:
+    def __init__(self, engine: SequenceServices, longest: int) -> None:
         self._engine = engine
         self._longest = longest
 
     def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's output with the loss of all tokens, and nothing else.
+        """Return the model's output with only the loss of all tokens in it.
 
         Raises:
-            ValueError: The call has no labels, or asks for what needs all tokens at once.
+            ValueError: The call has no labels, or asks for something that needs all tokens at once.
         """
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Also a batch of a single slice: processes may have others, and reduce gradients in the same order.
+        # Also for a batch of a single slice: other processes may have more, and all reduce gradients in the same order.
         with as_one_forward(self._engine.layers):
             return self._run(model, forward, args, kwargs)
 
@@ -145,15 +68,24 @@ class SlicedModel:
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]
-        step = _Step(self._engine, forward, inputs)
+        step = SlicedForward(self._engine, forward, inputs)
         loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
         return step.output_type(loss=loss)
 
 
-class _Step:
-    """The forwards and backwards of one call of the model."""
+class SlicedForward:
+    """The forwards and backwards of all slices in one call of the model.
 
-    def __init__(self, engine: Engine, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+    Args:
+        engine: Runs the model's layers.
+        forward: The model's own forward.
+        inputs: The arguments of the call by name.
+
+    Attributes:
+        output_type: The type of the model's output.
+    """
+
+    def __init__(self, engine: SequenceServices, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         tokens = token_tensor(inputs)
         self._engine, self._forward = engine, forward
         self._inputs, self._count, self._factor = without_labels(inputs)
@@ -162,19 +94,19 @@ class _Step:
         self._layout = TokenLayout(
             length, documents=packed_documents(inputs, self._batch), largest_position=largest_position(inputs, length)
         )
-        self._ends: list[tuple[LayerRun, Tensor, Unit, Handle]] = []
+        self._ends: list[tuple[LayerRun, Tensor, OffloadGroup, Handle]] = []
         self._arguments: list[SliceArguments] = []
         self.output_type: type[Any] = type(None)
 
     def forward(self, tail: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss, and its gradient in what follows the layers."""
+        """Return the loss, and the gradients of the parameters after the layers."""
         loss: Tensor | None = None
         sums: list[Tensor | None] = [None] * len(tail)
-        with self._engine.slice_by_slice(self._layout, self._batch) as sequence:
+        with slice_by_slice(self._engine, self._layout, self._batch) as sequence:
             for number, part in enumerate(sequence.slices):
                 sequence.index = number
                 with torch.enable_grad():
-                    output = self._forward(**self._cut(part))
+                    output = self._forward(**self.inputs_of(part))
                     hidden, token, run = self._end_of_layers(sequence)
                     _refuse_other_losses(output.loss)
                     own, *gradients = torch.autograd.grad(output.loss, [hidden, *tail], allow_unused=True)
@@ -188,20 +120,20 @@ class _Step:
         return loss.mul_(self._factor), sums
 
     def backward(self, gradient: Tensor) -> None:
-        """Differentiate the layers, last slice first."""
+        """Run the backward of the layers, last slice first."""
         while self._ends:
-            run, token, unit, handle = self._ends.pop()
+            run, token, group, handle = self._ends.pop()
             for arguments in self._arguments[:-3:-1]:  # of this slice, and of the next one
                 arguments.fetch()
-            dy = unit.load(handle) * gradient
-            unit.release()
+            dy = group.load(handle) * gradient
+            group.release()
             run.begin_output_gradient(dy)
             del dy
             torch.autograd.backward(token)
             self._arguments.pop().release()
 
     def _targets(self, part: TokenRange) -> Tensor:
-        """The label of each of the slice's tokens' successors, `[batch, tokens]`; never built for all tokens."""
+        """Return the labels of the slice, shifted, `[batch, tokens]`. They are never built for all tokens."""
         if self._shifted is not None:
             return self._shifted[:, part.start : part.stop]
         assert self._labels is not None
@@ -217,20 +149,20 @@ class _Step:
         return output.hidden, output.token, output.run
 
     def _keep(self, run: LayerRun, token: Tensor, gradient: Tensor, arguments: SliceArguments) -> None:
-        """What the backward of a slice's layers needs leaves for the host."""
-        assert run.memory is not None
-        unit = self._engine.open_unit(run.memory, swap=True)
-        handle = unit.put(gradient)
-        if unit.checks is not None:
-            unit.checks.note(handle, run.what("output gradient"))
-        self._ends.append((run, token, unit, handle))
-        unit.end_forward()
+        """Start moving what the backward of a slice's layers needs to the host."""
+        group = self._engine.offload_groups.open(run.storage.memory, swap=True)
+        handle = group.put(gradient)
+        if group.checks is not None:
+            group.checks.note(handle, run.storage.label("output gradient"))
+        self._ends.append((run, token, group, handle))
+        group.end_forward()
         arguments.leave()
         if self._arguments:
-            self._arguments[-1].settle()  # the copies of the slice before have had a slice's time
+            self._arguments[-1].settle()  # the copies of the earlier slice had the time of a slice
         self._arguments.append(arguments)
 
-    def _cut(self, part: TokenRange) -> dict[str, Any]:
+    def inputs_of(self, part: TokenRange) -> dict[str, Any]:
+        """Return the model's inputs for a slice, on the device."""
         whole = self._layout.tokens
 
         def narrow(value: Any) -> Any:
@@ -241,7 +173,7 @@ class _Step:
         labels = self._targets(part).contiguous()  # losses of transformers view them
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(part.start, part.stop, device=self._engine.device)[None]
-        # Without a mask, transformers looks for packed documents, which the layout knows, and the host waits for that.
+        # Without a mask, transformers looks for packed documents, for which the host would wait; the layout knows them.
         inputs["attention_mask"] = torch.ones((self._batch, part.tokens), dtype=torch.bool, device=self._engine.device)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": self._count}
         return on_device(self._engine.device, inputs)
@@ -249,7 +181,7 @@ class _Step:
 
 class _SliceBySlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: _Step, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, step: SlicedForward, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
         loss, ctx.sums = step.forward(tail)
         ctx.step, ctx.dtypes = step, [p.dtype for p in tail]
         return loss
@@ -276,10 +208,10 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def _refuse_other_losses(loss: Tensor) -> None:
-    """Make sure that a slice's loss depends on its layers by the last one's output alone.
+    """Check that a slice's loss depends on its layers only through the output of the last one.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The loss depends on another output.
     """
     waiting, seen = [loss.grad_fn], set()
     while waiting:
@@ -289,7 +221,7 @@ def _refuse_other_losses(loss: Tensor) -> None:
         seen.add(node)
         if node.name() in ("_GatherBackward", "_StoreBackward"):
             raise ValueError(
-                "the model's loss takes more from its layers than the output of the last one, which no slice can "
+                "the model's loss depends on other outputs of its layers than the last one, which no slice can "
                 'compute by itself: use schedule="layer"'
             )
         waiting.extend(following for following, _ in node.next_functions)

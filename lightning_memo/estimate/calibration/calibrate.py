@@ -49,8 +49,7 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
         if not measurements:
             raise ValueError(
                 f"files={settings['files']}: no measurements in any of {len(files)} files: give the "
-                "memo_plan.json of a run "
-                "with the model= of that run, or results of benchmarks/engine.py"
+                "memo_plan.json of a run with the model= of that run, or results of benchmarks/engine.py"
             )
         devices = [str(path) for path in files]
     else:

@@ -36,8 +36,7 @@ class LayerMeasurement:
         if self.costs.calls != self.shape.layers:
             raise ValueError(
                 f"{self.origin} has {self.costs.calls} layer calls, but {self.shape.name} has "
-                f"{self.shape.layers} layers: "
-                "give the model of the run"
+                f"{self.shape.layers} layers: give the model of the run"
             )
 
 
@@ -144,8 +143,7 @@ def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
         if value < 1.0:
             raise ValueError(
                 f"{name} would be {'infinite' if value <= 0 else f'{1 / value:.3g}'}, but cannot exceed "
-                "1: measure longer "
-                "sequences, or give the cluster.peak_flops of the measured machine"
+                "1: measure longer sequences, or give the cluster.peak_flops of the measured machine"
             )
     return values
 

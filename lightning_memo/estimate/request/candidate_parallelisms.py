@@ -34,8 +34,7 @@ def left_out_sentence(question: Question, forced: Sizes) -> str:
     lengths = _multiples_near(question.seq_len, math.lcm(*sizes))
     return (
         f"Not considered: parallelisms with TP x CP = {_listed(sizes)}, which does not divide "
-        f"{question.seq_len:,} tokens. "
-        f"They are possible with {_listed(lengths, ',')} tokens."
+        f"{question.seq_len:,} tokens. They are possible with {_listed(lengths, ',')} tokens."
     )
 
 

@@ -167,8 +167,7 @@ def _slices(settings: Mapping[str, Any]) -> Slices | None:
         if backed == "attention":
             raise ValueError(
                 "schedule=slice contradicts host_backed=attention: it keeps everything "
-                "but one slice on the host; give "
-                "host_backed=all, or leave it out"
+                "but one slice on the host; give host_backed=all, or leave it out"
             )
         return Slices(tokens=tokens, host_backed="all", schedule="slice")
     return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)

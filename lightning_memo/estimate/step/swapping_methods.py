@@ -127,10 +127,10 @@ def _fitting_device(question: Question, parallel: Parallelism, plan: Plan, devic
 def _bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:
     kept = plan.costs.skeletal_bytes if plan.swap.mode == "plain" else 0
     working = plan.working_set_bytes - plan.swap.buffer_bytes - kept
-    return _by_kind(question, parallel, plan.costs, plan.swap.buffer_bytes, kept, working)
+    return _by_category(question, parallel, plan.costs, plan.swap.buffer_bytes, kept, working)
 
 
-def _by_kind(
+def _by_category(
     question: Question, parallel: Parallelism, costs: LayerCosts, buffers: int, kept: int, working: int
 ) -> dict[str, int]:
     """Device memory by category. Logits count only if the peak of the working set is outside the layers."""
@@ -158,7 +158,7 @@ def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCo
         alpha=alpha,
         seconds=0.0,
         recomputed=1.0 - alpha,
-        device_bytes=_by_kind(question, parallel, costs, buffers, 0, working),
+        device_bytes=_by_category(question, parallel, costs, buffers, 0, working),
         host_bytes=host_bytes,
         limits=[f"{reason[0].upper()}{reason[1:]}."],
     )

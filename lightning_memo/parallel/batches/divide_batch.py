@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.engine.attention.hugging_face import right_padded_lengths
-from lightning_memo.parallel.batches.positions import largest_position, packed_documents
+from lightning_memo.parallel.batches.positions import largest_position, packed_documents, right_padded_lengths
 from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple
 from lightning_memo.utils.find_layers import find_hugging_face
 

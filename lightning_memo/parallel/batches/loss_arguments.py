@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_memo.engine.forward.intercept import current_layout
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
 
 _ADDED = ("position_ids", "shift_labels", "num_items_in_batch")
 
@@ -18,9 +18,13 @@ class LossArguments:
     A step that calls `self.model(input_ids=batch["input_ids"], labels=batch["labels"])` omits the entries that were
     added when the batch was divided. Positions would be wrong, labels would be shifted twice, and the loss would be
     weighted by this rank's tokens. In addition, FSDP2 casts floating-point arguments, but the item count must be exact.
+
+    Args:
+        current: Holds the layout of the batch; it has one if the batch was divided by tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, current: CurrentLayout) -> None:
+        self._current = current
         self._batch: Mapping[str, Any] = {}
 
     def use(self, batch: Any) -> None:
@@ -36,7 +40,7 @@ class LossArguments:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch, labels = self._batch, kwargs.get("labels")
-        cut = current_layout() is not None
+        cut = self._current.layout is not None
         names = [name for name in _ADDED if batch.get(name) is not None]
         if labels is None or labels is not batch.get("labels"):
             names = [name for name in names if name == "position_ids" and cut]

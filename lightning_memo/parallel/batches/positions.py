@@ -1,9 +1,12 @@
-"""Reads the position ids of a batch: packed documents and the largest position."""
+"""Reads the position ids and the padding mask of a batch: packed documents, the largest position, row lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
@@ -29,3 +32,22 @@ def largest_position(batch: Mapping[str, Any], tokens: int) -> int:
     """Returns the largest position of a batch. Without `position_ids`, positions count from 0."""
     positions = batch.get("position_ids")
     return tokens - 1 if positions is None else int(positions.max())
+
+
+def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
+    """Returns the number of valid tokens in each row of a padding mask `[batch, tokens]`; `None` if all are valid.
+
+    Raises:
+        ValueError: Padding is not on the right, or a row has no valid token.
+    """
+    valid = attention_mask.bool()
+    lengths = valid.sum(-1)
+    on_the_right = torch.arange(valid.shape[-1], device=valid.device) < lengths[:, None]
+    wrong = (valid != on_the_right).any() | (lengths == 0).any()
+    is_wrong, *counts = torch.cat([wrong[None].to(lengths.dtype), lengths]).tolist()  # the host waits once for all
+    if is_wrong:
+        raise ValueError(
+            "attention_mask has padding that is not on the right, or a row without tokens: pad on the right "
+            '(tokenizer.padding_side = "right")'
+        )
+    return None if min(counts) == valid.shape[-1] else tuple(counts)

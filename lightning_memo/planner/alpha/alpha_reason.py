@@ -78,7 +78,7 @@ def _limit_text(feasibility: Feasibility, solution: AlphaSolution) -> tuple[str,
         )
     return (
         f"Nothing limits alpha: the copies of all tokens hide under the forward and fit {tiers}.",
-        f"Copy time and {tiers} would allow alpha=1.",
+        f"Copy time{', ' if budget.spill_bytes else ' and '}{tiers} would allow alpha=1.",
     )
 
 

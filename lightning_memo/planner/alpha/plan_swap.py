@@ -64,22 +64,24 @@ def plan_swap(
     warm = steady(costs)
     feasibility = Feasibility(warm, budget, slot_bytes, streamed_bytes, slice_tokens)
     chosen, reason = _choose_alpha(feasibility, alpha, allowed)
-    swap = SwapPlan(
-        mode="memo",
-        alpha=chosen,
-        schedule=schedule,
-        slice_tokens=slice_tokens,
-        calls=costs.calls,
-        slot_bytes=slot_bytes(chosen) if streamed_bytes is None else 0,
-        spilled_calls=feasibility.spilled_calls(chosen) or 0,
-    )
-    if streamed_bytes is not None:
-        swap = _with_streams(swap, host_backed, streamed_bytes(chosen))
+    swap = _swap_plan(feasibility, chosen, schedule, host_backed)
     seconds = step_seconds(warm, swap)
     return Plan(fingerprint=fingerprint, costs=costs, budget=budget, swap=swap, step_seconds=seconds, reason=reason)
 
 
-def _with_streams(swap: SwapPlan, host_backed: HostBacked, sizes: StreamedBytes) -> SwapPlan:
+def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_backed: HostBacked) -> SwapPlan:
+    sizes = None if feasibility.streamed_bytes is None else feasibility.streamed_bytes(alpha)
+    swap = SwapPlan(
+        mode="memo",
+        alpha=alpha,
+        schedule=schedule,
+        slice_tokens=feasibility.slice_tokens,
+        calls=feasibility.costs.calls,
+        slot_bytes=feasibility.slot_bytes(alpha) if sizes is None else 0,
+        spilled_calls=feasibility.spilled_calls(alpha) or 0,
+    )
+    if sizes is None:
+        return swap
     return replace(
         swap,
         host_backed=host_backed,

@@ -1,4 +1,4 @@
-"""Offsets for buffers with lifetimes: as low a peak as can be found, and a proof where there is one."""
+"""Assigns offsets to buffers with known lifetimes so that the peak is low, with a proof of optimality if possible."""
 
 from lightning_memo.planner.placement.problem import Placement, Problem
 from lightning_memo.planner.placement.solve import Progress, place

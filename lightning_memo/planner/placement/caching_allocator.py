@@ -1,12 +1,12 @@
-"""What PyTorch's CUDA caching allocator would hold over the requests of a step: a model, which needs no GPU.
+"""Simulates PyTorch's CUDA caching allocator over the memory requests of a step, without a GPU.
 
-It has the allocator's default settings: no limit on splitting, no rounding to powers of two, no collection of garbage.
-Memory never runs short, so nothing goes back to the device. What is on the device beside the requests of the step,
-like parameters, is not there, and requests of other streams, which have pools of their own, are left out.
+The simulation has the allocator's default settings: no limit on splitting, no rounding to powers of two, no garbage
+collection. Device memory is unlimited, so no segment is returned to the device. Other memory on the device, for example
+parameters, is not simulated, and neither are requests of other streams, which have their own pools.
 
-Torch 2.11, 2.13 and 2.14 do exactly this, request by request: tests compare with them. (2.11 if the device's addresses
-rise from segment to segment.) Torch 2.12 chooses otherwise between free blocks of the same size, and so may need a
-little more or less.
+Tests compare the simulation with torch 2.11, 2.13 and 2.14, which it reproduces exactly, request by request (2.11 if
+the addresses of segments ascend). Torch 2.12 chooses differently among free blocks of the same size and may therefore
+need slightly more or less memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BLOCK: Final = 512
 """Requests are rounded up to multiples of this many bytes."""
 
 _MOST_SMALL: Final = _MIB
-"""Larger requests, after rounding, are served from another pool."""
+"""Requests that are larger after rounding are served from the pool of large blocks."""
 
 _SMALL_SEGMENT: Final = 2 * _MIB
 _LARGE_SEGMENT: Final = 20 * _MIB
 _OWN_SEGMENT: Final = 10 * _MIB
-"""Requests of at least this size get a segment for themselves."""
+"""Requests of at least this size get a segment of their own."""
 
 _OWN_SEGMENT_UNIT: Final = 2 * _MIB
 _QUIET_STEPS: Final = 3
@@ -43,40 +43,40 @@ class MemoryCurve:
     """Memory over the requests of a step."""
 
     allocated_bytes: Integers
-    """[requests] Bytes of the blocks in use, when the request has been served."""
+    """[requests] Bytes of the blocks in use after the request."""
 
     reserved_bytes: Integers
-    """[requests] Bytes taken from the device."""
+    """[requests] Bytes reserved from the device after the request."""
 
     steps: int
-    """How often the step was replayed; the last time is what is reported."""
+    """Number of times that the step was replayed. The curves are those of the last replay."""
 
     steady: bool
-    """Whether nothing more is reserved: not in the last three replays, or never, since the blocks lie as they did."""
+    """Whether reserved memory has stopped growing: for three replays, or for good because the blocks repeat."""
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The most bytes in use at once."""
+        """Highest number of bytes in use."""
         return int(self.allocated_bytes.max(initial=0))
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most bytes taken from the device."""
+        """Highest number of bytes reserved from the device."""
         return int(self.reserved_bytes.max(initial=0))
 
 
 def replay(trace: Trace, *, expandable: bool = False) -> MemoryCurve:
-    """Has the model serve a step again and again until it needs no more memory for it.
+    """Simulate a step repeatedly until it reserves no more memory.
 
-    A buffer that is not known to be freed is freed right after the same request of the next step: if it were not, each
-    step would need more memory than the one before.
+    A buffer whose free was not recorded is freed right after the same request of the next step; otherwise, each step
+    would need more memory than the one before.
 
     Args:
-        trace: The step; all requests of lane 0 are served, those that get no place in a plan too.
-        expandable: Model `expandable_segments:True`.
+        trace: The recorded step. All requests of lane 0 are simulated, also those that get no offset in a plan.
+        expandable: Whether to simulate `expandable_segments:True`.
 
     Returns:
-        Bytes over the requests of the last replay. Requests of other lanes change nothing.
+        Memory over the requests of the last replay. Requests of other lanes do not change it.
     """
     allocator = _Allocator(expandable)
     step = _Step(trace)
@@ -95,7 +95,7 @@ def replay(trace: Trace, *, expandable: bool = False) -> MemoryCurve:
 
 
 class _Step:
-    """The requests and frees of a step in order, and which buffers are alive between them."""
+    """The requests and frees of a step in order, and the live buffers."""
 
     def __init__(self, trace: Trace) -> None:
         self._size = trace.size.tolist()
@@ -107,7 +107,7 @@ class _Step:
         self._live: dict[int, _Block] = {}
 
     def requests(self, allocator: _Allocator) -> Iterator[int]:
-        """Runs the step; yields each request right after it was served."""
+        """Run the step, and yield the index of each request right after it was served."""
         for row, served in enumerate(self._served):
             self._free(self._freed[row], allocator)
             before = self._live.get(row)
@@ -120,17 +120,17 @@ class _Step:
 
     def _free(self, rows: list[int], allocator: _Allocator) -> None:
         for row in rows:
-            if row in self._live:  # in the first step, not what would be left of the one before
+            if row in self._live:  # false in the first step for buffers of the previous one
                 allocator.free(self._live.pop(row))
 
     def layout(self, allocator: _Allocator) -> tuple[object, ...]:
-        """All that decides over what comes."""
+        """The complete state of the allocator, which determines the next step."""
         live = tuple(sorted((row, block.address) for row, block in self._live.items()))
         return live, allocator.free_blocks
 
 
 class _Block:
-    """A range of a segment; its neighbours there are linked."""
+    """A block of a segment, linked to its neighbors."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
@@ -141,32 +141,34 @@ class _Block:
         self.after: _Block | None = None
 
     def link(self, after: _Block | None) -> None:
-        """Sets the neighbour at higher addresses."""
+        """Set the neighbor at higher addresses."""
         self.after = after
         if after is not None:
             after.before = self
 
 
 class _Pool:
-    """The segments for small or for large requests.
+    """The pool for small or for large requests.
 
     Args:
-        segment_bytes: Size of the segments of requests that get none for themselves.
-        least_rest: Smallest rest of a block that is split off.
+        segment_bytes: Size of the segments that several requests share.
+        least_rest: Minimum size of a remainder for a block to be split.
     """
 
     def __init__(self, segment_bytes: int, least_rest: int) -> None:
         self.reserved_bytes = 0
-        self._free: list[tuple[int, int, _Block]] = []  # size, address, block: the first that is large enough fits best
+        self._free: list[
+            tuple[int, int, _Block]
+        ] = []  # size, address, block: the first one large enough is the best fit
         self._segment_bytes, self._least_rest = segment_bytes, least_rest
 
     @property
     def free_blocks(self) -> tuple[tuple[int, int], ...]:
-        """Addresses and sizes."""
+        """Addresses and sizes of the free blocks."""
         return tuple((address, size) for size, address, _ in self._free)
 
     def take(self, size: int) -> _Block:
-        """A block of at least so many bytes."""
+        """Allocate a block of at least this size."""
         at = self._best_fit(size)
         block = self._free.pop(at)[2] if at < len(self._free) else self._reserve(size)
         block.free = False
@@ -177,17 +179,17 @@ class _Pool:
         return block
 
     def give_back(self, block: _Block) -> None:
-        """Joins the block with free neighbours, for use again."""
+        """Free a block, and merge it with its free neighbors."""
         block = self._joined(block)
         block.free = True
         insort(self._free, (block.size, block.address, block))
 
     def _best_fit(self, size: int) -> int:
-        """Index of a free block; their number if none is large enough."""
+        """Index of the smallest free block that is large enough; the number of free blocks if there is none."""
         return bisect_left(self._free, (size,))
 
     def _reserve(self, size: int) -> _Block:
-        """A new segment as one block, which is in use."""
+        """Reserve a segment, as one block."""
         own_bytes = _rounded_up(size, _OWN_SEGMENT_UNIT)
         return self._map(own_bytes if size >= _OWN_SEGMENT else self._segment_bytes)
 
@@ -204,7 +206,7 @@ class _Pool:
         insort(self._free, (size, address, block))
 
     def _joined(self, block: _Block) -> _Block:
-        """The block with its free neighbours, none of which is listed any more."""
+        """Merge a block with its free neighbors, which are removed from the free blocks."""
         before, after = block.before, block.after
         if after is not None and after.free:
             self._remove(after)
@@ -222,10 +224,10 @@ class _Pool:
 
 
 class _ExpandablePool(_Pool):
-    """One segment that grows at its end, page by page.
+    """An expandable segment, which grows at its end in whole pages.
 
     Args:
-        page_bytes: What is mapped at once.
+        page_bytes: Size of a page.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -234,7 +236,7 @@ class _ExpandablePool(_Pool):
 
     def _best_fit(self, size: int) -> int:
         at = super()._best_fit(size)
-        # The block at the end counts as large as it can grow, so any other that is large enough fits better.
+        # The block at the end counts with the size to which it can grow, so any other block large enough fits better.
         return at + (at + 1 < len(self._free) and self._free[at][2].after is self._end)
 
     def _reserve(self, size: int) -> _Block:

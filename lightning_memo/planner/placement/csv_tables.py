@@ -1,4 +1,4 @@
-"""Placement problems as CSV files: `id,lower,upper,size` in, the same with `offset` out."""
+"""Placement problems as CSV files: `id,lower,upper,size` as input, the same with `offset` as output."""
 
 from __future__ import annotations
 
@@ -19,34 +19,39 @@ _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,4000}", re.ASCII)
 
 @dataclass(frozen=True)
 class ProblemTable:
-    """A problem as it was read, with all columns of the file."""
+    """A problem that was read from a file, with all columns of the file."""
 
     problem: Problem
     header: list[str]
     rows: list[list[str]]
 
     def write(self, file: TextIO, placement: Placement) -> None:
-        """Writes the table with the offsets, in bytes, as its last column; one that was there is replaced."""
-        kept = [place for place, name in enumerate(self.header) if name != "offset"]
+        """Write the table with the offsets in bytes as its last column, replacing an existing column `offset`.
+
+        Args:
+            file: Text file to write to.
+            placement: Offsets of the buffers.
+        """
+        preserved = [place for place, name in enumerate(self.header) if name != "offset"]
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*(self.header[place] for place in kept), "offset"])
+        writer.writerow([*(self.header[place] for place in preserved), "offset"])
         for row, offset in zip(self.rows, placement.offset.tolist(), strict=True):
-            writer.writerow([*(row[place] for place in kept), offset])
+            writer.writerow([*(row[place] for place in preserved), offset])
 
 
 def read_problem(path: str | os.PathLike[str], alignment: int = 1) -> ProblemTable:
-    """Reads a problem.
+    """Read a problem.
 
     Args:
-        path: A CSV file with the columns `id`, `lower`, `upper` and `size`, in any order; others are kept.
+        path: A CSV file with the columns `id`, `lower`, `upper` and `size` in any order. Other columns are preserved.
         alignment: Bytes that offsets are multiples of.
 
     Raises:
-        OSError: The file can't be read.
-        ValueError: It is no such table; one line names the file, the line and the column.
+        OSError: The file cannot be read.
+        ValueError: The file is not such a table. The message is one line that names file, line and column.
     """
     try:
-        # The newline is left to csv, and a byte order mark, as spreadsheets write it, is no part of the first name.
+        # The csv module handles newlines. utf-8-sig removes the byte order mark that spreadsheets write.
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]

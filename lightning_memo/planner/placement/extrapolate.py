@@ -1,4 +1,4 @@
-"""Traces of steps that can't be recorded: longer sequences, and more layers."""
+"""Extrapolates recorded traces to longer sequences and to more layers (MEMO, section 4.3.2)."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.utils.arrays import Integers
 
 EDGE_LAYERS: Final = 3
-"""The first and the last layers differ from those in between, which are alike: the last two stay on the device."""
+"""Number of layers at each end that differ from those in between. The last two layers stay on the device."""
 
 _LAYER: Final = re.compile(r"(?<=layer )\d+")
 
 
 class ExtrapolationError(ValueError):
-    """The recorded traces do not tell what is asked."""
+    """The recorded traces do not determine the requested one."""
 
 
 def extrapolate(traces: tuple[Trace, Trace, Trace], lengths: tuple[int, int, int], tokens: int) -> Trace:
-    """The trace of another length: sizes are `a + b * tokens`, told by the outer lengths and checked by the middle one.
+    """Extrapolate the trace of another sequence length, assuming that sizes are `a + b * tokens`.
 
-    That holds above the lengths at which kernels change how they work in blocks, and where slices cut all lengths in
-    the same proportion.
+    The outer two lengths determine `a` and `b`, and the middle one checks them. The assumption holds above the lengths
+    at which kernels change their blocks, if slices cut all lengths in the same proportion.
 
     Args:
-        traces: Recorded at three lengths, with all their small requests.
-        lengths: Their tokens, ascending.
-        tokens: The length that is wanted.
+        traces: Traces of three lengths, with all small requests.
+        lengths: Tokens of each trace, ascending.
+        tokens: Length to extrapolate to.
 
     Raises:
-        ExtrapolationError: The steps do not make the same requests, or a size does not grow so.
+        ExtrapolationError: The steps do not make the same requests, or a size does not grow linearly.
     """
     if not lengths[0] < lengths[1] < lengths[2]:
-        raise ExtrapolationError(f"lengths {lengths}: give three, ascending")
+        raise ExtrapolationError(f"lengths={lengths} must be three ascending numbers of tokens")
     short, middle, long = traces
     for trace, length in ((middle, lengths[1]), (long, lengths[2])):
         _check_alike(short, trace, lengths[0], length)
@@ -48,7 +48,8 @@ def extrapolate(traces: tuple[Trace, Trace, Trace], lengths: tuple[int, int, int
         row = int(wrong[0])
         raise ExtrapolationError(
             f"request {row} ({short.phases[short.phase[row]]}) has {int(middle.size[row])} bytes at {lengths[1]} "
-            f"tokens, where {outer[0]} and {outer[1]} tokens let expect {int(expected[row])}: record longer ones"
+            f"tokens, but {int(expected[row])} are expected from {outer[0]} and {outer[1]} tokens: record longer "
+            "sequences"
         )
     return replace(short, size=_affine(short.size, long.size, outer, tokens))
 
@@ -60,33 +61,34 @@ def _check_alike(first: Trace, second: Trace, length: int, other_length: int) ->
     )
     if not same:
         raise ExtrapolationError(
-            f"the steps of {length} and {other_length} tokens do not request and free in the same order: record "
-            "lengths at which kernels work alike, with all small requests"
+            f"the steps of {length} and {other_length} tokens do not allocate and free memory in the same order: "
+            "record lengths at which the same kernels run, with all small requests"
         )
 
 
 def _affine(first: Integers, second: Integers, lengths: tuple[int, int], tokens: int) -> Integers:
-    """Sizes at `tokens`, rounded up to whole bytes."""
+    """[requests] Sizes at `tokens`, rounded up to whole bytes."""
     return first - (first - second) * (tokens - lengths[0]) // (lengths[1] - lengths[0])
 
 
 def repeat_layers(trace: Trace, layers: int) -> Trace:
-    """The trace of a model with more layers: a layer between the edges stands for all that are added.
+    """Extrapolate the trace of a model with more layers by repeating a layer from the middle.
 
-    What happens outside of layers is as recorded. That is right for embedding, head and loss; an optimizer that takes
-    scratch memory parameter by parameter would take it more often.
+    Requests outside the layers are copied. This is right for embedding, head and loss, but an optimizer that allocates
+    scratch memory for each parameter would allocate it more often.
 
     Args:
-        trace: Of a model with at least `2 * EDGE_LAYERS + 1` layers.
-        layers: Wanted layers, at least as many as were recorded.
+        trace: Trace of a model with at least `2 * EDGE_LAYERS + 1` layers.
+        layers: Number of layers to extrapolate to, at least the recorded number.
 
     Raises:
-        ExtrapolationError: Too few layers, or a buffer dies in a layer that has nothing to do with its own.
+        ExtrapolationError: There are too few layers, or a buffer dies in an unrelated layer.
     """
     recorded = 1 + max((_layer(name) for name in trace.phases), default=-1)
     if not 2 * EDGE_LAYERS < recorded <= layers:
         raise ExtrapolationError(
-            f"{recorded} layers recorded, {layers} wanted: record at least {2 * EDGE_LAYERS + 1}, and want no fewer"
+            f"cannot extrapolate from {recorded} to {layers} layers: record at least {2 * EDGE_LAYERS + 1} layers, and "
+            "extrapolate to at least as many as were recorded"
         )
     return _Repetition(trace, recorded, layers).trace()
 
@@ -97,7 +99,7 @@ def _layer(name: str) -> int:
 
 
 class _Repetition:
-    """The longer step, phase by phase, with the recorded phase that each repeats."""
+    """The phases of the longer step, each with the recorded phase that it repeats."""
 
     def __init__(self, trace: Trace, recorded: int, layers: int) -> None:
         self._trace, self._recorded, self._added = trace, recorded, layers - recorded
@@ -117,7 +119,7 @@ class _Repetition:
                     yield _LAYER.sub(str(copy), name), source
 
     def _copies(self, layer: int, name: str) -> Sequence[int]:
-        """What a recorded layer becomes. Those between the edges, but the first, make room for its copies."""
+        """Layers that a recorded layer becomes. The first middle layer is repeated, the others are dropped."""
         if layer < EDGE_LAYERS:
             return [layer]
         if layer >= self._recorded - EDGE_LAYERS:
@@ -145,7 +147,7 @@ class _Repetition:
         )
 
     def _death(self, number: int, layer: int, row: int) -> int:
-        """When request `number` dies, in layer call `layer`, which repeats the recorded request `row`."""
+        """Death of request `number` in layer call `layer`, which repeats the recorded request `row`."""
         at = int(self._trace.death[row])
         if at in (NEVER, 0):
             return at
@@ -158,7 +160,7 @@ class _Repetition:
         return int(min(death, number) if at <= row else max(death, number + 1))
 
     def _moved(self, target: int, source: int, layer: int) -> int:
-        """Where what happened in layer `target`, as seen from `source`, happens as seen from its copy `layer`."""
+        """Layer that relates to `layer`, a copy of layer `source`, as layer `target` relates to `source`."""
         if source >= 0 and abs(target - source) < EDGE_LAYERS:
             return layer + target - source
         return target if target < self._recorded - EDGE_LAYERS else target + self._added

@@ -1,4 +1,4 @@
-"""One-pass placements in many orders: on traces of training steps, one of them nearly always meets the lower bound."""
+"""One-pass placements in many orders. On traces of training steps, one of them nearly always meets the lower bound."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memo.planner.placement.placement_core import NativeCore, PythonCore, Ranks
-from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.planner.placement.sections import SectionedProblem
 from lightning_memo.utils.arrays import Integers
 
-# Letters of an order: Z size, W width in time (duration), A area, T largest load met (contention), S start.
+# Sort keys by letter: Z size, W width in time (duration), A area, T largest load during the life (contention), S start.
 ORDERS: Final = ("Z", "A", "W", "S", "WAT", "TAW", "TWA", "TZ")
 
 
-def ranks(problem: Sectioned, order: str) -> Ranks:
-    """[buffers] The place of each buffer in an order: largest first by the first letter, ties by the next."""
+def ranks(problem: SectionedProblem, order: str) -> Ranks:
+    """[buffers] Rank of each buffer.
+
+    Args:
+        problem: The buffers.
+        order: Letters of the sort keys. The largest buffer by the first key has rank 0; the next keys break ties.
+    """
     keys: dict[str, npt.NDArray[Any]] = {
         "Z": -problem.size,
         "W": -problem.duration,
@@ -30,14 +35,19 @@ def ranks(problem: Sectioned, order: str) -> Ranks:
 
 
 def rank_of(order: Integers | Ranks) -> Ranks:
-    """[buffers] The inverse of an order."""
+    """[buffers] Inverse of a permutation of the buffers."""
     rank = np.empty(len(order), np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
     return rank
 
 
-def placements(problem: Sectioned, core: NativeCore | PythonCore) -> Iterator[tuple[str, Integers]]:
-    """The name and the offsets, in units, of one placement after another."""
+def placements(problem: SectionedProblem, core: NativeCore | PythonCore) -> Iterator[tuple[str, Integers]]:
+    """Yield the name and the offsets of one placement after another.
+
+    Args:
+        problem: The buffers.
+        core: Places them; offsets are in units of `problem`.
+    """
     for order in ORDERS:
         rank = ranks(problem, order)
         buffers = rank_of(rank)

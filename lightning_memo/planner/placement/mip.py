@@ -1,4 +1,4 @@
-"""The placement as a mixed-integer program (MEMO, section 4.3), for HiGHS."""
+"""Placement as a mixed-integer program (MEMO, section 4.3), solved with HiGHS."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from typing import Any, Final
 import highspy
 import numpy as np
 
-from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.planner.placement.sections import SectionedProblem
 from lightning_memo.utils.arrays import Integers
 
 MOST_PAIRS: Final = 4000
-"""Problems with more pairs of buffers that live at once are too large for HiGHS to gain anything in a minute."""
+"""Maximum number of pairs of buffers alive together; larger problems gain nothing within a minute of HiGHS."""
 
 _TALLEST: Final = 10**6
-# HiGHS meets rows to 1e-6 or so. Taller problems are scaled down to this height, and then their bounds prove nothing.
+# HiGHS satisfies rows to about 1e-6. Problems with a higher peak are scaled down to this height, which makes their
+# bounds inexact.
 
 
-def pairs(problem: Sectioned) -> list[tuple[int, int]]:
-    """Buffers that live at once, as ascending pairs."""
+def pairs(problem: SectionedProblem) -> list[tuple[int, int]]:
+    """Pairs of buffers that are alive together, each in ascending order."""
     return sorted({pair for s in range(problem.sections) for pair in combinations(problem.live(s).tolist(), 2)})
 
 
 @dataclass(slots=True)
 class _Model:
-    """Columns: an offset for each buffer, the peak, and for each pair whether the second lies below the first."""
+    """The program. Its columns are the offsets, the peak, and for each pair whether the second lies below the first."""
 
-    problem: Sectioned
+    problem: SectionedProblem
     best: int
-    """Peak of the placement that is known: the big M of the model, as nothing above it is looked for."""
+    """Peak of the known placement, which serves as the big M of the program."""
 
     below: dict[tuple[int, int], int]
-    """Column of each pair."""
+    """Index of the column of each pair."""
 
     scale: float = 1.0
-    """Units of the problem in one of the model."""
+    """Units of the problem per unit of the program."""
 
     starts: list[int] = field(default_factory=lambda: [0])
     index: list[int] = field(default_factory=list)
@@ -64,17 +65,19 @@ class _Model:
         self.upper.append(upper)
 
 
-def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: float) -> tuple[Integers | None, int]:
-    """Looks for a lower placement, or for a proof that there is none.
+def improve(
+    problem: SectionedProblem, offset: Integers, lower_bound: int, seconds: float
+) -> tuple[Integers | None, int]:
+    """Search for a placement with a lower peak, or for a proof that there is none.
 
     Args:
-        problem: At most `MOST_PAIRS` pairs of its buffers live at once.
-        offset: [buffers] The placement to start from, in units.
-        lower_bound: Units that no peak can be below.
-        seconds: Most time to take.
+        problem: Buffers of which at most `MOST_PAIRS` pairs are alive together.
+        offset: [buffers] Placement to start from, in units.
+        lower_bound: Known lower bound of the peak, in units.
+        seconds: Maximum time to search.
 
     Returns:
-        Offsets of a lower placement or None, and the lower bound that is proven, in units.
+        Offsets of a lower placement, or None, and the proven lower bound in units.
 
     Raises:
         RuntimeError: HiGHS failed.
@@ -104,7 +107,7 @@ def improve(problem: Sectioned, offset: Integers, lower_bound: int, seconds: flo
 
 
 def _add_pairs(model: _Model) -> None:
-    """One of two buffers that live at once ends below the other, and each below the peak."""
+    """Of two buffers that are alive together, one ends below the other. All end below the peak."""
     size, big = model.size, model.height
     for buffer, own in enumerate(size):
         model.add([(buffer, 1.0), (model.peak, -1.0)], -highspy.kHighsInf, -own)
@@ -114,7 +117,7 @@ def _add_pairs(model: _Model) -> None:
 
 
 def _add_cliques(model: _Model) -> None:
-    """All buffers of a section exclude each other, so those below one lift it by the sum of their sizes."""
+    """All buffers of a section exclude each other: those below a buffer lift it by the sum of their sizes."""
     size = model.size
     for section in range(model.problem.sections):
         live = model.problem.live(section).tolist()
@@ -172,7 +175,7 @@ def _solution(model: _Model, offset: Integers) -> Any:
 
 
 def _stack(model: _Model, values: Any) -> Integers:
-    """Whole offsets from the order that was found: each buffer on top of the highest that lies below it."""
+    """Integer offsets from the order in the solution: each buffer lies on the highest buffer below it."""
     size = model.problem.size
     under: list[list[int]] = [[] for _ in size]
     for (i, j), column in model.below.items():
@@ -187,13 +190,13 @@ def _stack(model: _Model, values: Any) -> Integers:
 
 
 def _disjoint(model: _Model, offset: Integers) -> bool:
-    """False where HiGHS met a row only within its tolerance, and the order it found has a cycle."""
+    """False if HiGHS satisfied a row only within its tolerance, so that the order has a cycle."""
     first, second = np.array(list(model.below), np.int64).reshape(-1, 2).T
     end = offset + model.problem.size
     return bool(((end[first] <= offset[second]) | (end[second] <= offset[first])).all())
 
 
 def _accept(status: Any) -> None:
-    # HiGHS reports a refused call, an unknown option included, only by its status.
+    # HiGHS reports a rejected call, for example an unknown option, only by its status.
     if status == highspy.HighsStatus.kError:
-        raise RuntimeError("HiGHS refused a call while placing buffers")
+        raise RuntimeError("HiGHS rejected a call while placing buffers")

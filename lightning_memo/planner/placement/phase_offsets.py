@@ -1,4 +1,4 @@
-"""A placement in the form in which it is executed: request by request, phase by phase."""
+"""Converts a placement to the offsets of the requests of each phase, which the allocator serves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_memo.planner.placement import Placement
 
 
 def place_step(trace: Trace, placement: Placement, *, min_bytes: int, threads: int) -> StepPlacement:
-    """What the allocator serves.
+    """Offsets for all requests of a step.
 
     Args:
         trace: The recorded step.
         placement: One offset for each of `trace.planned`.
-        min_bytes: Smaller requests were not recorded.
-        threads: Threads that computed while it was recorded.
+        min_bytes: Minimum size of the requests that were recorded.
+        threads: Number of CPU threads that computed while the step was recorded.
     """
     offset = np.full(len(trace), -1, np.int64)
     offset[trace.planned] = placement.offset

@@ -1,4 +1,4 @@
-"""One-pass placements and the search, in C++ or, where there is no compiler, in Python without the search."""
+"""One-pass placements and tree search in C++; without a compiler, one-pass placements in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.sections import Sectioned
+from lightning_memo.planner.placement.sections import SectionedProblem
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.arrays import Integers
 
@@ -23,7 +23,7 @@ _SOURCE = Path(__file__).parent / "csrc" / "placement.cpp"
 
 
 class SearchOutcome(IntEnum):
-    """How a search ended."""
+    """Result of a search."""
 
     INFEASIBLE = 0
     FOUND = 1
@@ -31,24 +31,25 @@ class SearchOutcome(IntEnum):
 
 
 class Core(Protocol):
-    """Places the buffers of one problem. Offsets and capacities are in its units."""
+    """Places the buffers of one problem. Offsets and capacities are in the problem's units."""
 
     def fit(self, order: Ranks, tightest: bool) -> Integers:
-        """One buffer after the other, each in the first, or the tightest, gap that is wide enough."""
+        """Place the buffers in order, each in the first (or the tightest) gap that is large enough."""
 
     def skyline(self, rank: Ranks) -> Integers:
-        """Always the buffer that can lie lowest; ties by rank."""
+        """Repeatedly place the buffer that can lie lowest; ties are broken by rank."""
 
 
 class NativeCore:
     """The C++ core.
 
     Args:
-        problem: What is placed; its buffers have a size above 0.
-        library: From `load_library`.
+        problem: Buffers whose sizes are all above 0.
+        library: The library that `load_library` returns.
+        handle: The problem in the library.
     """
 
-    def __init__(self, problem: Sectioned, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+    def __init__(self, problem: SectionedProblem, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._size = problem.size
         self._library, self._handle = library, handle
 
@@ -65,17 +66,17 @@ class NativeCore:
     def search(
         self, capacity: int, rank: Ranks, nodes: int, seconds: float, weight: Integers
     ) -> tuple[SearchOutcome, Integers]:
-        """Looks for a placement whose peak is at most `capacity`.
+        """Search for a placement whose peak is at most `capacity`.
 
         Args:
-            capacity: Units, at least the largest size.
-            rank: [buffers] Of several that can lie equally low, the lowest rank is tried first.
-            nodes: Most nodes to visit.
-            seconds: Most time to take.
-            weight: [buffers] Grows for buffers that were in the way.
+            capacity: Maximum peak in units, at least the largest size.
+            rank: [buffers] Among buffers that can lie equally low, the one with the lowest rank is tried first.
+            nodes: Maximum number of nodes to visit.
+            seconds: Maximum time to search.
+            weight: [buffers] Increased in place for buffers that prevented a placement.
 
         Returns:
-            How it ended, and offsets if a placement was found. INFEASIBLE is a proof.
+            The result, and offsets if a placement was found. INFEASIBLE is a proof that there is none.
         """
         offset = np.zeros_like(self._size)
         outcome = self._library.placement_search(
@@ -85,9 +86,9 @@ class NativeCore:
 
 
 class PythonCore:
-    """The same one-pass placements in Python: right, and slow above some hundred buffers."""
+    """The same one-pass placements in Python, which are slow for more than some hundred buffers."""
 
-    def __init__(self, problem: Sectioned) -> None:
+    def __init__(self, problem: SectionedProblem) -> None:
         self._size: list[int] = problem.size.tolist()
         self._neighbours = _neighbours(problem)
 
@@ -121,7 +122,7 @@ class PythonCore:
 
 
 def available_library() -> ctypes.CDLL | None:
-    """The library of the C++ core; None where C++ can't be compiled."""
+    """The library of the C++ core; None if C++ cannot be compiled."""
     try:
         return load_library()
     except native.BuildError:
@@ -129,8 +130,13 @@ def available_library() -> ctypes.CDLL | None:
 
 
 @contextmanager
-def opened(problem: Sectioned, library: ctypes.CDLL | None) -> Iterator[NativeCore | PythonCore]:
-    """A core for a problem: the Python one without a library."""
+def opened(problem: SectionedProblem, library: ctypes.CDLL | None) -> Iterator[NativeCore | PythonCore]:
+    """Provide a core for a problem.
+
+    Args:
+        problem: Buffers whose sizes are all above 0.
+        library: Library of the C++ core; None to use Python.
+    """
     if library is None:
         yield PythonCore(problem)
         return
@@ -143,7 +149,7 @@ def opened(problem: Sectioned, library: ctypes.CDLL | None) -> Iterator[NativeCo
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Builds the C++ core on first use.
+    """Load the library of the C++ core, which is compiled on first use.
 
     Raises:
         BuildError: There is no compiler, or it failed.
@@ -168,7 +174,7 @@ def _at(array: npt.NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-def _neighbours(problem: Sectioned) -> list[list[int]]:
+def _neighbours(problem: SectionedProblem) -> list[list[int]]:
     found: list[set[int]] = [set() for _ in problem.size]
     for section in range(problem.sections):
         live = problem.live(section).tolist()

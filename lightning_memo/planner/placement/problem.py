@@ -1,4 +1,4 @@
-"""What is to be placed, and where it was placed."""
+"""The placement problem and its solution."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy.typing as npt
 from lightning_memo.utils.arrays import Integers
 
 MAX_BYTES = 2**61
-"""Most bytes that buffers may have together: no sum of an offset and a size overflows 64 bits."""
+"""Maximum total size of all buffers, so that no sum of an offset and a size overflows 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Buffers with lifetimes, to be given offsets such that no two that live at once overlap.
+    """Buffers with lifetimes that need offsets such that no two buffers overlap while both are alive.
 
-    A buffer lives in `[lower, upper)`. With a `period`, time goes round, as training steps do: a buffer with
-    `upper <= lower` lives over the end of a step, in `[lower, period)` and `[0, upper)` of the next.
+    A buffer lives in `[lower, upper)`. With a `period`, time is cyclic, like training steps: a buffer with
+    `upper <= lower` lives across the end of a step, in `[lower, period)` and in `[0, upper)` of the next step.
 
     Raises:
-        ValueError: arrays of different lengths, a negative size, a lifetime that is empty or outside the period, an
-            alignment below 1, or more than 2^61 bytes.
+        ValueError: The arrays differ in length, a size is negative, a lifetime is empty or outside the period, the
+            alignment is below 1, or the sizes sum to more than 2^61 bytes.
     """
 
     lower: Integers
@@ -33,31 +33,35 @@ class Problem:
     """[buffers] Time of death."""
 
     size: Integers
-    """[buffers] Bytes."""
+    """[buffers] Size in bytes."""
 
     alignment: int = 1
     """Offsets are multiples of this many bytes."""
 
     period: int | None = None
-    """Length of a step, in the unit of `lower`; None: time does not go round."""
+    """Length of a step in the unit of `lower`; None if time is not cyclic."""
 
     def __post_init__(self) -> None:
         if not len(self.lower) == len(self.upper) == len(self.size):
             raise ValueError(
-                f"{len(self.lower)} births, {len(self.upper)} deaths and {len(self.size)} sizes: give one of each for "
-                "every buffer"
+                f"{len(self.lower)} births, {len(self.upper)} deaths and {len(self.size)} sizes: every "
+                "buffer needs one of each"
             )
         if not 1 <= self.alignment <= MAX_BYTES:
-            raise ValueError(f"alignment={self.alignment}: give bytes, from 1 to {MAX_BYTES}")
-        self._refuse(self.size < 0, "size", "sizes are at least 0")
+            raise ValueError(f"alignment={self.alignment} must be from 1 to {MAX_BYTES} bytes")
+        self._refuse(self.size < 0, "size", "sizes must be at least 0")
         if self.period is None:
-            self._refuse(self.upper <= self.lower, "upper", "a buffer dies after it is born")
+            self._refuse(self.upper <= self.lower, "upper", "a buffer must die after its birth")
         else:
-            self._refuse((self.lower < 0) | (self.lower >= self.period), "lower", f"times are in [0, {self.period})")
-            self._refuse((self.upper < 0) | (self.upper > self.period), "upper", f"times are in [0, {self.period}]")
-        # In Python's integers: neither the sum nor what is added need fit 64 bits.
+            self._refuse(
+                (self.lower < 0) | (self.lower >= self.period), "lower", f"births must be in [0, {self.period})"
+            )
+            self._refuse(
+                (self.upper < 0) | (self.upper > self.period), "upper", f"deaths must be in [0, {self.period}]"
+            )
+        # Python integers, because neither the sum nor its terms have to fit 64 bits.
         if sum(-(-size // self.alignment) * self.alignment for size in self.size.tolist()) > MAX_BYTES:
-            raise ValueError(f"all sizes together are above {MAX_BYTES} bytes: give at most that")
+            raise ValueError(f"the sizes sum to more than {MAX_BYTES} bytes, which is the maximum")
 
     def _refuse(self, wrong: npt.NDArray[np.bool_], name: str, rule: str) -> None:
         if wrong.any():
@@ -69,22 +73,22 @@ class Problem:
 
     @cached_property
     def padded_size(self) -> Integers:
-        """[buffers] Bytes up to the next multiple of the alignment."""
+        """[buffers] Size rounded up to the alignment."""
         return -(-self.size // self.alignment) * self.alignment
 
     @cached_property
     def wraps(self) -> npt.NDArray[np.bool_]:
-        """[buffers] Whether the buffer lives over the end of a step."""
+        """[buffers] Whether the buffer lives across the end of a step."""
         return self.upper <= self.lower
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """The largest live load: no placement has a lower peak."""
+        """Largest number of bytes alive at the same time, below which no peak can be."""
         return int(self.load[1].max(initial=0))
 
     @cached_property
     def load(self) -> tuple[Integers, Integers]:
-        """Times at which the live load changes, ascending, and the live bytes from each on."""
+        """Ascending times at which the live bytes change, and the live bytes from each time on."""
         birth = np.concatenate([self.lower, np.zeros(int(self.wraps.sum()), np.int64)])
         size = np.concatenate([self.padded_size, self.padded_size[self.wraps]])
         change = np.concatenate([size, -self.padded_size])
@@ -94,7 +98,11 @@ class Problem:
         return times, np.cumsum(steps)
 
     def subset(self, buffers: Integers) -> Problem:
-        """The problem of some buffers only."""
+        """The problem with only some of the buffers.
+
+        Args:
+            buffers: Indices of the buffers.
+        """
         return Problem(
             lower=self.lower[buffers],
             upper=self.upper[buffers],
@@ -106,34 +114,39 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Offsets for the buffers of a problem."""
+    """Offsets of the buffers of a problem."""
 
     offset: Integers = field(repr=False)
-    """[buffers] Bytes from the start of the arena."""
+    """[buffers] Offset from the start of the arena in bytes."""
 
     peak_bytes: int
-    """Where the highest buffer ends, up to the next multiple of the alignment: the size of the arena."""
+    """Size of the arena: the end of the highest buffer, rounded up to the alignment."""
 
     lower_bound_bytes: int
-    """No placement has a lower peak: the largest live load, or what a search has proven."""
+    """Lower bound of the peak of any placement: the largest live bytes, or a higher bound that a search has proven."""
 
     method: str
-    """What found it."""
+    """Algorithm that found the placement."""
 
     seconds: float
-    """How long it took."""
+    """Seconds that the solver took."""
 
     @property
     def optimal(self) -> bool:
-        """Whether no other placement has a lower peak, as far as is proven."""
+        """Whether the peak is proven to be minimal."""
         return self.peak_bytes == self.lower_bound_bytes
 
     @property
     def gap(self) -> float:
-        """Peak over lower bound, less 1."""
+        """Relative distance of the peak from the lower bound."""
         return self.peak_bytes / self.lower_bound_bytes - 1 if self.lower_bound_bytes else 0.0
 
 
 def peak_bytes(problem: Problem, offset: Integers) -> int:
-    """Where the highest buffer ends, up to the next multiple of the alignment."""
+    """End of the highest buffer, rounded up to the alignment.
+
+    Args:
+        problem: The buffers.
+        offset: [buffers] Offset of each buffer.
+    """
     return int((offset + problem.padded_size).max(initial=0))

@@ -1,4 +1,4 @@
-"""Time cut into sections, and buffers into groups that never meet."""
+"""Divides time into sections, and buffers into groups that are never alive together."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lightning_memo.utils.arrays import Integers
 
 
 @dataclass(frozen=True)
-class Sectioned:
-    """A problem in sections: times at which the set of live buffers is maximal; every other set is a part of one.
+class SectionedProblem:
+    """A placement problem whose time is reduced to sections, the times at which the set of live buffers is maximal.
 
-    Sizes are in units of the largest number of bytes that divides all of them.
+    Every other set of live buffers is a subset of one of these. Sizes are in units of their greatest common divisor.
     """
 
     size: Integers
-    """[buffers] Units, at least 1."""
+    """[buffers] Size in units, at least 1."""
 
     ranges: npt.NDArray[np.int32]
-    """[buffers, 4] Sections `[first, last)` of a buffer, twice; the second range is empty unless it goes round."""
+    """[buffers, 4] Two ranges of sections `[first, last)`. The second is empty unless the buffer wraps around."""
 
     sections: int
     unit_bytes: int
     duration: Integers
-    """[buffers] Length of life, in the unit of time of the problem."""
+    """[buffers] Length of the lifetime, in the problem's unit of time."""
 
     @cached_property
     def load(self) -> Integers:
-        """[sections] Units alive."""
+        """[sections] Live units."""
         change = np.zeros(self.sections + 1, np.int64)
         for first, last in (self.ranges[:, :2].T, self.ranges[:, 2:].T):
             np.add.at(change, first, self.size)
@@ -42,7 +42,7 @@ class Sectioned:
 
     @cached_property
     def contention(self) -> Integers:
-        """[buffers] The largest load that each buffer meets in its life, in units."""
+        """[buffers] Largest load during the lifetime of each buffer, in units."""
         best = np.zeros(len(self.size), np.int64)
         for first, last in (self.ranges[:, :2].T, self.ranges[:, 2:].T):
             for buffer in np.nonzero(last > first)[0]:
@@ -50,14 +50,18 @@ class Sectioned:
         return best
 
     def live(self, section: int) -> Integers:
-        """The buffers that live in a section."""
+        """Indices of the buffers that live in a section."""
         first, last, first_again, last_again = self.ranges.T
         inside = ((first <= section) & (section < last)) | ((first_again <= section) & (section < last_again))
         return np.nonzero(inside)[0]
 
 
-def section(problem: Problem) -> Sectioned:
-    """Cuts the time of a problem, whose buffers all have a size above 0, into sections."""
+def section(problem: Problem) -> SectionedProblem:
+    """Divide the time of a problem into sections.
+
+    Args:
+        problem: Buffers whose sizes are all above 0.
+    """
     start = np.zeros(int(problem.wraps.any()), np.int64)
     times = np.unique(np.concatenate([problem.lower, problem.upper, start]))
     lower, upper = np.searchsorted(times, problem.lower), np.searchsorted(times, problem.upper)
@@ -69,11 +73,11 @@ def section(problem: Problem) -> Sectioned:
     ranges = np.stack(
         [first, np.where(wraps, count, last), nothing, np.where(wraps, last, nothing)], axis=1, dtype=np.int32
     )
-    empty = ranges[:, 0] == ranges[:, 1]  # lives only in the part after the end
+    empty = ranges[:, 0] == ranges[:, 1]  # the buffer lives only after the end of the step
     ranges[empty] = np.roll(ranges[empty], 2, axis=1)
     period = problem.period or 0
     unit = int(np.gcd.reduce(problem.padded_size)) if len(problem) else 1
-    return Sectioned(
+    return SectionedProblem(
         size=problem.padded_size // unit,
         ranges=np.ascontiguousarray(ranges),
         sections=count,
@@ -83,7 +87,7 @@ def section(problem: Problem) -> Sectioned:
 
 
 def _maximal(lower: Integers, upper: Integers, wraps: npt.NDArray[np.bool_], count: int) -> Integers:
-    """Pieces of time before which something was born and after which something dies."""
+    """Pieces of time that follow a birth and precede a death."""
     born, dies = np.zeros(count + 1, bool), np.zeros(count + 1, bool)
     born[lower], dies[upper] = True, True
     if wraps.any():
@@ -98,10 +102,10 @@ def _maximal(lower: Integers, upper: Integers, wraps: npt.NDArray[np.bool_], cou
 
 
 def independent_groups(problem: Problem) -> Iterator[Integers]:
-    """Groups of buffers that never live at once with one of another group: what lies between idle times."""
+    """Yield indices of buffers in groups such that buffers of different groups are never alive together."""
     if not len(problem):
         return
-    if problem.wraps.any():  # the groups at both ends of a step are one
+    if problem.wraps.any():  # the first and the last group of a step are one
         yield np.arange(len(problem))
         return
     order = np.argsort(problem.lower, kind="stable")

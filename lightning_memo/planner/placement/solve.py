@@ -1,7 +1,8 @@
-"""From a problem to a placement: one-pass placements, then the search, then HiGHS, until nothing can be gained."""
+"""Solves a placement problem: one-pass placements, then tree search, then HiGHS, until the peak is proven minimal."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,12 +21,12 @@ from lightning_memo.planner.placement.placement_core import (
     opened,
 )
 from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes
-from lightning_memo.planner.placement.sections import Sectioned, independent_groups, section
+from lightning_memo.planner.placement.sections import SectionedProblem, independent_groups, section
 from lightning_memo.planner.placement.validate import validate
 from lightning_memo.utils.arrays import Integers
 
 MOST_SEARCHED: Final = 5000
-"""Groups with more buffers are left as the one-pass placements have them: a node costs time in proportion."""
+"""Groups with more buffers are not searched, because the time of a node is proportional to their number."""
 
 _FIRST_NODES: Final = 2000
 _NODES_BEFORE_MIP: Final = 16000
@@ -35,14 +36,14 @@ _SEARCH_ORDERS: Final = ("TWA", "TAW", "WAT")
 _RESTARTED_ORDERS: Final = ("TWA", "A", "Z")
 _LEARNED_STEPS: Final = 4
 _RESTART_NODES: Final = 500
-# What a search finds depends on luck with its first decisions: many short searches beat a long one.
+# The result of a search depends on its first decisions, so many short searches find more than a long one.
 _SHUFFLE: Final = 0.1
 _MIP_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a placement has come."""
+    """Progress of the solver."""
 
     stage: str
     peak_bytes: int
@@ -51,7 +52,7 @@ class Progress:
 
 
 class _Clock:
-    """The time that is left."""
+    """Measures the elapsed and the remaining time."""
 
     def __init__(self, seconds: float) -> None:
         self._start = time.perf_counter()
@@ -66,22 +67,22 @@ class _Clock:
         return self._end - time.perf_counter()
 
     def shorten(self, seconds: float) -> None:
-        """Leave at most this much."""
+        """Reduce the remaining time to at most this many seconds."""
         self._end = min(self._end, time.perf_counter() + seconds)
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Buffers that meet no others, and the best that is known of them. In units of the group."""
+    """Buffers that are never alive with those of other groups, and their best placement, in units of the group."""
 
     buffers: Integers
-    problem: Sectioned
+    problem: SectionedProblem
     core: NativeCore | PythonCore
     offset: Integers = field(init=False)
     peak: int = field(init=False)
     bound: int = field(init=False)
     weight: dict[str, Integers] = field(default_factory=dict)
-    """[buffers] By order: how often each buffer stood in the way."""
+    """[buffers] For each order, how often each buffer prevented a placement."""
 
     method: str = ""
 
@@ -99,8 +100,8 @@ class _Group:
     def bound_bytes(self) -> int:
         return self.bound * self.problem.unit_bytes
 
-    def offer(self, offset: Integers, method: str) -> None:
-        """Take a placement if it is lower."""
+    def improve(self, offset: Integers, method: str) -> None:
+        """Replace the best placement if this one is lower."""
         peak = int((offset + self.problem.size).max())
         if peak < self.peak:
             self.offset, self.peak, self.method = offset, peak, method
@@ -108,7 +109,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One search: in which order, how long, and what learns from it."""
+    """Order and length of one search, and the weights that it updates."""
 
     rank: Ranks
     nodes: int
@@ -116,7 +117,7 @@ class _Attempt:
 
 
 class _Solver:
-    """The groups of a problem, and when enough is enough: at the capacity, else where nothing lower is possible."""
+    """Improves the groups of a problem until the peak meets the capacity or is proven minimal."""
 
     def __init__(
         self, groups: list[_Group], capacity_bytes: int | None, clock: _Clock, show: Callable[[Progress], None]
@@ -124,7 +125,7 @@ class _Solver:
         self._groups, self._capacity, self._clock, self._show = groups, capacity_bytes, clock, show
         self._shown_seconds = -1.0
         self._restart = 0
-        self._random = np.random.default_rng(0)  # the same problem is solved the same way
+        self._random = np.random.default_rng(0)  # results are reproducible
 
     @property
     def peak_bytes(self) -> int:
@@ -160,16 +161,16 @@ class _Solver:
             self._clock.shorten(_SECONDS_AFTER_FIT)
 
     def _wanting(self, groups: list[_Group]) -> list[_Group]:
-        """Groups that stand above what some group can't avoid, the highest first."""
+        """Groups with a peak above the lower bound of the problem, the highest first."""
         bound = self.bound_bytes
         return sorted((g for g in groups if g.peak_bytes > bound), key=lambda g: -g.peak_bytes)
 
     def _one_pass(self, group: _Group, bound_bytes: int) -> None:
-        """At least one placement, whatever the time."""
+        """Try one-pass placements, at least one of them regardless of the time."""
         if group.peak_bytes <= bound_bytes:
             return
         for name, offset in heuristics.placements(group.problem, group.core):
-            group.offer(offset, name)
+            group.improve(offset, name)
             if self._clock.elapsed > self._shown_seconds + _SECONDS_BETWEEN_REPORTS:
                 self._report("one-pass placements")
             if group.peak_bytes <= bound_bytes or self._clock.left <= 0:
@@ -178,7 +179,7 @@ class _Solver:
     # ---- search
 
     def _search(self, group: _Group, nodes: int) -> None:
-        """One round: every target in every order, each with so many nodes."""
+        """Search for every target peak in every order."""
         for attempt in self._orders(group, nodes):
             for target in self._targets(group):
                 if not group.bound <= target < group.peak:
@@ -195,7 +196,7 @@ class _Solver:
         for order in _RESTARTED_ORDERS:
             weight = group.weight.setdefault(order, np.zeros_like(group.offset))
             for _ in range(_LEARNED_STEPS):
-                # What stood in the way before comes first.
+                # Buffers that prevented earlier placements come first.
                 rank = heuristics.rank_of(np.lexsort((ranks[order], -weight)))
                 yield _Attempt(rank, nodes // _LEARNED_STEPS, weight)
             for budget in self._restarts(nodes):
@@ -204,7 +205,7 @@ class _Solver:
                 yield _Attempt(rank, budget, np.zeros_like(group.offset))
 
     def _restarts(self, nodes: int) -> Iterator[int]:
-        """Budgets of short searches, by the sequence of Luby, Sinclair and Zuckerman: 1, 1, 2, 1, 1, 2, 4, 1, ..."""
+        """Node limits of short searches by the sequence of Luby, Sinclair and Zuckerman: 1, 1, 2, 1, 1, 2, 4, 1, ..."""
         while nodes > 0:
             self._restart += 1
             budget = _RESTART_NODES * _luby(self._restart)
@@ -212,11 +213,11 @@ class _Solver:
             yield budget
 
     def _targets(self, group: _Group) -> list[int]:
-        """Peaks to look for, the lowest first."""
+        """Peaks to search for, the lowest first."""
         low = max(group.bound, -(-self.bound_bytes // group.problem.unit_bytes))
         capacity = None if self._capacity is None else self._capacity // group.problem.unit_bytes
         if capacity is not None and low <= capacity < group.peak:
-            # Above the capacity too: a placement that does not fit can still be lower.
+            # Some targets exceed the capacity: a placement that does not fit may still be lower than the best one.
             return sorted({low, (low + capacity) // 2, capacity, (capacity + group.peak) // 2})
         room = group.peak - low
         return sorted({low, low + room // 4, low + room // 2, group.peak - 1})
@@ -226,21 +227,21 @@ class _Solver:
         seconds = max(self._clock.left, 0.0)
         outcome, offset = group.core.search(target, attempt.rank, attempt.nodes, seconds, attempt.weight)
         if outcome is SearchOutcome.FOUND:
-            group.offer(offset, "search")
+            group.improve(offset, "search")
         elif outcome is SearchOutcome.INFEASIBLE:
             group.bound = target + 1
 
     # ---- HiGHS
 
     def _solve_programs(self, groups: list[_Group]) -> None:
-        """Gives HiGHS the groups that are small enough for it."""
+        """Solve the groups that are small enough with HiGHS."""
         for group in groups:
             if self._clock.left <= 0 or len(group.buffers) > 300 or len(mip.pairs(group.problem)) > mip.MOST_PAIRS:
                 continue
             seconds = _MIP_SHARE * max(self._clock.left, 0.0)
             offset, group.bound = mip.improve(group.problem, group.offset, group.bound, seconds)
             if offset is not None:
-                group.offer(offset, "HiGHS")
+                group.improve(offset, "HiGHS")
             self._report("HiGHS")
 
 
@@ -256,47 +257,50 @@ def place(
     time_limit_seconds: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Placement:
-    """Finds offsets with a low peak.
+    """Find offsets with a low peak.
 
     Args:
-        problem: What is placed.
-        capacity_bytes: A peak that is good enough; None: as low as is found in time.
-        time_limit_seconds: When to stop; less is taken where the peak is proven to be as low as possible.
-        progress: Called now and then.
+        problem: The buffers.
+        capacity_bytes: Peak that is low enough; None to search for the lowest one.
+        time_limit_seconds: Maximum time to search. The search ends earlier if the peak is proven to be minimal.
+        progress: Called from time to time.
 
     Returns:
-        The best placement found. It was validated.
+        The best placement that was found, after validation.
 
     Raises:
-        RuntimeError: The placement is wrong, which is a bug.
+        RuntimeError: The placement is invalid, which is a bug.
     """
-    solid = np.nonzero(problem.size > 0)[0]
-    offset = np.zeros(len(problem), np.int64)
-    bound, method = 0, "nothing to place"
     library = available_library()
-    clock = _Clock(time_limit_seconds)  # from here on: compiling, once on each machine, is no part of solving
+    clock = _Clock(time_limit_seconds)  # started after compiling the library, which happens once per machine
     with ExitStack() as stack:
-        groups = []
-        for buffers in independent_groups(problem.subset(solid)):
-            sectioned = section(problem.subset(solid[buffers]))
-            groups.append(_Group(solid[buffers], sectioned, stack.enter_context(opened(sectioned, library))))
-        if groups:
-            # The group with the largest load comes first: the others need not be lower than it is.
-            groups.sort(key=lambda group: -group.bound_bytes)
-            solver = _Solver(groups, capacity_bytes, clock, progress or (lambda _: None))
+        groups = [_Group(*group) for group in _open_groups(problem, library, stack)]
+        # The group with the largest load comes first: the others do not have to be lower.
+        groups.sort(key=lambda group: -group.bound_bytes)
+        solver = _Solver(groups, capacity_bytes, clock, progress or (lambda _: None)) if groups else None
+        if solver is not None:
             solver.run()
-            bound, method = solver.bound_bytes, solver.method
-        for group in groups:
-            offset[group.buffers] = group.offset * group.problem.unit_bytes
-    peak = peak_bytes(problem, offset)
+    offset = np.zeros(len(problem), np.int64)
+    for group in groups:
+        offset[group.buffers] = group.offset * group.problem.unit_bytes
     placement = Placement(
         offset=offset,
-        peak_bytes=peak,
-        lower_bound_bytes=bound,
-        method=method,
+        peak_bytes=peak_bytes(problem, offset),
+        lower_bound_bytes=solver.bound_bytes if solver else 0,
+        method=solver.method if solver else "nothing to place",
         seconds=clock.elapsed,
     )
     findings = validate(problem, placement)
     if findings:
-        raise RuntimeError(f"a placement is wrong, please report it: {findings[0]}")
+        raise RuntimeError(f"a placement is invalid, please report this bug: {findings[0]}")
     return placement
+
+
+def _open_groups(
+    problem: Problem, library: ctypes.CDLL | None, stack: ExitStack
+) -> Iterator[tuple[Integers, SectionedProblem, NativeCore | PythonCore]]:
+    """Yield buffers, problem and core of each group of buffers with a size above 0; the stack closes the cores."""
+    solid = np.nonzero(problem.size > 0)[0]
+    for buffers in independent_groups(problem.subset(solid)):
+        sectioned = section(problem.subset(solid[buffers]))
+        yield solid[buffers], sectioned, stack.enter_context(opened(sectioned, library))

@@ -1,4 +1,4 @@
-"""Places for all buffers of a training step (MEMO, section 4.3): bi-level, and flat; the lower one is taken."""
+"""Places all buffers of a training step (MEMO, section 4.3), flat and bi-level, and returns the lower placement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_memo.planner.placement.validate import validate
 from lightning_memo.utils.arrays import Integers
 
 SHARES: Final = (1.0, 0.5, 0.25, 0.1)
-"""Buffers that live for this share of their phase, or longer, are placed in the second level, on their own."""
+"""Buffers that live for at least this share of their phase are placed individually in the second level."""
 
 _BLOCK_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Short-lived buffers of one phase, placed among themselves, that the second level moves as one."""
+    """Short-lived buffers of one phase that are placed among themselves and moved as one by the second level."""
 
     buffers: Integers
     offset: Integers
@@ -55,16 +55,16 @@ def plan_memory(
     time_limit_seconds: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Placement:
-    """Places the planned requests of a step.
+    """Place the planned requests of a step.
 
     Args:
-        trace: The step.
+        trace: The recorded step.
         alignment: Bytes that offsets are multiples of.
-        time_limit_seconds: When to stop.
-        progress: Called now and then.
+        time_limit_seconds: Maximum time to search.
+        progress: Called from time to time.
 
     Returns:
-        Offsets, one for each of `trace.planned`.
+        One offset for each of `trace.planned`.
     """
     start = time.perf_counter()
     problem = problem_of(trace, alignment)
@@ -76,7 +76,7 @@ def plan_memory(
     for share in SHARES:
         if best.optimal or left() <= 0:
             break
-        # Problems of the second level are small: where one-pass placements don't meet the bound, search and HiGHS can.
+        # Problems of the second level are so small that search and HiGHS can help where one-pass placements do not.
         candidate = place_bilevel(trace, alignment=alignment, share=share, time_limit_seconds=left() / len(SHARES))
         if candidate.peak_bytes < best.peak_bytes:
             best = candidate
@@ -88,16 +88,17 @@ def plan_memory(
 
 
 def place_bilevel(trace: Trace, *, alignment: int, share: float, time_limit_seconds: float = 60.0) -> Placement:
-    """Places the buffers of each phase first, then the phases and what lives longer.
+    """Place the buffers of each phase first, then the phases and the buffers that outlive them (MEMO, section 4.3).
 
-    With a share above 1, all buffers that are born and die in a phase make one block: the paper's two levels. Smaller
-    shares keep long-lived ones apart, and the others fall into one block for each time at which none of them lives.
+    With a share above 1, all buffers that are born and die in a phase form one block, as in the paper. With smaller
+    shares, long-lived buffers are placed individually, and the others form several blocks, which are separated by times
+    at which none of them is alive.
 
     Args:
-        trace: The step.
+        trace: The recorded step.
         alignment: Bytes that offsets are multiples of.
-        share: Of the requests of its phase that a buffer lives through to be placed on its own.
-        time_limit_seconds: When to stop.
+        share: Share of the requests of its phase that a buffer has to outlive to be placed individually.
+        time_limit_seconds: Maximum time to search.
     """
     start = time.perf_counter()
     problem = problem_of(trace, alignment)
@@ -125,12 +126,12 @@ def place_bilevel(trace: Trace, *, alignment: int, share: float, time_limit_seco
     )
     findings = validate(problem, result)
     if findings:
-        raise RuntimeError(f"a bi-level placement is wrong, please report it: {findings[0]}")
+        raise RuntimeError(f"a bi-level placement is invalid, please report this bug: {findings[0]}")
     return result
 
 
 def _blocks(trace: Trace, problem: Problem, share: float) -> Iterator[_Block]:
-    """First level: each phase by itself; phases that make the same requests are solved once."""
+    """First level: place each phase by itself. Phases with the same requests are solved once."""
     solved: dict[bytes, tuple[Integers, int]] = {}
     for buffers in _local_groups(trace, problem, share):
         birth = problem.lower[buffers]
@@ -143,7 +144,7 @@ def _blocks(trace: Trace, problem: Problem, share: float) -> Iterator[_Block]:
 
 
 def _local_groups(trace: Trace, problem: Problem, share: float) -> Iterator[Integers]:
-    """Buffers that live and die in one phase, and not for long; one group for each time at which any of them lives."""
+    """Short-lived buffers that are born and die in one phase, in groups that are never alive together."""
     phase = trace.phase[trace.planned]
     requests = np.diff(trace.phase_start)[phase]
     ends_inside = ~problem.wraps & (problem.upper <= trace.phase_start[phase + 1])

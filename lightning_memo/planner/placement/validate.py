@@ -1,4 +1,4 @@
-"""An independent look at a placement: it shares no code with what makes one."""
+"""Checks a placement independently of the solver, with which it shares no code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_memo.planner.placement.problem import Placement, Problem
 
 
 class PlacementFault(Enum):
-    """What can be wrong with a placement."""
+    """Reasons why a placement is invalid."""
 
-    COUNT = "there is not one offset for each buffer"
+    COUNT = "the placement does not have one offset for each buffer"
     NOT_AN_INTEGER = "the offset is not an integer"
     NEGATIVE = "the offset is below 0"
     MISALIGNED = "the offset is not a multiple of the alignment"
-    OVERLAP = "two buffers that live at once share bytes"
+    OVERLAP = "two buffers overlap while both are alive"
     PEAK = "a buffer ends above the peak"
     CAPACITY = "a buffer ends above the capacity"
     BOUND = "the peak is below the lower bound"
@@ -25,7 +25,7 @@ class PlacementFault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong."""
+    """A violated rule and the buffers that violate it."""
 
     fault: PlacementFault
     buffers: tuple[int, ...] = ()
@@ -36,22 +36,22 @@ class Finding:
 
 
 def validate(problem: Problem, placement: Placement, capacity_bytes: int | None = None) -> list[Finding]:
-    """Looks for everything that is wrong with a placement.
+    """Check a placement.
 
     Args:
-        problem: What was to be placed.
-        placement: Where it was placed.
-        capacity_bytes: What the placement has to fit in; None: anything.
+        problem: The buffers.
+        placement: Their offsets.
+        capacity_bytes: Maximum peak; None for no limit.
 
     Returns:
-        Findings; none if the placement is right.
+        All findings; empty if the placement is valid.
     """
     offsets = placement.offset.tolist()
     if len(offsets) != len(problem):
         return [Finding(PlacementFault.COUNT)]
     findings = list(_check_each(problem, placement, offsets, capacity_bytes))
     if not any(finding.fault is PlacementFault.NOT_AN_INTEGER for finding in findings):
-        findings += dict.fromkeys(_overlaps(problem, offsets))  # two that wrap may meet twice
+        findings += dict.fromkeys(_overlaps(problem, offsets))  # two buffers that wrap may overlap twice
     if placement.peak_bytes < placement.lower_bound_bytes:
         findings.append(Finding(PlacementFault.BOUND))
     return findings
@@ -75,7 +75,7 @@ def _check_each(
 
 
 def _overlaps(problem: Problem, offsets: list[int]) -> Iterator[Finding]:
-    """Walks through time with the live buffers in order of their offsets; a new one is compared with its neighbours."""
+    """Sweep through time, comparing each new buffer with its neighbors among the live buffers sorted by offset."""
     events = []
     for buffer, (lower, upper, size) in enumerate(
         zip(problem.lower.tolist(), problem.upper.tolist(), problem.size.tolist(), strict=True)

@@ -1,1 +1,1 @@
-"""Storage by kind of tensor: a linear program over what each layer stores, and where."""
+"""Where each kind of tensor is stored (`storage="kinds"`), decided by a linear program."""

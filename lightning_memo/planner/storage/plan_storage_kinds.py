@@ -1,4 +1,4 @@
-"""The plan that says kind by kind what layer calls store, in bytes that are exact."""
+"""The plan of `storage="kinds"`, whose memory is exact to the byte."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_memo.planner.storage.sensitivity import ResourceSensitivity, reso
 from lightning_memo.planner.storage.storage_planner import StorageError, plan_storage
 from lightning_memo.utils.units import format_bytes, format_seconds
 
-# Alignment adds less than a byte in a hundred; the second attempt leaves room for what it added in the first. The share
-# of bounce buffers hangs on what goes to the disk: a few more attempts find both.
+# Alignment adds less than 1 %, for which the second attempt leaves room. The share of the bounce buffers depends on the
+# spilled bytes; a few more attempts find both.
 _ATTEMPTS: Final = 10
-# Bounce buffers are never smaller than what passes through them.
+# Bounce buffers are never smaller than the bytes that a layer call spills.
 _LEAST_BOUNCE_SHARE: Final = 1.0
-# Of the device memory that was measured to be free: allocators fragment, and libraries take workspaces.
+# Share of the free device memory to use: allocators fragment, and libraries need workspaces.
 _USABLE_DEVICE_SHARE: Final = 0.9
 
 
@@ -34,18 +34,18 @@ def plan_kinds(
     tile_tokens: int,
     stored_bytes: Callable[[StoragePlan], StoredBytes],
 ) -> Plan:
-    """Decide what is stored and where, so that a step takes the least time and both budgets are kept to the byte.
+    """Decide where each kind of tensor is stored so that the step time is minimal and all budgets hold to the byte.
 
     Args:
-        costs: as measured; all its layer calls are alive at once.
-        storage_costs: the same kind by kind.
-        budget: bytes of this process on device, host and disk, and the disk's speed.
-        fingerprint: what the costs were measured on.
-        tile_tokens: slices begin at multiples of it where possible.
-        stored_bytes: exact bytes of a plan, alignment included.
+        costs: Measured costs of all layer calls that are alive at once.
+        storage_costs: The same costs for each kind of tensor.
+        budget: Device, host and disk bytes of this process, and the bandwidths of the disk.
+        fingerprint: Run on which the costs were measured.
+        tile_tokens: Slices begin at multiples of this many tokens where possible.
+        stored_bytes: Returns the exact bytes of a plan, alignment included.
 
     Raises:
-        StorageError: The budget cannot hold the least that has to be stored.
+        StorageError: The budget cannot hold the tensors that have to be stored.
     """
     swap = _Problem(storage_costs, tile_tokens, stored_bytes).best(budget)
     storage = swap.storage
@@ -62,11 +62,11 @@ def plan_kinds(
 
 
 def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
-    """Leave some of the device memory that was measured to be free.
+    """Reserve a part of the free device memory for fragmentation and workspaces.
 
     Args:
-        budget: all that is free.
-        costs: what is needed whatever the plan.
+        budget: All free memory.
+        costs: Costs whose fixed and working bytes every plan needs.
     """
     always = costs.fixed_device_bytes + costs.working_bytes(1.0)
     room = max(budget.device_bytes - always, 0)
@@ -74,10 +74,13 @@ def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
 
 
 def common_problem(problems: Sequence[tuple[StorageCosts, StorageBudget]]) -> tuple[StorageCosts, StorageBudget] | None:
-    """The costs of the slowest process and what every process has room for; None if their layers save other bytes.
+    """Combine the processes' problems: the costs of the slowest process and the smallest budget.
 
     Args:
-        problems: costs and budget of each process.
+        problems: Costs and budget of each process.
+
+    Returns:
+        The common costs and budget; None if the layers of the processes save different sizes.
     """
     sizes = [(costs.call_classes, [(call.kinds, call.sizes) for call in costs.classes]) for costs, _ in problems]
     if any(size != sizes[0] for size in sizes):
@@ -100,7 +103,7 @@ def _compute_seconds(costs: StorageCosts) -> float:
 
 
 def _common_disk(tiers: Sequence[NvmeTier | None]) -> NvmeTier | None:
-    """The least of everything; None if some process has no disk."""
+    """The smallest capacity and bandwidths; None if a process has no disk."""
     known = [tier for tier in tiers if tier is not None]
     if len(known) < len(tiers):
         return None
@@ -113,14 +116,14 @@ def _common_disk(tiers: Sequence[NvmeTier | None]) -> NvmeTier | None:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What is to be stored, and how to count its bytes."""
+    """Costs of the tensors to store, and a function that counts a plan's bytes."""
 
     costs: StorageCosts
     tile_tokens: int
     stored_bytes: Callable[[StoragePlan], StoredBytes]
 
     def best(self, budget: StorageBudget) -> SwapPlan:
-        """The fastest plan that fits. One without the disk needs no bounce buffers, and may be it."""
+        """The fastest plan that fits. It may be one without the disk, which needs no bounce buffers."""
         found: list[SwapPlan] = []
         refused: StorageError | None = None
         ways = [budget] if budget.nvme is None else [budget, replace(budget, spill_bytes=0, nvme=None)]
@@ -133,10 +136,10 @@ class _Problem:
                 break
         if not found:
             raise refused or AssertionError
-        return min(reversed(found), key=_step_seconds)  # of equal ones the one without
+        return min(reversed(found), key=_step_seconds)  # of two equally fast ones the one without the disk
 
     def _fitting(self, budget: StorageBudget) -> SwapPlan:
-        """The best plan whose exact bytes fit: what is too much, the next attempt has less to spend."""
+        """The best plan whose exact bytes fit: each attempt's budget is reduced by the last attempt's excess."""
         nvme = budget.nvme and replace(budget.nvme, bounce_share=_LEAST_BOUNCE_SHARE)
         limits = replace(budget, nvme=nvme)
         for _ in range(_ATTEMPTS):
@@ -149,7 +152,7 @@ class _Problem:
             limits = less
         disk = f", {format_bytes(budget.spill_bytes)} of disk" if budget.spill_bytes else ""
         raise StorageError(
-            f"what has to be stored does not fit {format_bytes(budget.host_bytes)} of host memory{disk} and "
+            f"the tensors that have to be stored do not fit {format_bytes(budget.host_bytes)} of host memory{disk} and "
             f"{format_bytes(budget.device_bytes)} of device memory: raise host_memory or device_memory"
         )
 
@@ -169,7 +172,7 @@ class _Problem:
         )
 
     def _less(self, limits: StorageBudget, swap: SwapPlan, budget: StorageBudget) -> StorageBudget | None:
-        """What the next attempt has to spend where a plan, made for `limits`, is too large; None if it fits."""
+        """Budget of the next attempt if a plan made for `limits` exceeds the budget; None if it fits."""
         device = max(self._device_bytes(swap) - budget.device_bytes, 0)
         host = max(swap.host_bytes - budget.host_bytes, 0)
         disk = max(swap.spill_bytes - budget.spill_bytes, 0)
@@ -194,7 +197,7 @@ class _Problem:
         return always + swap.buffer_bytes + swap.kept_bytes
 
     def _explained(self, swap: SwapPlan, budget: StorageBudget) -> SwapPlan:
-        """The same with what there is and what is used to the byte, where the attempt had less to spend."""
+        """The plan with the whole budget as limits and with its exact bytes as needs."""
         assert swap.storage is not None
         limits: dict[Resource, int] = {
             "device memory": budget.device_bytes,
@@ -218,13 +221,13 @@ def _step_seconds(swap: SwapPlan) -> float:
 
 
 def _reason(plan: StoragePlan) -> str:
-    """What binds, in a sentence for each resource."""
+    """One sentence for each binding resource."""
     binding = [row for row in resource_sensitivities(plan) if row.binds]
     if not binding:
-        return "Nothing binds: more memory or bandwidth would not make the step shorter."
+        return "Nothing limits the step: more memory or bandwidth would not make it shorter."
     return " ".join(_sentence(row) for row in binding)
 
 
 def _sentence(row: ResourceSensitivity) -> str:
-    more = f"1 {row.unit} more would save at most {format_seconds(row.seconds)} of a step ({row.percent:.1f} %)"
-    return f"{row.resource[0].upper()}{row.resource[1:]} binds: {more}."
+    more = f"1 {row.unit} more would save at most {format_seconds(row.seconds)} per step ({row.percent:.1f} %)"
+    return f"{row.resource[0].upper()}{row.resource[1:]} is a limit: {more}."

@@ -1,4 +1,4 @@
-"""What limits a plan, and what more of each resource would bring."""
+"""Sensitivity of a plan: which resources limit the step time, and the gain from more of each."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
 Unit = Literal["GiB", "MiB", "GB/s", "MB/s"]
 
 _UNITS: Final[dict[Unit, float]] = {"GiB": 2.0**30, "MiB": 2.0**20, "GB/s": 1e9, "MB/s": 1e6}
-# A resource binds if a little more of it, in proportion, shortens the step by more than this share of that.
+# A resource is binding if increasing it by a small fraction shortens the step by more than this part of the fraction.
 _LEAST_ELASTICITY: Final = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceSensitivity:
-    """A row of the table that explains a plan."""
+    """How the step time depends on one resource."""
 
     resource: Resource
     unit: Unit
-    """The smaller one where there is less than one of the larger."""
+    """Unit of the numbers; the smaller unit if there is less than one of the larger."""
 
     limit: float
-    """How much there is, in units."""
+    """Available amount."""
 
     used: float | None
-    """How much of it the plan needs; None for bandwidths."""
+    """Amount that the plan needs; None for bandwidths."""
 
     binds: bool
-    """Whether a little more would shorten the step."""
+    """Whether more of the resource would shorten the step."""
 
     seconds: float
-    """What one unit more would save of a step, at the rate at which the first bytes of it do: at most that."""
+    """Upper bound of the seconds that one more unit saves: its first bytes save the most."""
 
     percent: float
-    """The same, in percent of the step."""
+    """`seconds` in percent of the step."""
 
 
 def resource_sensitivities(plan: StoragePlan) -> list[ResourceSensitivity]:
-    """What binds, and what one more GiB of memory or GB/s of bandwidth would bring, from the duals of the program.
+    """Sensitivity of the step time to each resource, from the dual variables of the linear program.
 
     Args:
-        plan: as planned.
+        plan: A plan with its prices.
 
     Returns:
-        One row for each resource, those that bring most first.
+        One entry for each resource. Binding resources come first, those with the largest gain before the others.
     """
-    rows = [_explain(plan, price.resource, price.limit, price.seconds) for price in plan.prices]
+    rows = [_sensitivity(plan, price.resource, price.limit, price.seconds) for price in plan.prices]
     return sorted(rows, key=lambda row: (not row.binds, -row.seconds))
 
 
-def _explain(plan: StoragePlan, resource: Resource, limit: float, seconds: float) -> ResourceSensitivity:
+def _sensitivity(plan: StoragePlan, resource: Resource, limit: float, seconds: float) -> ResourceSensitivity:
     used = {
         "device memory": plan.needs.device_bytes,
         "host memory": plan.needs.host_bytes,

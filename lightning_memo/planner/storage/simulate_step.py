@@ -1,18 +1,19 @@
-"""An independent look at a plan: the schedule of a step, run by its rules. It shares no code with what makes plans.
+"""Checks a storage plan independently of the planner, with which it shares no code, by simulating the step.
 
-Four streams each do one thing at a time, in order: compute, offload, prefetch and spill (writes to NVMe, and reads).
-Layer calls i and i + 2 share a rounding buffer, which holds what a call moves:
+Four streams execute one operation at a time, in order: compute, offload, prefetch and spill (writes to and reads from
+NVMe). Layer calls i and i + 2 share a rounding buffer, which holds the activations that a call moves:
 
-- forward i begins when forward i - 1 has ended and what i - 2 moves has left the buffer;
-- the copy of i begins when forward i and the copy before it have ended; what it spills is written meanwhile;
+- forward i starts when forward i - 1 has ended and the offload of call i - 2 has emptied the buffer;
+- the offload of call i starts when forward i and the previous offload have ended; its spilled part is written to NVMe
+  at the same time;
 - the last two calls stay in their buffers;
-- the prefetch of i begins when the backward of i + 2 and the prefetch before it have ended; what it spilled is read
-  meanwhile;
-- backward i, what it recomputes first, begins when backward i + 1 and the prefetch of i have ended.
+- the prefetch of call i starts when backward i + 2 and the previous prefetch have ended; its spilled part is read from
+  NVMe at the same time;
+- backward i, with its recomputation, starts when backward i + 1 and the prefetch of call i have ended.
 
-Bytes are on the device while their call's forward runs and until its backward ends, if kept; in the two buffers, which
-last the whole step, if moved; on the host or NVMe from the beginning of their copy until their call's backward ends.
-Bytes on their way to or from NVMe pass through host memory that lasts the whole step.
+Kept bytes are on the device from the start of their call's forward to the end of its backward. Moved bytes are in the
+two rounding buffers, which last the whole step, and on the host or NVMe from the start of their offload to the end of
+their call's backward. Spilled bytes pass through bounce buffers in host memory, which last the whole step, too.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ Phase = Literal["forward", "backward"]
 
 
 class ScheduleFault(Enum):
-    """What can be wrong with a plan."""
+    """Reasons why a storage plan is invalid."""
 
-    CLASSES = "there is not one entry for each class of layer calls"
-    KIND = "a range is of a kind that the layer call does not have"
-    RANGE = "a range is empty, or leaves the tokens of the layer call"
-    TWICE = "tokens of one kind have two places"
-    INPUT = "tokens of the layer's input have no place"
-    PRODUCT = "a product is stored for tokens of which everything is"
-    ATTENTION = "everything is stored of tokens whose attention output is not"
-    SPILL = "bytes are spilled, and there is no NVMe tier"
-    DEVICE = "the device is overfull"
-    HOST = "the host is overfull"
-    NVME = "the NVMe tier is overfull"
+    CLASSES = "the plan does not have one entry for each class of layer calls"
+    KIND = "a range names a kind of tensor that the layer call does not have"
+    RANGE = "a range is empty or exceeds the tokens of the layer call"
+    TWICE = "a kind of tensor is stored twice for the same tokens"
+    INPUT = "the layer's input is not stored for all tokens"
+    PRODUCT = "a product is stored for tokens of which all tensors are stored"
+    ATTENTION = "all tensors are stored for tokens whose attention output is not"
+    SPILL = "bytes are spilled without an NVMe tier"
+    DEVICE = "the device memory is exceeded"
+    HOST = "the host memory is exceeded"
+    NVME = "the NVMe capacity is exceeded"
 
 
 class ScheduleError(ValueError):
-    """A plan that can't be executed.
+    """A plan that cannot be executed.
 
     Attributes:
-        fault: What is wrong.
+        fault: The reason.
     """
 
     def __init__(self, fault: ScheduleFault, where: str) -> None:
@@ -61,7 +62,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StreamSpan:
-    """What a stream does for a layer call, from start to end in seconds."""
+    """An operation of a stream for a layer call; start and end in seconds."""
 
     stream: Stream
     phase: Phase
@@ -72,7 +73,7 @@ class StreamSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedStep:
-    """A step as it runs."""
+    """Operations and memory peaks of a simulated step."""
 
     spans: tuple[StreamSpan, ...]
     step_seconds: float
@@ -82,18 +83,18 @@ class SimulatedStep:
 
 
 def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> SimulatedStep:
-    """Run a step by the rules of the schedule.
+    """Simulate a step.
 
     Args:
-        costs: bytes and seconds by class of layer calls.
-        plan: only what each class stores is used.
-        budget: capacities.
+        costs: Bytes and seconds of each class of layer calls.
+        plan: Only the plans of the classes are used.
+        budget: Capacities and the bandwidths of the disk.
 
     Returns:
-        What happened when.
+        The operations and memory peaks of the step.
 
     Raises:
-        ScheduleError: the plan is not possible, or a memory is overfull.
+        ScheduleError: The plan is invalid, or exceeds the capacity of a memory.
     """
     if len(plan.calls) != len(costs.classes):
         _refuse(ScheduleFault.CLASSES, f"{len(plan.calls)} entries, {len(costs.classes)} classes")
@@ -107,10 +108,10 @@ def _refuse(fault: ScheduleFault, where: str) -> NoReturn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """What one layer call computes, holds and moves."""
+    """Seconds and bytes of one layer call."""
 
     forward_seconds: float
-    backward_seconds: float  # with what is recomputed
+    backward_seconds: float  # recomputation included
     kept_bytes: int
     swapped_bytes: int
     spilled_bytes: int
@@ -131,7 +132,7 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
         _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
     return _Work(
         forward_seconds=call.forward_seconds,
-        backward_seconds=call.backward_seconds + _again(call, by_kind, costs.tokens),
+        backward_seconds=call.backward_seconds + _recompute_seconds(call, by_kind, costs.tokens),
         kept_bytes=held["keep"],
         swapped_bytes=held["swap"],
         spilled_bytes=held["spill"],
@@ -165,7 +166,7 @@ def _check_kinds(by_kind: dict[str, list[StoredRange]], tokens: int) -> None:
 
 
 def _gaps(ranges: Sequence[StoredRange], tokens: int) -> Iterator[tuple[int, int]]:
-    """Tokens between ranges, which are in order."""
+    """Tokens between sorted ranges."""
     last = 0
     for r in ranges:
         if last < r.start:
@@ -175,8 +176,8 @@ def _gaps(ranges: Sequence[StoredRange], tokens: int) -> Iterator[tuple[int, int
         yield last, tokens
 
 
-def _again(call: CallCosts, by_kind: dict[str, list[StoredRange]], tokens: int) -> float:
-    """Seconds of what is computed a second time."""
+def _recompute_seconds(call: CallCosts, by_kind: dict[str, list[StoredRange]], tokens: int) -> float:
+    """Seconds of recomputation."""
     missing = {
         kind: tokens - sum(r.stop - r.start for r in ranges + (by_kind["all"] if kind != "all" else []))
         for kind, ranges in by_kind.items()
@@ -189,7 +190,7 @@ def _again(call: CallCosts, by_kind: dict[str, list[StoredRange]], tokens: int) 
 
 
 def _attended(call: CallCosts, start: int, stop: int, tokens: int) -> float:
-    """Area under min(token, window) from start to stop."""
+    """Area under min(token, window) from start to stop, which is proportional to the time of attention."""
     window = tokens if call.window_tokens is None else min(call.window_tokens, tokens)
     rising, flat = max(min(stop, window) - start, 0), max(stop - max(start, window), 0)
     return rising * (start + min(stop, window)) / 2 + flat * window
@@ -197,18 +198,18 @@ def _attended(call: CallCosts, start: int, stop: int, tokens: int) -> float:
 
 @dataclass(slots=True)
 class _Memory:
-    """What a memory holds, as changes in bytes at points in time."""
+    """Use of a memory over time, as a list of changes."""
 
     fault: ScheduleFault
     capacity_bytes: int
-    changes: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, bytes less, layer call
+    changes: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, freed bytes, layer call
 
     def hold(self, size_bytes: int, call: int, start: float, end: float = math.inf) -> None:
         if size_bytes:
             self.changes += [(start, -size_bytes, call), (end, size_bytes, call)]
 
     def peak_bytes(self) -> int:
-        """Goes through time; what begins when something else ends is held beside it."""
+        """Highest use. Bytes that are allocated when others are freed count in addition to them."""
         used = peak = 0
         for seconds, less, call in sorted(self.changes):
             used -= less
@@ -220,7 +221,7 @@ class _Memory:
 
 
 class _Step:
-    """A step that runs: when each stream and buffer gets free, and what each memory holds."""
+    """State of the simulation: when each stream and buffer becomes free, and the use of each memory."""
 
     def __init__(self, work: Sequence[_Work], costs: StorageCosts, budget: StorageBudget) -> None:
         self._work, self._costs, self._budget = work, costs, budget
@@ -265,7 +266,7 @@ class _Step:
         start, end = self._do("offload", "forward", call, self._free["compute"], seconds)
         if self._budget.nvme and work.spilled_bytes:
             seconds = work.spilled_bytes / self._budget.nvme.write_bytes_per_second
-            end = self._beside("offload", "forward", call, start, seconds)
+            end = self._spill_during("offload", "forward", call, start, seconds)
         self._buffer_free[call % 2] = end
         self._copied[call] = start, end
 
@@ -274,7 +275,7 @@ class _Step:
         ready = max(self._buffer_free[call % 2], self._copied[call][1])
         start, _ = self._do("prefetch", "backward", call, ready, seconds)
         if self._budget.nvme and work.spilled_bytes:
-            self._beside(
+            self._spill_during(
                 "prefetch", "backward", call, start, work.spilled_bytes / self._budget.nvme.read_bytes_per_second
             )
 
@@ -289,14 +290,14 @@ class _Step:
             self._nvme.hold(work.spilled_bytes, call, self._copied[call][0], end)
 
     def _do(self, stream: Stream, phase: Phase, call: int, ready: float, seconds: float) -> tuple[float, float]:
-        """Occupy a stream once it is free and what it needs is ready; returns start and end."""
+        """Run an operation once its stream is free and its inputs are ready; returns start and end."""
         start = max(self._free[stream], ready)
         self._free[stream] = end = start + seconds
         self._spans.append(StreamSpan(stream, phase, call, start, end))
         return start, end
 
-    def _beside(self, link: Stream, phase: Phase, call: int, start: float, seconds: float) -> float:
-        """Write or read on NVMe while a copy runs; whichever is slower holds up the other."""
+    def _spill_during(self, link: Stream, phase: Phase, call: int, start: float, seconds: float) -> float:
+        """Write to or read from NVMe during a copy; both end when the slower one does."""
         _, end = self._do("spill", phase, call, start, seconds)
         self._free[link] = self._free["spill"] = end = max(end, self._free[link])
         return end

@@ -1,4 +1,4 @@
-"""What it comes to that layer calls store this and that: seconds of a step, and bytes of each memory."""
+"""Time and memory that a storage plan needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, PLACES, C
 
 
 def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> StorageNeeds:
-    """What a step takes and needs.
+    """Time and memory of a step.
 
     Args:
-        costs: bytes and seconds by class of layer calls.
-        budget: its NVMe tier is used, not the capacities.
-        calls: what each class stores.
+        costs: Bytes and seconds of each class of layer calls.
+        budget: Only its NVMe bandwidths and bounce buffers are used, not the capacities.
+        calls: Plan of each class.
     """
     kept, swapped, spilled = (
         [_bytes(call, plan, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
@@ -34,7 +34,7 @@ def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPla
 
 
 def _bounce_bytes(costs: StorageCosts, budget: StorageBudget, spilled: Sequence[int]) -> int:
-    """Host bytes through which all passes that is spilled."""
+    """Host bytes of the bounce buffers."""
     if budget.nvme is None:
         return 0
     leaving = (size for copies, size in zip(costs.class_copies, spilled, strict=True) if copies)
@@ -42,19 +42,14 @@ def _bounce_bytes(costs: StorageCosts, budget: StorageBudget, spilled: Sequence[
 
 
 def total(counts: Sequence[int], sizes: Sequence[int]) -> int:
-    """Sum of the sizes, each as often as it is counted."""
+    """Sum of the sizes, each times its count."""
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
 def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> float:
-    """Expected seconds of a step: each call's copies or the next call's compute, whichever takes longer.
+    """Expected seconds of a step: for each call the longer of its copies and the next call's computation.
 
-    Where all layer calls are alike, that is MEMO's time of a step (section 4.2).
-
-    Args:
-        costs: bytes and seconds by class of layer calls.
-        budget: its NVMe bandwidths are used.
-        calls: what each class stores.
+    If all layer calls are equal, this is MEMO's time of a step (section 4.2).
     """
     parts = list(zip(costs.classes, calls, strict=True))
     compute = [
@@ -89,6 +84,6 @@ def _copy_seconds(costs: StorageCosts, budget: StorageBudget, call: CallCosts, p
 
 
 def _bytes(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:
-    """Bytes of a layer call in some places, each kind and place rounded up."""
+    """Bytes that a layer call stores in some places; each kind and place is rounded up."""
     sizes = zip(call.kinds, call.sizes, strict=True)
     return sum(-(-size * plan.tokens(kind, place) // tokens) for kind, size in sizes for place in places)

@@ -1,4 +1,4 @@
-"""The plan of what layer calls store, in whole tokens, from costs and a budget."""
+"""Makes a storage plan in whole tokens: solves the linear program, rounds its shares and checks the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Found = tuple[tuple[CallPlan, ...], StorageNeeds]
 
 
 class StorageError(ValueError):
-    """The capacities can't hold the least that has to be stored."""
+    """The budget cannot hold the tensors that have to be stored."""
 
 
 def plan_storage(
@@ -33,18 +33,19 @@ def plan_storage(
     may_drop_attention: bool = True,
     tolerance: float = 1e-3,
 ) -> StoragePlan:
-    """Decide what every layer call stores and where, so that a step takes the least time.
+    """Decide where the tensors of every layer call are stored so that the step time is minimal.
 
     Args:
-        costs: bytes and seconds by class of layer calls.
-        budget: capacities; they are kept to the byte.
-        tile_tokens: ranges begin at multiples of it, if there is such a plan that fits.
-        may_drop_attention: whether attention outputs may have no place.
-        tolerance: share of the step that a simpler plan may cost: one that drops no attention output, or that cuts
-            layers into fewer and longer slices. It never makes the step longer than the best single alpha does.
+        costs: Bytes and seconds of each class of layer calls.
+        budget: Capacities, which the plan respects to the byte.
+        tile_tokens: Ranges begin at multiples of this many tokens if such a plan fits.
+        may_drop_attention: Whether attention outputs may be recomputed.
+        tolerance: Share of the step time by which a simpler plan may be slower, that is, one that recomputes no
+            attention output or that cuts layers into fewer and longer slices. The plan is never slower than the best
+            single alpha.
 
     Raises:
-        StorageError: the capacities can't hold layer inputs, and attention outputs if these may not be dropped.
+        StorageError: The budget cannot hold the layer inputs, and the attention outputs if they may not be recomputed.
         RuntimeError: HiGHS failed.
     """
     ideal = solve_storage(costs, budget, may_drop_attention=may_drop_attention)
@@ -76,7 +77,7 @@ def plan_storage(
 def _in_long_slices(
     costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile_tokens: int, longest: float
 ) -> _Found | None:
-    """Round to the largest tiles that cost no more than is allowed; else to the given ones, if that fits."""
+    """Round to the largest tiles with which the step is fast enough, else to the given tiles, if that fits."""
     found = None
     for tile in _tiles(costs.tokens, tile_tokens):
         found = _round(costs, budget, solution, tile)
@@ -93,7 +94,7 @@ def _tiles(tokens: int, tile_tokens: int) -> Iterator[int]:
 def _in_little_room(
     costs: StorageCosts, budget: StorageBudget, ideal: StorageSolution, tile_tokens: int, may_drop_attention: bool
 ) -> _Found:
-    """Where no rounding of the best solution fits, another one leaves free what rounding can add."""
+    """If no rounding of the optimum fits, solve again with a budget that leaves room for rounding up."""
     for tile in (tile_tokens, 1):
         roomy = solve_storage(costs, _less(budget, costs, ideal, tile), may_drop_attention=may_drop_attention)
         for solution in (ideal, roomy):
@@ -101,7 +102,7 @@ def _in_little_room(
             if found is not None:
                 return found
     for place in PLACES:
-        # The program meets capacities but for a part in 10^9 of their largest coefficient; these are exact.
+        # The solver violates capacities by up to 1e-9 of their largest coefficient; these plans are exact.
         least = (_all_in(place, ideal.required, costs.tokens),) * len(costs.classes)
         if (needs := needs_of(costs, budget, least)).fits(budget):
             return least, needs
@@ -109,19 +110,19 @@ def _in_little_room(
 
 
 def _all_in(place: Place, kinds: Sequence[str], tokens: int) -> CallPlan:
-    """All tokens of some kinds in one place, and nothing else."""
+    """Store all tokens of some kinds in one place, and nothing else."""
     return CallPlan(ranges=tuple(StoredRange(kind=kind, place=place, start=0, stop=tokens) for kind in kinds))
 
 
 def _round(costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile: int) -> _Found | None:
-    """The fastest way to round a solution of those that fit."""
+    """The fastest rounded plan that fits."""
     ways = roundings(costs.classes, solution, costs.tokens, tile)
     fitting = [(calls, needs) for calls in ways if (needs := needs_of(costs, budget, calls)).fits(budget)]
     return min(fitting, key=lambda way: way[1].step_seconds, default=None)
 
 
 def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution, tile: int) -> StorageBudget:
-    """The budget less what rounding can add: a tile for each place of a kind that must have one, and a byte each."""
+    """The budget without the bytes that rounding can add: a tile for each place of a required kind, and a byte each."""
     added = [
         sum(-(-size * tile * len(PLACES) // costs.tokens) for size in call.sizes[: len(solution.required)])
         + len(PLACES) * len(call.kinds)
@@ -139,16 +140,16 @@ def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution,
 
 
 def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bool) -> str:
-    """One line: what has to be stored, and what there is for it."""
+    """Describe in one line what has to be stored, and the memory available for it."""
     kinds = required_kinds(may_drop_attention)
     sizes = [sum(call.sizes[: len(kinds)]) for call in costs.classes]
     least, buffers = total(costs.class_calls, sizes), 2 * max(sizes)
     room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
     what = "layer inputs" if may_drop_attention else "layer inputs and attention outputs"
-    device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} without them"
+    device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} even without them"
     nvme = f", NVMe {format_bytes(budget.nvme.capacity_bytes)}" if budget.nvme else ""
     return (
-        f"{what} of {costs.calls} layer calls take {format_bytes(least)}, and {format_bytes(buffers)} of buffers on "
-        f"the device if they leave it, but the device {device}, the host has {format_bytes(budget.host_bytes)}{nvme}: "
-        "raise device_memory or host_memory, or shorten the sequence"
+        f"the {what} of {costs.calls} layer calls need {format_bytes(least)}, and if they are offloaded, another "
+        f"{format_bytes(buffers)} of device buffers, but the device {device} and the host has "
+        f"{format_bytes(budget.host_bytes)}{nvme}: raise device_memory or host_memory, or shorten the sequence"
     )

@@ -1,4 +1,4 @@
-"""The linear program that decides what layer calls store for their backward, and where."""
+"""The linear program that decides where each kind of tensor of a layer call is stored."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Final
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import Price, Resource
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, Place, StorageCosts
-from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
+from lightning_memo.planner.storage.linear_program import LinearProgram, Terms, add, scale
 
 Shares = Mapping[tuple[str, Place], float]
-"""Share of the tokens of a kind that have a place."""
+"""Share of the tokens for which a kind of tensor is stored in a place."""
 
 SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "swap"), (ATTENTION, "swap"), (ALL, "swap")})
-"""What MEMO's plans store: with attention outputs required, alpha is the share of "all"."""
+"""Choices of MEMO's plans with a single alpha, which is the share of "all"; attention outputs are required."""
 
 _Allowed = Callable[[str, Place], bool]
 
-# Attention that runs again grows with the square of its tokens, and the program holds tangents of that. More are added
-# where the solution is, until they are this close, as a share of the step.
+# The time of recomputed attention grows with the square of its tokens. The program approximates it by tangents, and
+# adds more at the solution until the error is at most this share of the step.
 _TANGENTS: Final = 8
 _MOST_TANGENTS: Final = 20
 _CLOSE: Final = 1e-8
 _SHORTEST_UNIT: Final = 1e-6
-# Of plans that take equally long: the fewest bytes moved, the slower medium counting twice, then the fewest kept.
+# Among equally fast plans: the fewest moved bytes, where the slower medium counts twice, then the fewest kept bytes.
 _BURDEN: Final[dict[Place, float]] = {"keep": 0.01, "swap": 1.0, "spill": 2.0}
 
 
@@ -35,19 +35,19 @@ class StorageSolution:
     """An optimum of the linear program."""
 
     shares: tuple[Shares, ...]
-    """One for each class of layer calls."""
+    """Shares of each class of layer calls."""
 
     required: tuple[str, ...]
-    """Kinds of which all tokens have a place."""
+    """Kinds of tensors that are stored for all tokens."""
 
     seconds: float
-    """Expected time of a step."""
+    """Expected seconds of a step."""
 
     prices: tuple[Price, ...]
 
 
 def required_kinds(may_drop_attention: bool) -> tuple[str, ...]:
-    """Kinds of which all tokens must have a place."""
+    """Kinds of tensors that must be stored for all tokens."""
     return (INPUT,) if may_drop_attention else (INPUT, ATTENTION)
 
 
@@ -58,21 +58,22 @@ def solve_storage(
     may_drop_attention: bool,
     allowed: Collection[tuple[str, Place]] | None = None,
 ) -> StorageSolution | None:
-    """Minimise the time of a step over what is stored where, with HiGHS.
+    """Minimize the step time over the shares of the tokens for which each kind of tensor is stored, with HiGHS.
 
-    As in MEMO, section 4.2, the copy of what a layer call moves runs beside the forward of the next call, the prefetch
-    beside its backward and what that recomputes, and each such pair takes as long as its longer half: with two rounding
-    buffers the schedule comes to exactly that. The last two calls copy nothing. For layers that are alike it is MEMO's
-    time of a step, in which a call's copy runs beside its own compute. Calls of a class share their shares.
+    As in MEMO, section 4.2, the offload of a layer call overlaps the forward of the next call, and its prefetch the
+    next call's backward with its recomputation. Each such pair takes as long as the longer of the two, which is
+    exact for a schedule with two rounding buffers. The last two calls copy nothing. If all layers are equal, the
+    objective is MEMO's time of a step, in which a call's copy overlaps its own computation. Calls of one class have the
+    same shares.
 
     Args:
-        costs: bytes and seconds by class of layer calls.
-        budget: capacities.
-        may_drop_attention: whether attention outputs may have no place.
-        allowed: the only kinds that may be stored, and where; None: all, anywhere.
+        costs: Bytes and seconds of each class of layer calls.
+        budget: Capacities and the bandwidths of the disk.
+        may_drop_attention: Whether attention outputs may be recomputed.
+        allowed: The only pairs of kind and place that may be used; None for all.
 
     Returns:
-        The optimum; of several, one that moves the fewest bytes. None if the capacities can't hold the least.
+        The optimum; among several, one that moves the fewest bytes. None if the budget cannot hold the required kinds.
 
     Raises:
         RuntimeError: HiGHS failed.
@@ -81,7 +82,7 @@ def solve_storage(
 
 
 class _Class:
-    """One class of layer calls: its columns, and what they amount to."""
+    """Columns of one class of layer calls, and expressions of them."""
 
     def __init__(self, program: LinearProgram, costs: StorageCosts, number: int, allowed: _Allowed) -> None:
         self.costs = costs.classes[number]
@@ -91,19 +92,19 @@ class _Class:
             for kind in self.costs.kinds
             for place in PLACES
         }
-        self.again = program.column(0.0, 1.0)  # share of the attention forward that runs again
+        self.again = program.column(0.0, 1.0)  # share of the attention forward that is recomputed
 
     def stored(self, kind: str, weight: float = 1.0) -> Terms:
-        """`weight` times the share of a kind that has a place."""
+        """`weight` times the share of the tokens for which a kind is stored."""
         return {self._stored[kind, place]: weight for place in PLACES}
 
     def bytes(self, *places: Place) -> Terms:
-        """Bytes of a layer call in some places."""
+        """Bytes that a layer call stores in some places."""
         sizes = zip(self.costs.kinds, self.costs.sizes, strict=True)
         return {self._stored[kind, place]: float(size) for kind, size in sizes for place in places}
 
     def recompute(self) -> tuple[float, Terms]:
-        """Seconds of recomputation: a constant, and terms."""
+        """Seconds of recomputation, as a constant and an expression."""
         everything = self.costs.recompute_seconds
         saved = [self.stored(product.name, -product.seconds) for product in self.costs.products]
         again = {self.again: self.costs.attention_seconds}
@@ -114,7 +115,7 @@ class _Class:
 
 
 class _Model:
-    """The program of a step, in seconds and bytes; columns of time are in a unit of about a layer call's."""
+    """The program of a step in seconds and bytes. Columns of time are scaled by the time of about one layer call."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class _Model:
         for part in self._classes:
             self._add_places(part)
         self._add_capacities()
-        ends = {0, costs.calls - 1}  # these calls compute with no copy beside
+        ends = {0, costs.calls - 1}  # these calls do not overlap with a copy
         self._constant = costs.outside_seconds
         self._step = add(self._add_compute(self._classes[costs.call_classes[call]]) for call in ends)
         for (copied, computed), count in costs.pairs.items():
@@ -148,14 +149,14 @@ class _Model:
             self._step = add([self._step, scale(times, count)])
 
     def solve(self) -> StorageSolution | None:
-        self._program.minimise(scale(self._step, 1 / self._unit))
+        self._program.minimize(scale(self._step, 1 / self._unit))
         if not self._solve_with_tangents():
             return None
         seconds, prices = self._seconds(), tuple(self._prices())
         self._program.row(self._step, most=seconds - self._constant + self._negligible())
-        self._program.minimise(self._burden())
-        # If the solver can't choose among optima, which are hard to keep to where coefficients differ by many orders of
-        # magnitude, the first one is as fast.
+        self._program.minimize(self._burden())
+        # Choosing among the optima can fail if coefficients differ by many orders of magnitude. The first one, which is
+        # as fast, is kept then.
         with contextlib.suppress(RuntimeError):
             self._program.solve()
         shares = tuple(part.shares(self._program) for part in self._classes)
@@ -171,20 +172,20 @@ class _Model:
             self._add_tangent(part, number / _TANGENTS)
 
     def _add_tangent(self, part: _Class, dropped: float) -> None:
-        """`again >= share + slope * (1 - stored - dropped)`: the share that runs again is convex in what is dropped."""
+        """`again >= share + slope * (1 - stored - dropped)`: the recomputed share is convex in the dropped share."""
         tokens = self._costs.tokens
         share = part.costs.attention_share(dropped * tokens, tokens)
         slope = part.costs.attention_slope(dropped * tokens, tokens) * tokens
         self._program.row(add([{part.again: 1.0}, part.stored(ATTENTION, slope)]), least=share + slope * (1 - dropped))
 
     def _add_compute(self, part: _Class) -> Terms:
-        """Forward and backward of a layer call, with what is recomputed; the constant part is added to the step's."""
+        """Forward, backward and recomputation of a layer call; the constant part is added to that of the step."""
         everything, recompute = part.recompute()
         self._constant += part.costs.forward_seconds + part.costs.backward_seconds + everything
         return recompute
 
     def _add_pair(self, copied: _Class, computed: _Class) -> Terms:
-        """Seconds in which one call computes, and another's bytes are copied: forward and backward."""
+        """Seconds of forward and backward in which one call computes while another call's bytes are copied."""
         costs, nvme = self._costs, self._budget.nvme
         forward, backward = (
             {self._program.column(seconds / self._unit): self._unit}
@@ -208,7 +209,7 @@ class _Model:
 
     def _add_capacities(self) -> None:
         costs, budget, program = self._costs, self._budget, self._program
-        # Bytes of a rounding buffer.
+        # The column is the size of a rounding buffer.
         slot = {program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
         for part in self._classes:
             program.row(add([part.bytes("swap", "spill"), scale(slot, -1.0)]), most=0.0)
@@ -223,7 +224,7 @@ class _Model:
         self._add_capacity("host memory", on_host, budget.host_bytes)
 
     def _add_bounce_buffers(self, share: float) -> Terms:
-        """Host bytes through which all passes that is spilled: a share of the most that a layer call spills."""
+        """Host bytes of the bounce buffers: a share of the largest amount that a layer call spills."""
         most = {self._program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
         for part in self._classes:
             if part.copies:
@@ -231,7 +232,7 @@ class _Model:
         return scale(most, share)
 
     def _add_capacity(self, resource: Resource, held: Terms, limit: float) -> None:
-        # More than twice what there is to hold is as good, and far larger numbers trouble the solver.
+        # A limit above twice the largest possible amount changes nothing, and far larger numbers hurt the solver.
         self._capacities[resource] = self._program.row(held, most=min(limit, 2 * sum(held.values())))
 
     def _seconds(self) -> float:
@@ -257,14 +258,14 @@ class _Model:
         return True
 
     def _dropped_too_cheaply(self, part: _Class) -> float:
-        """Share of the tokens whose attention is dropped, if the program takes that for cheaper than it is; else 0."""
+        """Share of the tokens whose attention is dropped, if the tangents underestimate its time; else 0."""
         tokens = self._costs.tokens
         dropped = 1.0 - self._program.value(part.stored(ATTENTION))
         missing = part.costs.attention_share(dropped * tokens, tokens) - self._program.values[part.again]
         return dropped if missing * part.costs.attention_seconds * part.calls > self._negligible() else 0.0
 
     def _prices(self) -> Iterator[Price]:
-        """The duals: what the step gains by a little more of each resource."""
+        """The dual variables: seconds that a marginal amount of each resource saves."""
         costs, nvme = self._costs, self._budget.nvme
         limits: dict[Resource, float] = {
             "device memory": self._budget.device_bytes,
@@ -284,6 +285,6 @@ class _Model:
         return -self._program.dual(self._capacities[resource])
 
     def _rate_price(self, resource: Resource, rate: float) -> float:
-        # With one unit of bandwidth more, a copy takes 1 / rate less of its time, as if its row had that much room.
-        rows = self._copies.get(resource, [])  # two layer calls copy nothing
+        # One more unit of bandwidth shortens a copy by 1 / rate of its time, which equals relaxing its row by as much.
+        rows = self._copies.get(resource, [])  # with two layer calls, nothing is copied
         return sum(-self._program.dual(row) * self._program.value(seconds) for row, seconds in rows) / rate

@@ -1,4 +1,4 @@
-"""From shares of the tokens to ranges of whole tiles."""
+"""Rounds shares of the tokens to ranges of whole tiles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning_memo.artifacts.storage_plan import CallPlan, StoredRange
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place
 from lightning_memo.planner.storage.storage_program import Shares, StorageSolution
 
-# A tile is stored if at most this part of it is missing: rounding up, to the nearest, and down. Rounding down lets a
-# little go, as the program meets whole tiles within its tolerance only.
+# A tile is stored if at most this part of it is missing: rounding up, to the nearest, and down. Rounding down tolerates
+# a small part because the solver reaches whole tiles only within its tolerance.
 _MISSING: Final = (0.999, 0.5, 0.001)
 _NOTHING: Final = 1e-7
 
@@ -20,16 +20,16 @@ _NOTHING: Final = 1e-7
 def roundings(
     calls: Sequence[CallCosts], solution: StorageSolution, tokens: int, tile: int
 ) -> Iterator[tuple[CallPlan, ...]]:
-    """Ways to round shares of the tokens to ranges that begin at multiples of `tile`.
+    """Round shares of the tokens to ranges that begin at multiples of `tile`, in several ways.
 
     Args:
-        calls: classes of layer calls.
-        solution: shares of each class.
-        tokens: of a layer call.
-        tile: in tokens.
+        calls: Classes of layer calls.
+        solution: Shares of each class.
+        tokens: Tokens of a layer call.
+        tile: Tokens of a tile.
 
     Yields:
-        What each class stores. The last way stores no more than the shares, but for kinds that must have a place.
+        Plans of all classes. The last ones store no more than the shares, except for kinds that must be stored.
     """
     for missing in _MISSING:
         for spare in (*PLACES, None):
@@ -39,17 +39,17 @@ def roundings(
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """One way to round. Shares are rounded, and so is their sum over the places, which can come to more."""
+    """One way to round: each share is rounded, and so is their sum over the places, which can be larger."""
 
     shares: Shares
     tokens: int
     tile: int
     required: Sequence[str]
     missing: float
-    spare: Place | None  # takes the tokens by which the sum is more
+    spare: Place | None  # gets the tokens by which the rounded sum is larger
 
     def plan(self, call: CallCosts) -> CallPlan:
-        """Ranges of all kinds. What needs attention outputs lies at the end, as the first tokens are those without."""
+        """Ranges of all kinds. Attention is dropped for the first tokens, so kinds that need it lie at the end."""
         given = {kind: self._lay(kind, self.tokens) for kind in (INPUT, ATTENTION)}
         whole = self._lay(ALL, self.tokens, self._first(given[ATTENTION]))
         rest = [self._lay(product.name, self._first(whole)) for product in call.products]
@@ -59,7 +59,7 @@ class _Tiling:
         return min((r.start for r in ranges), default=self.tokens)
 
     def _lay(self, kind: str, stop: int, lowest: int = 0) -> list[StoredRange]:
-        """Ranges of a kind that end at `stop`, none before `lowest`."""
+        """Ranges of a kind that end at `stop`; none begins before `lowest`."""
         ranges = []
         for place, length in self._lengths(kind, stop, lowest).items():
             if length:

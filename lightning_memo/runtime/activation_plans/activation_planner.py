@@ -140,7 +140,7 @@ class ActivationPlanner(MetersSteps):
 
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""
-        kinds = self._engine.kinds
+        kinds = self._engine.layer_classes
         findings = self._ranks.gather((kinds.why_whole, kinds.schedule), everyone)
         schedules = [schedule for _, schedule in findings]
         kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
@@ -151,7 +151,8 @@ class ActivationPlanner(MetersSteps):
         metered = self._stop_meter()
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
         costs = self._raising_together(
-            lambda: measured_layer_costs(profile, step_seconds, fixed, working_set, device, engine.spill_path), everyone
+            lambda: measured_layer_costs(profile, step_seconds, fixed, working_set, device, engine.settings.spill_path),
+            everyone,
         )
         limits = available_budget(self._config, device, fixed, engine.host_bytes, self._ranks.on_this_node)
         return MeasuredStep(
@@ -186,7 +187,7 @@ class ActivationPlanner(MetersSteps):
 
     def _announce(self, plan: Plan) -> None:
         if self._run.rank == 0:
-            announce_plan(plan, self._config.attention, self._engine.kinds.why_whole)
+            announce_plan(plan, self._config.attention, self._engine.layer_classes.why_whole)
             rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
 
     def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:

@@ -50,10 +50,10 @@ class _AlphaPlanner:
             self._step.budget,
             self._step.label,
             alpha=alpha,
-            schedule=self._engine.kinds.schedule,
+            schedule=self._engine.layer_classes.schedule,
             slice_tokens=self._slice_tokens,
             slot_bytes=self._slot_bytes,
-            allowed=(0.0, 1.0) if self._engine.kinds.why_whole else None,
+            allowed=(0.0, 1.0) if self._engine.layer_classes.why_whole else None,
             # The profiled step was cut into slices: the memory of a step without slices is not known.
             may_be_plain=may_be_plain and self._backing == "none",
             host_backed=self._backing,
@@ -66,19 +66,19 @@ class _AlphaPlanner:
         Raises:
             ValueError: It cuts a layer that cannot be cut.
         """
-        alpha, why = self._config.alpha, self._engine.kinds.why_whole
+        alpha, why = self._config.alpha, self._engine.layer_classes.why_whole
         if why and alpha not in ("auto", 0.0, 1.0):
             raise ValueError(f'alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or "auto"')
         return alpha
 
     def _slot_bytes(self, alpha: float) -> int:
         """Size of the largest host slot at an alpha."""
-        profile, kinds = self._step.profile, self._engine.kinds
+        profile, kinds = self._step.profile, self._engine.layer_classes
         slices = slice_tokens_by_alpha(profile.tokens, alpha, None if kinds.why_whole else self._slice_tokens)
         return max(slot_bytes(call.saved, profile.tokens, slices, kinds.schedule) for call in profile.in_order())
 
     def _streamed_bytes(self, alpha: float) -> StreamedBytes:
         """Memory at an alpha if slices are swapped one by one."""
         profile = self._step.profile
-        slices = self._engine.cut(profile.tokens, alpha, self._slice_tokens)
+        slices = self._engine.cutter.cut(profile.tokens, alpha, self._slice_tokens)
         return self._engine.streamed_bytes(profile.saved_by_calls, slices, self._backing)

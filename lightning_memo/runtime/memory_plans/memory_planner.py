@@ -345,5 +345,5 @@ def _cache(run: TrainingRun, engine: Engine) -> PlanCache:
     place = f"rank {run.rank} of {run.processes}"
     described = f"{optimizers}; accumulate {run.accumulated_batches}; clip {run.gradient_clip}; {place}"
     return PlanCache(
-        cache_folder(), warn, torch.get_num_threads(), described + ", check_restored" * engine.check_restored
+        cache_folder(), warn, torch.get_num_threads(), described + ", check_restored" * engine.settings.check_restored
     )

@@ -147,8 +147,8 @@ def test_tables_show_the_disk() -> None:
     with console.capture() as captured:
         console.print(*plan_tables(planned(budget_of(60, disk_of(2e8)))), sep="\n")
     rows = [" ".join(line.split()) for line in captured.get().splitlines()]
-    assert any(row.startswith("disk") and "of 1.0 GiB available: layer calls 0, 1, 2, 3" in row for row in rows)
-    assert any("size kept swapped on the disk computed again" in row for row in rows)
+    assert any(row.startswith("disk") and "budget 1.0 GiB: layer calls 0, 1, 2, 3" in row for row in rows)
+    assert any("size kept swapped on the disk recomputed" in row for row in rows)
     assert any(row.startswith("NVMe space 1 GiB") for row in rows)
     assert any(row.startswith("NVMe write bandwidth 200 MB/s") for row in rows)
 

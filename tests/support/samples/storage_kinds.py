@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
-from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
 from lightning_memo.utils.find_layers import find_layers
@@ -64,7 +64,8 @@ class ByKind(EngineUnderTest):
     def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_layers(model)[1]
-        self.engine = Engine(model, layers, CPU, test_mode=test_mode, by_kind=True, spill_path=spill_path)
+        settings = RequestedSettings(by_kind=True, spill_path=spill_path, test_mode=test_mode)
+        self.engine = Engine(model, layers, CPU, settings)
 
     @property
     def products(self) -> list[str]:

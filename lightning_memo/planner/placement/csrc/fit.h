@@ -1,4 +1,4 @@
-// Placements made in one pass, without going back.
+// One-pass placements, without backtracking.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace placement {
 
-// One buffer after the other, each in the first (or the tightest) gap between its placed neighbours that is wide enough.
+// Places the buffers in order, each in the first (or tightest) gap between its placed neighbors that is large enough.
 inline int64_t fit(const Problem& problem, const int64_t* sizes, const int32_t* order, bool tightest, int64_t* offsets) {
   std::fill(offsets, offsets + problem.count(), -1);
   std::vector<std::pair<int64_t, int64_t>> taken;
@@ -38,7 +38,7 @@ inline int64_t fit(const Problem& problem, const int64_t* sizes, const int32_t* 
   return peak;
 }
 
-// Always the buffer that can lie lowest on top of its placed neighbours; ties by `rank`.
+// Repeatedly places the buffer that can lie lowest on top of its placed neighbors; ties are broken by `rank`.
 inline int64_t skyline(const Problem& problem, const int64_t* sizes, const int32_t* rank, int64_t* offsets) {
   std::fill(offsets, offsets + problem.count(), -1);
   std::vector<int64_t> lowest(problem.count(), 0);

@@ -1,4 +1,4 @@
-// The functions that Python calls. Arrays have one entry per buffer, `ranges` four.
+// The functions that Python calls. Arrays have one entry per buffer, except `ranges`, which has four.
 #include <cstdint>
 #include <limits>
 
@@ -41,11 +41,11 @@ int64_t placement_skyline(const placement::Problem* problem, const int64_t* size
   return placement::skyline(*problem, sizes, rank, offsets);
 }
 
-// Sizes and capacity are at most 2^61, so that no sum of an offset and a size overflows.
+// Sizes and capacity are at most 2^61, so no sum of an offset and a size overflows.
 int32_t placement_search(const placement::Problem* problem, const int64_t* sizes, int64_t capacity,
                          const int32_t* rank, int64_t nodes, double seconds, int64_t* offsets, int64_t* weights) {
   const placement::Limits limits{nodes, seconds};
-  const bool narrow = capacity <= std::numeric_limits<int32_t>::max() / 4;  // 32-bit heights: twice as many at once
+  const bool narrow = capacity <= std::numeric_limits<int32_t>::max() / 4;  // twice as many per register
   return narrow ? search<int32_t>(*problem, sizes, capacity, rank, limits, offsets, weights)
                 : search<int64_t>(*problem, sizes, capacity, rank, limits, offsets, weights);
 }

@@ -1,4 +1,4 @@
-// Buffers, and the sections of time in which they live.
+// The buffers and the sections of time in which they live.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,11 +10,11 @@ struct Range {
   int32_t first, last;  // sections [first, last)
 };
 
-// Sections are pieces of time in which no buffer is born or dies. A step repeats: after the last section comes the
-// first again, and a buffer that lives over the end of a step has two ranges, up to the end and from the start.
+// A section is a piece of time in which no buffer is born or dies. Steps repeat: the last section is followed by the
+// first, and a buffer that lives across the end of a step has two ranges, one at the end and one at the start.
 class Problem {
  public:
-  // `ranges` holds first and last of two ranges for each buffer; the second is empty for most.
+  // `ranges` holds the bounds of two ranges for each buffer. The second range is empty for most buffers.
   Problem(int32_t count, int32_t sections, const int32_t* ranges, const int64_t* sizes)
       : sections_(sections), ranges_(count) {
     for (int32_t i = 0; i < count; i++)
@@ -28,7 +28,7 @@ class Problem {
   int32_t count() const { return static_cast<int32_t>(ranges_.size()); }
   int32_t sections() const { return sections_; }
   const std::vector<Range>& ranges(int32_t buffer) const { return ranges_[buffer]; }
-  // Buffers that live in a common section, the smallest first.
+  // Buffers that share a section with this one, the smallest first.
   const std::vector<int32_t>& neighbours(int32_t buffer) const { return neighbours_[buffer]; }
 
  private:
@@ -50,7 +50,7 @@ class Problem {
         alive.push_back(i);
       }
     }
-    for (std::vector<int32_t>& list : neighbours_) {  // two buffers may meet at the start and at the end of a step
+    for (std::vector<int32_t>& list : neighbours_) {  // two buffers may meet at both ends of a step
       std::sort(list.begin(), list.end());
       list.erase(std::unique(list.begin(), list.end()), list.end());
       std::stable_sort(list.begin(), list.end(), [&](int32_t a, int32_t b) { return sizes[a] < sizes[b]; });

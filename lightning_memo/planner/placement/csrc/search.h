@@ -1,4 +1,4 @@
-// Depth-first search for a placement whose peak is at most a given capacity.
+// Depth-first search for a placement whose peak does not exceed a given capacity.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -12,7 +12,7 @@ namespace placement {
 
 enum class Outcome : int32_t { Infeasible = 0, Found = 1, Interrupted = 2 };
 
-// Puts a buffer that is released at some height on the stacks of `count` sections. Returns the highest of them.
+// Puts a buffer, which may not lie below its release, on the stacks of `count` sections. Returns the highest stack.
 template <typename Height>
 inline Height put_on_stacks(Height* stack, int32_t count, Height release, Height size) {
   Height highest = 0;
@@ -23,7 +23,7 @@ inline Height put_on_stacks(Height* stack, int32_t count, Height release, Height
   return highest;
 }
 
-// The same for many sections, compiled for processors with and without wide vectors.
+// The same for many sections, compiled for processors with and without wide vector registers.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -45,16 +45,17 @@ struct Limits {
   double seconds;
 };
 
-// Buffers are placed by rising offset (ties by rank), each on the floor or on top of a placed neighbour. Pushing every
-// buffer of any placement down as far as it goes gives one of this form, so nothing is lost. A node is given up when
-//   * an unplaced buffer would fit wholly below everything that is still to come: it could be pushed down; or
-//   * in some section, the unplaced buffers can't be stacked below the capacity. Buffers of a section exclude each
-//     other, so they are jobs on one machine, released at the lowest offset each can still have: taken by release, the
-//     time when the last one ends is exact.
-// What remains is split wherever no unplaced buffer lives on from one section to the next: parts are independent.
+// Buffers are placed by ascending offset (ties by rank), each on the floor or on top of a placed neighbor. Pushing down
+// all buffers of any placement as far as possible yields a placement of this form, so no solution is lost. A node is
+// pruned if
+//   * an unplaced buffer would fit entirely below all buffers still to be placed, so that it could be pushed down; or
+//   * the unplaced buffers of a section cannot be stacked below the capacity. Buffers of a section exclude each other,
+//     like jobs on one machine whose release times are the lowest offsets that they can still have. Scheduling the jobs
+//     by release time gives the exact minimum.
+// The unplaced buffers are divided wherever none of them lives in two adjacent sections; the parts are independent.
 //
-// Buffers of the sections where stacks did not fit gain `weight`; ranks made from it lead the next search to where the
-// difficulty is.
+// Buffers of the sections in which the stacks did not fit gain `weight`. Ranks that are derived from the weights direct
+// the next search to the difficult sections.
 template <typename Height>
 class Search {
  public:
@@ -87,10 +88,10 @@ class Search {
   using Clock = std::chrono::steady_clock;
 
   struct Waiting {   // an unplaced buffer at a node
-    Height release;  // no placement from here on has it lower
+    Height release;  // lowest offset in any placement below this node
     int32_t rank;
     int32_t buffer;
-    bool open;  // may be placed next; else it was passed over, and waits for a neighbour to raise it
+    bool open;  // may be placed next; otherwise it was passed over and waits until a neighbor raises it
 
     bool before(const Waiting& other) const {
       return release != other.release ? release < other.release : rank < other.rank;
@@ -99,10 +100,10 @@ class Search {
 
   struct Change {
     int32_t buffer;
-    Height lowest;  // before the change; -1: the buffer was placed
+    Height lowest;  // value before the change; -1 if the buffer was placed
   };
 
-  // Solves what lies in `unplaced_` from `first` on, in independent parts. Takes it off again.
+  // Solves the buffers of `unplaced_` from `first` on in independent parts, and removes them from `unplaced_`.
   Outcome solve_parts(size_t first, Height floor, int32_t floor_rank) {
     const size_t mark = trail_.size(), end = unplaced_.size();
     Outcome outcome = Outcome::Found;
@@ -117,8 +118,8 @@ class Search {
     return outcome;
   }
 
-  // Solves what lies in `unplaced_` from `first` on, as one part. Takes it off again. The last buffer was placed at
-  // `floor` with `floor_rank`; the next comes above, or beside it with a higher rank.
+  // Solves the buffers of `unplaced_` from `first` on as one part, and removes them from `unplaced_`. The last buffer
+  // was placed at `floor` with `floor_rank`. The next one is placed higher, or equally high with a higher rank.
   Outcome solve(size_t first, Height floor, int32_t floor_rank) {
     const size_t mark = waiting_.size();
     const Outcome outcome = branch(first, floor, floor_rank);
@@ -150,7 +151,7 @@ class Search {
       unplaced_.resize(rest);
       if (outcome == Outcome::Found) return outcome;
       undo(mark);
-      // What nothing else touches is not in the way of the others, wherever it lies.
+      // A buffer without unplaced neighbors does not constrain the others, wherever it lies.
       if (outcome == Outcome::Interrupted || !placed.touches) return outcome;
     }
     return Outcome::Infeasible;
@@ -163,7 +164,7 @@ class Search {
     return lowest_top;
   }
 
-  // Puts the buffers on `waiting_`, by release and rank. They come nearly in this order: that of the node above.
+  // Sorts the buffers into `waiting_` by release and rank. Their order at the parent node is nearly the same.
   void wait_by_release(size_t first, Height floor, int32_t floor_rank) {
     const size_t start = waiting_.size();
     for (size_t k = first; k < unplaced_.size(); k++) {
@@ -177,7 +178,7 @@ class Search {
     }
   }
 
-  // The lowest top that an unplaced neighbour can have; above the capacity if there is none.
+  // Lowest top that an unplaced neighbor can have; above the capacity if there is no such neighbor.
   Height lowest_neighbour_top(int32_t buffer, Height floor) const {
     Height best = capacity_ + 1;
     for (int32_t other : problem_.neighbours(buffer)) {
@@ -219,8 +220,8 @@ class Search {
   }
 
   struct Placed {
-    bool touches;  // some unplaced neighbour
-    bool cut;      // in two what is left
+    bool touches;  // has an unplaced neighbor
+    bool cut;      // divides the unplaced buffers into parts
   };
 
   Placed place(int32_t buffer, Height at) {
@@ -252,7 +253,7 @@ class Search {
     }
   }
 
-  // Independent parts, the smallest first: where one can't be solved, the others need not be tried.
+  // Independent parts, the smallest first: if one has no solution, the others do not have to be tried.
   std::vector<std::vector<int32_t>> split(size_t first) const {
     std::vector<int32_t> part_of(problem_.sections());
     int32_t part = 0;
@@ -260,7 +261,7 @@ class Search {
       part_of[s] = part;
       if (crossing_[s] == 0) part++;
     }
-    const int32_t open_end = crossing_.empty() || crossing_.back() == 0 ? -1 : part;  // goes on in the first part
+    const int32_t open_end = crossing_.empty() || crossing_.back() == 0 ? -1 : part;  // continues in the first part
     std::vector<std::vector<int32_t>> parts(part + 1);
     for (size_t k = first; k < unplaced_.size(); k++) {
       const int32_t i = unplaced_[k];
@@ -272,7 +273,7 @@ class Search {
     return parts;
   }
 
-  // crossing_[s]: unplaced buffers that live in section s and in the next one. Returns whether one of them became 0.
+  // crossing_[s] counts the unplaced buffers that live in sections s and s + 1. Returns whether a count became 0.
   bool add_crossings(int32_t buffer, int32_t by) {
     const std::vector<Range>& ranges = problem_.ranges(buffer);
     bool cut = false;
@@ -293,14 +294,14 @@ class Search {
   const std::vector<int32_t> rank_;
   int64_t nodes_left_;
   const Clock::time_point deadline_;
-  std::vector<Height> lowest_;  // top of the highest placed neighbour
+  std::vector<Height> lowest_;  // top of the highest placed neighbor
   std::vector<Height> offset_;
   std::vector<char> placed_;
   std::vector<int64_t> weight_;
   std::vector<int32_t> crossing_;
   std::vector<Height> stack_;
   std::vector<Change> trail_;
-  std::vector<int32_t> unplaced_;  // lists of the nodes from the root to here, one after the other
+  std::vector<int32_t> unplaced_;  // concatenated lists of the nodes from the root to this one
   std::vector<Waiting> waiting_;  // likewise
 };
 

@@ -1,37 +1,55 @@
 """The order in which the slices of a layer run, forward and backward.
 
 Note: [Schedules]
-"layer": slice 1, then slice 2, ...; under a causal mask a slice needs the keys of itself and earlier ones only. A
-scalar token runs through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that in the backward
-the last slice goes first and each is wholly done before the one before it.
+"layer": slice 1 runs, then slice 2, and so on. Under a causal mask a slice needs only its own and earlier keys. A
+scalar token passes through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that the backward
+begins with the last slice and finishes each slice before it begins the one before.
 
-"slice": as "layer", but each layer call gets one slice of the sequence; see `sequence.py`.
+"slice": as "layer", but each layer call gets one slice of the sequence; see `sequence/sliced_model.py`.
 
-"nest": slice 2's forward runs inside slice 1's attention call, and so on; attention runs once over all tokens, and the
-stack unwinds. For attention that is not causal or that draws dropout.
+"nest": the forward of slice 2 runs inside the attention call of slice 1, and so on. Attention runs once over all
+tokens, and then the calls return in reverse order. This is for attention that is not causal or that draws dropout.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.layers.layer_run import LayerRun
-from lightning_memo.engine.layers.slice_run import SliceRun
-from lightning_memo.engine.sequence.sliced_model import SliceOutput
+from lightning_memo.engine.slices.slice_run import SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
 
 
+@dataclass(slots=True)
+class SliceOutput:
+    """The output of a model's layers for one slice of the sequence.
+
+    Attributes:
+        run: The call of the last layer.
+        token: The scalar at which the backward of the slice's layers begins, `[]`.
+        hidden: The last layer's output, without history.
+    """
+
+    run: LayerRun
+    token: Tensor
+    hidden: Tensor
+
+
 def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
-    """Run a layer slice after slice; returns what the layer returns."""
+    """Run a layer slice after slice, and return what the layer returns."""
     token, extras = _run_forward(run, x)
     return _with_extras(_Gather.apply(run, token), extras, run)
 
 
 def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
-    """As `run_layer_schedule`, with an output that has no history; its backward begins at the token beside it."""
+    """Run a layer like `run_layer_schedule`, but return an output without history.
+
+    The backward of the layer begins at the token in the returned `SliceOutput`.
+    """
     token, extras = _run_forward(run, x)
     y = run.take_output().requires_grad_()
     return _with_extras(y, extras, run), SliceOutput(run, token, y)
@@ -39,31 +57,34 @@ def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
 
 @torch.no_grad()
 def run_without_backward(run: LayerRun, x: Tensor) -> Any:
-    """Run a layer slice after slice, keeping what later slices need until its end; returns what the layer returns."""
+    """Run a layer slice after slice without gradients, and return what the layer returns.
+
+    Keys and values that later slices need are held until the end of the call.
+    """
     parts, extras = [], []
-    for number, (tokens, x_part) in enumerate(zip(run.slices, run.inputs(x), strict=True)):
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         part = SliceRun(run, number, tokens, x_part)
-        run.rng_start.restore()
+        run.conditions.rng.restore()
         with part.running(part.attend):
             y, extra = _split_output(part.call(x_part))
-        run.write_output(part.range, y)
+        run.states.write_output(part.range, y)
         part.end_forward()
         parts.append(part)
         extras.append(extra)
     while parts:
         parts.pop().end_backward()
-    run.release_cores()
+    run.attention.release()
     return _with_extras(run.take_output(), extras, run)
 
 
 def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, extras = _Scatter.apply(run, anchor), []
-    for number, (tokens, x_part) in enumerate(zip(run.slices, run.inputs(x), strict=True)):
-        with run.computing_slice(number):
+    for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
+        with run.meter.computing_slice(number):
             part = SliceRun(run, number, tokens, x_part)
             if not run.whole:
-                run.rng_start.restore()
+                run.conditions.rng.restore()
             token, extra = _run_slice(part, x_part, token)
             extras.append(extra)
             part.end_forward()
@@ -78,7 +99,7 @@ def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
 
 
 def run_nested(run: LayerRun, x: Tensor) -> Any:
-    """Run a layer with its slices nested in one attention call; returns what the layer returns."""
+    """Run a layer with its slices nested in one attention call, and return what the layer returns."""
     slices = [SliceRun(run, number, tokens, x) for number, tokens in enumerate(run.slices)]
     x = _Enter.apply(slices, x if x.requires_grad else x.detach().requires_grad_())
     nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
@@ -88,7 +109,7 @@ def run_nested(run: LayerRun, x: Tensor) -> Any:
 
 
 class _Nest:
-    """Slices on their way in: what they hand to the one attention call, and what comes out."""
+    """The slices of a nested run: what they pass to the common attention call, and what they return."""
 
     def __init__(self, slices: list[SliceRun], inputs: tuple[Tensor, ...]) -> None:
         self._slices = slices
@@ -101,7 +122,7 @@ class _Nest:
 
     def run(self, number: int) -> None:
         part = self._slices[number]
-        part.run.rng_start.restore()
+        part.run.conditions.rng.restore()
 
         def handler(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             return self._attend(number, q, k, v, spec)
@@ -125,7 +146,7 @@ class _Nest:
 
 
 class _NestedAttention(torch.autograd.Function):
-    """Attention over the tokens of all slices at once: q of all, then k of all, then v of all."""
+    """Attention over the tokens of all slices at once. Inputs are the queries of all slices, then keys, then values."""
 
     @staticmethod
     def forward(ctx: Any, slices: list[SliceRun], spec: AttentionSpec, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -136,9 +157,9 @@ class _NestedAttention(torch.autograd.Function):
         with run.engine.recorder.computing("attention"):
             result = backend.forward(q, k, v, spec)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
-        ctx.lse = run.store(slices[0].unit, "lse", result.lse.detach(), slices[0].range.place("lse"))
-        # Each slice's output on its own, so that its output projection reads it without another copy.
-        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention_slices], 2))
+        ctx.lse = run.storage.store(slices[0].storage.group, "lse", result.lse.detach(), slices[0].range.place("lse"))
+        # Each slice gets an output of its own, which its output projection reads without another copy.
+        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention.slices], 2))
         for n, (part, out) in enumerate(zip(slices, outs, strict=True)):
             part.save_attention(*(p[n] for p in parts), AttentionResult(out, result.lse[..., :0]), spec, nested=True)
         return outs
@@ -149,16 +170,18 @@ class _NestedAttention(torch.autograd.Function):
         run = slices[0].run
         qkv = [part.qkv(0) for part in slices]
         q, k, v = (torch.cat(parts, 2) for parts in zip(*qkv, strict=True))
-        out = torch.cat([part.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(1, 2)
-        result = AttentionResult(out, slices[0].load(ctx.lse), ctx.state)
+        out = torch.cat([part.storage.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(
+            1, 2
+        )
+        result = AttentionResult(out, slices[0].storage.load(ctx.lse), ctx.state)
         with run.engine.recorder.computing("attention"):
             grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
-        lengths = [part.tokens for part in run.attention_slices]
+        lengths = [part.tokens for part in run.attention.slices]
         return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
 
 
 def _split_output(output: Any) -> tuple[Tensor, Any]:
-    """A layer's hidden states, and whatever else it returns (as a tuple of the rest)."""
+    """Return a layer's hidden states, and a tuple of whatever else the layer returns."""
     if isinstance(output, Tensor):
         return output, None
     if isinstance(output, (tuple, list)) and isinstance(output[0], Tensor):
@@ -169,7 +192,7 @@ def _split_output(output: Any) -> tuple[Tensor, Any]:
 
 
 def _with_extras(y: Tensor, extras: list[Any], run: LayerRun) -> Any:
-    """The layer's return value, with what every slice returned beside hidden states put together."""
+    """Return the layer's return value, into which the slices' further return values are joined."""
     if extras[0] is None:
         return y
     return (y, *(_join(list(parts), run) for parts in zip(*extras, strict=True)))
@@ -183,7 +206,7 @@ def _join(parts: list[Any], run: LayerRun) -> Any:
 
 
 class _Scatter(torch.autograd.Function):
-    """Opens the chain; its backward is the layer's last act."""
+    """Opens the chain of slices. Its backward ends the backward of the layer."""
 
     @staticmethod
     def forward(ctx: Any, run: LayerRun, anchor: Tensor) -> Tensor:
@@ -197,7 +220,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Fetch(torch.autograd.Function):
-    """Hands a slice its input; takes the gradient of it."""
+    """Passes its input to a slice, and takes the gradient of that input."""
 
     @staticmethod
     def forward(ctx: Any, part: SliceRun, x: Tensor, token: Tensor) -> Tensor:
@@ -208,26 +231,26 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None) -> tuple[Any, ...]:
         _take_input_gradient(ctx.part, dx)
-        return None, None, torch.zeros((), device=ctx.part.run.device)
+        return None, None, torch.zeros((), device=ctx.part.run.states.device)
 
 
 class _Store(torch.autograd.Function):
-    """Takes a slice's output; hands out the gradient of it."""
+    """Takes a slice's output, and passes on the gradient of that output."""
 
     @staticmethod
     def forward(ctx: Any, part: SliceRun, y: Tensor) -> Tensor:
         ctx.part = part
-        part.run.write_output(part.range, y)
+        part.run.states.write_output(part.range, y)
         return torch.zeros((), device=y.device)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
         ctx.part.begin_backward()
-        return None, ctx.part.run.next_output_gradient()
+        return None, ctx.part.run.states.next_output_gradient()
 
 
 class _Gather(torch.autograd.Function):
-    """Closes the chain: the layer's output; its backward is the first act of the layer's backward."""
+    """Closes the chain of slices with the layer's output. Its backward begins the backward of the layer."""
 
     @staticmethod
     def forward(ctx: Any, run: LayerRun, token: Tensor) -> Tensor:
@@ -243,12 +266,12 @@ class _Gather(torch.autograd.Function):
 def _take_input_gradient(part: SliceRun, dx: Tensor | None) -> None:
     run = part.run
     part.end_backward()
-    if run.x_requires_grad and dx is not None:
-        run.write_input_gradient(part.range, dx)
+    if run.states.x_requires_grad and dx is not None:
+        run.states.write_input_gradient(part.range, dx)
 
 
 class _Enter(torch.autograd.Function):
-    """The input of a nested run; its backward is the layer's last act."""
+    """Takes the input of a nested run. Its backward ends the backward of the layer."""
 
     @staticmethod
     def forward(ctx: Any, slices: list[SliceRun], x: Tensor) -> Tensor:
@@ -261,11 +284,11 @@ class _Enter(torch.autograd.Function):
         for part in ctx.slices:
             part.end_backward()
         run.end_backward()
-        return None, (dx if run.x_requires_grad else None)
+        return None, (dx if run.states.x_requires_grad else None)
 
 
 class _Leave(torch.autograd.Function):
-    """The output of a nested run; its backward is the first act of the layer's backward."""
+    """Returns the output of a nested run. Its backward begins the backward of the layer."""
 
     @staticmethod
     def forward(ctx: Any, run: LayerRun, y: Tensor) -> Tensor:

@@ -1,35 +1,37 @@
-"""A slice's forward, run again in the backward, and what comes of it."""
+"""The recomputation of a slice: its forward runs again in the backward."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memo.engine.copies.step_recorder import Subject
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import AnsweredProduct, MeasuredProduct, ProductMode
-from lightning_memo.kernels import AttentionResult, AttentionSpec
-
-if TYPE_CHECKING:
-    from lightning_memo.engine.layers.slice_run import SliceRun
+from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.slices.saved_attention import SavedAttention
+from lightning_memo.engine.slices.slice_storage import SliceStorage
+from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
+from lightning_memo.planner.token_slices import TokenRange
 
 
 class EnoughError(Exception):
-    """Everything that a recomputation is for has been computed."""
+    """Ends a recomputation: everything that the backward needs has been computed."""
 
 
 class Recomputed:
-    """What came of a slice's forward that ran again.
+    """The results of a recomputation.
 
     Attributes:
         qkv: Queries, keys and values of the slice's attention calls.
-        results: Results of those that had to run again.
-        saved: What the forward saved, in order, until it is taken.
+        results: Results of those attention calls that had to run again, by their numbers.
+        saved: The tensors that the forward saved, in order, until they are taken.
     """
 
     def __init__(self) -> None:
@@ -38,10 +40,10 @@ class Recomputed:
         self.saved: list[Tensor | None] = []
 
     def take(self, number: int) -> Tensor:
-        """A tensor that the forward saved; once.
+        """Return a tensor that the forward saved; each can be taken once.
 
         Raises:
-            RuntimeError: It was taken before.
+            RuntimeError: The tensor was taken before.
         """
         t, self.saved[number] = self.saved[number], None
         if t is None:
@@ -53,8 +55,37 @@ class Recomputed:
         return t
 
 
-def recompute(part: SliceRun) -> Recomputed:
-    """Run a slice's forward again until all is there that the backward needs.
+class RecomputedSlice(Protocol):
+    """What a recomputation needs of its slice.
+
+    Attributes:
+        run: The layer call.
+        range: The tokens.
+        subject: The slice as the recorder names it.
+        storage: Stores the tensors that the slice saves.
+        attentions: What the backward of each attention call needs.
+        rng_after_attention: The random state after each attention call.
+        saved: Number of tensors that the forward saved.
+    """
+
+    run: LayerRun
+    range: TokenRange
+    subject: Subject
+    storage: SliceStorage
+    attentions: list[SavedAttention]
+    rng_after_attention: list[RngState]
+    saved: int
+
+    @property
+    def number(self) -> int:
+        """Number of the slice in the sequence, by which attention cores know it."""
+
+    def recompute(self) -> Recomputed:
+        """Return the results of running the slice's forward again, which happens once."""
+
+
+def recompute(part: RecomputedSlice) -> Recomputed:
+    """Run a slice's forward again until everything that the backward needs has been computed.
 
     Raises:
         RuntimeError: The forward saved other tensors than before.
@@ -63,33 +94,33 @@ def recompute(part: SliceRun) -> Recomputed:
 
 
 class _Recomputation:
-    """A slice's forward with attention and stored products answered. The slice must not refer to it: it would stay."""
+    """A forward whose attention and stored matrix products are answered from storage.
 
-    def __init__(self, part: SliceRun) -> None:
+    The slice must not refer to this object, which would then live as long as the slice.
+    """
+
+    def __init__(self, part: RecomputedSlice) -> None:
         self._part = part
         self._found = Recomputed()
 
     def run(self) -> Recomputed:
         part, run = self._part, self._part.run
         run.begin_backward()
-        run.mark("recompute_begin")
-        x = run.narrow(part.load(part.x), part.range).detach().requires_grad_()
+        run.meter.mark("recompute_begin")
+        x = run.call.narrow(part.storage.load(part.storage.input), part.range).detach().requires_grad_()
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
-            stack.enter_context(run.rng_start.replayed())
-            stack.enter_context(run.state.replayed())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(run.autocast())
+            stack.enter_context(run.conditions.replayed())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
-            stack.enter_context(handling(self._attend))
+            stack.enter_context(handling(self._attend, run.call.layout))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(part.range))
-            stack.enter_context(run.casting())
+            stack.enter_context(run.arguments.casting())
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
-            run.restored_call().run(x, part.range)
-        run.mark("recompute_end")
+            run.arguments.restored_call().run(x, part.range)
+        run.meter.mark("recompute_end")
         if not self._enough:
             raise RuntimeError(
                 f"{type(run.call.layer).__name__} saved {len(self._found.saved)} tensors when it was recomputed and "
@@ -106,7 +137,7 @@ class _Recomputation:
             raise EnoughError
 
     def _record(self, t: Tensor) -> None:
-        if not self._part.run.stays(t):
+        if t not in self._part.run.arguments:
             self._found.saved.append(t.detach())
             self._stop_if_enough()
 
@@ -116,11 +147,11 @@ class _Recomputation:
         saved = part.attentions[number]
         if saved.out is None:
             with torch.no_grad(), part.run.engine.recorder.computing("attention"):
-                core = part.run.cores[number]
-                self._found.results[number] = core.forward_again(part.place, *self._found.qkv[number], saved.spec)
+                core = part.run.attention.cores[number]
+                self._found.results[number] = core.forward_again(part.number, *self._found.qkv[number], saved.spec)
         self._stop_if_enough()
         part.rng_after_attention[number].restore()
-        known = self._found.results[number].out if saved.out is None else part.load(saved.out)
+        known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
         out: Tensor = _KnownOutput.apply(known, q, k, v)
         return out
 
@@ -128,13 +159,13 @@ class _Recomputation:
         profile = self._part.run.engine.profile
         if profile is not None:
             return self._measure if profile.with_products else None
-        return self._answer if self._part.products else None
+        return self._answer if self._part.storage.products else None
 
     def _answer(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        handle = self._part.products.get(name)
+        handle = self._part.storage.products.get(name)
         if handle is None:
             return compute()
-        with AnsweredProduct(self._part.load(handle)):
+        with AnsweredProduct(self._part.storage.load(handle)):
             return compute()
 
     def _measure(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -142,32 +173,32 @@ class _Recomputation:
         assert profile is not None
         with MeasuredProduct(profile.now) as measured:
             out = compute()
-        profile.product(run.index, name, measured)
+        profile.product(run.position.layer, name, measured)
         return out
 
 
 class RecomputedKeysValues:
-    """Keys and values of a recomputed slice: on the device in the forward, computed again when the backward needs them.
+    """Keys and values of a recomputed slice: on the device in the forward, computed again in the backward.
 
-    The slices after it, whose backward comes first, meet them as well.
+    Later slices, whose backward comes first, attend to them as well.
     """
 
-    def __init__(self, part: SliceRun, number: int, k: Tensor, v: Tensor) -> None:
-        self._part = weakref.ref(part)  # the graph refers to its slices, and they to what holds this
+    def __init__(self, part: RecomputedSlice, number: int, k: Tensor, v: Tensor) -> None:
+        self._part = weakref.ref(part)  # the slice refers to the attention core that holds this object
         self._number = number
         self._present: tuple[Tensor, Tensor] | None = (k.detach(), v.detach())
 
     def peek(self) -> tuple[Tensor, Tensor]:
-        """While the forward still runs."""
+        """Return them while the forward still runs."""
         assert self._present is not None
         return self._present
 
     def end_forward(self) -> None:
-        """The layer's forward is over."""
+        """Drop the tensors of the forward."""
         self._present = None
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """In the backward."""
+        """Return them in the backward, computed again."""
         part = self._part()
         assert part is not None
         _, k, v = part.recompute().qkv[self._number]
@@ -175,7 +206,7 @@ class RecomputedKeysValues:
 
 
 class _KnownOutput(torch.autograd.Function):
-    """An attention output as a function of q, k, v, so that what follows requires grad. Never differentiated."""
+    """Makes a known attention output a function of q, k and v, so that later operations require grad."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

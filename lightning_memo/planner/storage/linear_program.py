@@ -1,4 +1,4 @@
-"""A linear program in HiGHS, built row by row."""
+"""A linear program that is built row by row and solved with HiGHS."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Final
 import highspy
 
 Terms = dict[int, float]
-"""Coefficients by column."""
+"""A linear expression: coefficient by column."""
 
 _TIME_LIMIT_SECONDS: Final = 10.0
 _TOLERANCE: Final = 1e-9
 
 
 class LinearProgram:
-    """A program that is minimised. Rows are scaled to largest coefficient 1, as HiGHS's tolerances are absolute.
+    """A minimization problem. Rows are scaled to a largest coefficient of 1 because HiGHS's tolerances are absolute.
 
     Attributes:
-        values: Of the columns, at the last solution; a solve that fails leaves them as they were.
+        values: Value of each column in the last solution; unchanged by a solve that fails.
     """
 
     def __init__(self) -> None:
@@ -36,38 +36,38 @@ class LinearProgram:
         self.values: list[float] = []
 
     def column(self, lower: float, upper: float = highspy.kHighsInf) -> int:
-        """Add a column; returns its number."""
+        """Add a column (a variable) with its bounds, and return its index."""
         _accept(self._solver.addVar(lower, upper))
         self._costs.append(0.0)
         return len(self._costs) - 1
 
     def row(self, terms: Terms, *, least: float = -highspy.kHighsInf, most: float = highspy.kHighsInf) -> int:
-        """Add `least <= terms <= most`; returns the row's number."""
+        """Add the constraint `least <= terms <= most`, and return the index of the row."""
         scale = max(map(abs, terms.values()), default=0.0) or 1.0
         values = [value / scale for value in terms.values()]
         _accept(self._solver.addRow(least / scale, most / scale, len(terms), list(terms), values))
         self._scales.append(scale)
         return len(self._scales) - 1
 
-    def minimise(self, terms: Terms) -> None:
-        """Set the objective."""
+    def minimize(self, terms: Terms) -> None:
+        """Set the expression to minimize."""
         for column, old in enumerate(self._costs):
             self._costs[column] = new = terms.get(column, 0.0)
             if new != old:
                 _accept(self._solver.changeColCost(column, new))
 
     def solve(self) -> bool:
-        """Find an optimum, beginning at the last one.
+        """Find an optimum, starting from the last one.
 
         Returns:
-            False if there is no solution.
+            False if the program is infeasible.
 
         Raises:
-            RuntimeError: HiGHS failed, or ran out of time.
+            RuntimeError: HiGHS failed or ran out of time.
         """
         _accept(self._solver.run())
         status = self._solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kUnknown:  # the last optimum can be a beginning that leads nowhere
+        if status == highspy.HighsModelStatus.kUnknown:  # starting from the last optimum can fail
             _accept(self._solver.clearSolver())
             _accept(self._solver.run())
             status = self._solver.getModelStatus()
@@ -80,22 +80,22 @@ class LinearProgram:
         return True
 
     def value(self, terms: Terms) -> float:
-        """Of an expression, at the last solution."""
+        """Value of an expression in the last solution."""
         return sum(value * self.values[column] for column, value in terms.items())
 
     def dual(self, row: int) -> float:
-        """What the objective changes by for each unit that a row's bound is raised."""
+        """Change of the objective per unit by which the bound of a row is raised."""
         return self._duals[row] / self._scales[row]
 
 
 def _accept(status: Any) -> None:
-    # HiGHS reports a refused call, an unknown option included, only by its status.
+    # HiGHS reports a rejected call, for example an unknown option, only by its status.
     if status == highspy.HighsStatus.kError:
-        raise RuntimeError("HiGHS refused a call")
+        raise RuntimeError("HiGHS rejected a call")
 
 
 def add(many: Iterable[Terms]) -> Terms:
-    """Sum of expressions."""
+    """Add expressions."""
     total: Terms = {}
     for terms in many:
         for column, value in terms.items():
@@ -104,5 +104,5 @@ def add(many: Iterable[Terms]) -> Terms:
 
 
 def scale(terms: Terms, factor: float) -> Terms:
-    """`factor` times an expression."""
+    """Multiply an expression by a factor."""
     return {column: factor * value for column, value in terms.items()}

@@ -1,0 +1,24 @@
+"""Autocast around computations that PyTorch does not see as one: kernels called directly, and forwards run again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def ambient_autocast(device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a factory of the autocast context that is active now."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the inputs of an attention kernel as autocast casts those of `scaled_dot_product_attention`."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -1,0 +1,125 @@
+"""Where the tensors that a layer call saves are stored: in offload groups, or as copies on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.layers.call_meter import CallMeter
+from lightning_memo.engine.memory.checksums import TensorLabel
+from lightning_memo.engine.memory.resident_tensors import ResidentTensors
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.saved.offload_group import Handle, OffloadGroup, OffloadGroups
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.planner.token_slices import TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePolicy:
+    """How a plan stores what a layer call saves.
+
+    Attributes:
+        memory: The memory in which slots are leased; `None` if the plan swaps nothing.
+        swap: Whether slots leave the device.
+        per_slice: Whether every slice has a slot of its own, and attention reads earlier keys and values from the host;
+            otherwise the call has one slot.
+        spill_bytes: Bytes of the slot that go to the disk.
+        states_on_host: Whether hidden states between layers, and their gradients, are on the host.
+    """
+
+    memory: SlotMemory | None
+    swap: bool
+    per_slice: bool = False
+    spill_bytes: int = 0
+    states_on_host: bool = False
+
+
+class CallStorage:
+    """Stores the tensors that a layer call saves.
+
+    Args:
+        groups: Opens offload groups.
+        policy: How the plan stores tensors.
+        meter: Reports what is stored, and knows the position of the call.
+        call: The layer and its arguments.
+        x: The layer's input, a copy of which is stored. It must not live until the backward itself.
+        by_kind: Whether slices name a place for each kind of tensor. Each slice then stores its part of the input.
+
+    Attributes:
+        memory: The memory in which slots are leased.
+        group: The offload group of the call; `None` if every slice has one of its own.
+        resident: Copies that stay on the device by plan.
+    """
+
+    def __init__(
+        self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter, call: LayerCall, x: Tensor, by_kind: bool
+    ) -> None:
+        self._groups, self._policy, self._meter, self._tokens = groups, policy, meter, call.tokens
+        self._spills_all = policy.spill_bytes > 0 and not by_kind
+        self.memory = policy.memory
+        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.spill_bytes)
+        self.resident = ResidentTensors()
+        self._input: Handle | None = None
+        if self.group is not None and not by_kind:
+            self._input = self.store_copy(self.group, "input", local_part(x.detach()))
+
+    @property
+    def per_slice(self) -> bool:
+        """Whether every slice has an offload group of its own."""
+        return self._policy.per_slice
+
+    def store(
+        self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
+    ) -> Handle:
+        """Store a tensor in a group, or as a copy on the device.
+
+        Args:
+            group: The group.
+            kind: The kind of tensor, as in :class:`~lightning_memo.planner.token_slices.SavedBytes`.
+            t: The tensor.
+            place: Where tensors of the kind are stored.
+            part: The slice whose tensor it is; `None` if it is a tensor of all tokens of the call.
+        """
+        profile = self._meter.profile
+        if profile is not None:
+            profile.saved(self._meter.position.layer, kind, t.nbytes)
+        if place == "keep":
+            return self.resident.put(t)
+        handle = group.put(t, self._spills_all or place == "spill")
+        if group.checks is not None:
+            group.checks.note(handle, self.label(kind, part))
+        return handle
+
+    def store_copy(
+        self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
+    ) -> Handle:
+        """Store a tensor that the layer may overwrite later: it is copied even if it finds no room in the slot."""
+        handle = self.store(group, kind, t, place, part)
+        return t.clone() if handle is t else handle
+
+    def label(self, kind: str, part: TokenRange | None = None) -> TensorLabel:
+        """Name a tensor of the call, or of one of its slices, for messages."""
+        start, stop = (0, self._tokens) if part is None else (part.start, part.stop)
+        position = self._meter.position
+        return TensorLabel(kind, position.layer, position.first_token + start, position.first_token + stop)
+
+    def open(self, part: TokenRange, x: Tensor) -> tuple[OffloadGroup, Handle]:
+        """Return the group of a slice, and the handle of its input (or of the layer's) in it.
+
+        Args:
+            part: The slice.
+            x: The slice's input.
+        """
+        if self.group is not None and self._input is not None:
+            return self.group, self._input
+        group = self.group or self._groups.open(self._policy.memory, self._policy.swap)
+        return group, self.store_copy(group, "input", local_part(x.detach()), part.place("input"), part)
+
+    def end_forward(self) -> None:
+        """Nothing more is stored, and nothing is needed on the device until the backward."""
+        self.resident.end_forward()
+        if self.group is not None:
+            self.group.end_forward()

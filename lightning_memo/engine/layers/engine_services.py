@@ -1,0 +1,40 @@
+"""What the calls of layers ask of the engine that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
+from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
+from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
+from lightning_memo.engine.layers.alive_calls import AliveCalls
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.saved.offload_group import OffloadGroups
+from lightning_memo.planner.token_slices import TokenRange
+
+
+class EngineServices(Protocol):
+    """The part of the engine that calls of layers see.
+
+    Attributes:
+        attention: Chooses attention kernels.
+        recorder: Records when computations begin and end.
+        offload_groups: Opens offload groups, and brings them back in the backward.
+        calls: The layer calls whose backward has not ended.
+        profile: The profile of the running step; `None` if the step is not profiled.
+        before_layer: Called before each forward and backward of a layer; may raise to end the step.
+    """
+
+    attention: AttentionSelector
+    recorder: StepRecorder
+    offload_groups: OffloadGroups
+    calls: AliveCalls
+    profile: StepProfile | None
+    before_layer: Callable[[], None] | None
+
+    def mark(self, key: int, name: str, subject: Subject) -> None:
+        """Report that a layer call begins or ends something."""
+
+    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
+        """Return the attention core of a layer whose earlier keys and values come from the host."""

@@ -1,0 +1,76 @@
+"""How processes share the tokens of a batch, and how each cuts its tokens into slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.layers.check_layout import check_tokens
+from lightning_memo.engine.modules.layer_forward import read_call
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import slice_multiple
+from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSharing:
+    """The processes that share the tokens of a batch with this one.
+
+    Attributes:
+        context: The processes that share the tokens of a sequence (context parallelism); `None` if none do.
+        shards: Number of processes that share the tokens between the blocks of a layer (sequence parallelism).
+        ranks: The processes that have to agree on an attention kernel; `None` if there is one process.
+        current_layout: Holds the layout of the batch that the model is given.
+    """
+
+    context: ContextGroups | None = None
+    shards: int = 1
+    ranks: Ranks | None = None
+    current_layout: CurrentLayout = field(default_factory=CurrentLayout)
+
+    @property
+    def divided(self) -> bool:
+        """Whether this process holds only some of the tokens of its sequences."""
+        return self.context is not None or self.shards > 1
+
+    def read_call(
+        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, LayerCall]:
+        """Return a layer's input and the rest of its call.
+
+        Raises:
+            ValueError: The tokens of the input are not those of the batch that was divided.
+        """
+        x, call = read_call(layer, forward, args, kwargs, self.shards, self.current_layout.layout)
+        if self.divided:
+            check_tokens(call.layout, call.tokens * self.shards)
+        return x, call
+
+
+class SequenceCutter:
+    """Cuts the tokens of this process into slices.
+
+    Args:
+        sharing: The processes that share tokens.
+        settings: The settings that were requested.
+
+    Attributes:
+        outside: Whether slices are ranges of the whole sequence, each of which context-parallel processes share.
+    """
+
+    def __init__(self, sharing: TokenSharing, settings: RequestedSettings) -> None:
+        self.outside = sharing.context is not None and settings.may_stream
+        self._multiple = 1
+        if sharing.context is not None and self.outside:
+            self._multiple = slice_multiple(sharing.context.ring_size, sharing.context.ulysses_size, sharing.shards)
+
+    def cut(self, tokens: int, alpha: float, longest: int | None) -> tuple[TokenRange, ...]:
+        """Return slices of `tokens` tokens, swapped up to `alpha`, each of at most `longest` tokens."""
+        return slice_tokens_by_alpha(tokens, alpha, longest, self._multiple)

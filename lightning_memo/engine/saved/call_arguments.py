@@ -1,0 +1,98 @@
+"""The arguments and weights of a layer call, of which saved tensors may be views or copies."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.saved.not_activations import NonActivations
+from lightning_memo.engine.saved.parked_arguments import ParkedView, SliceArguments
+from lightning_memo.engine.saved.weight_copies import FrozenCasts, WeightCopies, WeightCopy
+
+
+class CallArguments:
+    """The arguments of a layer call that stay on the device until the backward is over.
+
+    Saved tensors that are in this container are no activations: they stay where they are, or they can be made again.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+
+    Attributes:
+        call: The layer and its arguments.
+    """
+
+    def __init__(self, call: LayerCall, x: Tensor) -> None:
+        self.call = call
+        self._device_type = x.device.type
+        self._non_activations = NonActivations(call.layer, (call.args, call.kwargs), x)
+        self._weight_copies = WeightCopies()
+
+    def __contains__(self, t: Tensor) -> bool:
+        return t in self._non_activations or self._weight_copies.find_frozen(t) is not None
+
+    def handle(self, t: Tensor) -> Tensor | ParkedView | WeightCopy:
+        """Return the handle of a saved tensor that is no activation."""
+        return self._weight_copies.find_frozen(t) or WeightCopies.find_trained(t) or t
+
+    def load(self, handle: ParkedView | WeightCopy) -> Tensor:
+        """Return the tensor that a handle stands for."""
+        assert isinstance(handle, WeightCopy)
+        return self._weight_copies.restore(handle)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which copies of frozen weights are made such that the backward can make them again."""
+        needed = self._non_activations.frozen and torch.is_autocast_enabled(self._device_type)
+        return FrozenCasts(self._weight_copies) if needed else contextlib.nullcontext()
+
+    def restored_call(self) -> LayerCall:
+        """Return the call with its arguments on the device, for a recomputation."""
+        return self.call
+
+    def end_forward(self) -> None:
+        """Drop what only the forward needs."""
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # it holds a copy of each weight until autocast ends, which is after the loss
+
+    def end_backward(self) -> None:
+        """Drop the copies of weights that the backward made."""
+        self._weight_copies.clear()
+
+
+class ParkedCallArguments(CallArguments):
+    """The arguments of a call for one slice of a sequence, which wait on the host between forward and backward.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+        parked: The arguments that all layer calls of the slice share.
+    """
+
+    def __init__(self, call: LayerCall, x: Tensor, parked: SliceArguments) -> None:
+        super().__init__(call, x)
+        self._parked = parked
+
+    def handle(self, t: Tensor) -> Tensor | ParkedView | WeightCopy:
+        copy = self._weight_copies.find_frozen(t) or WeightCopies.find_trained(t)
+        return copy or self._parked.view_of(t) or t
+
+    def load(self, handle: ParkedView | WeightCopy) -> Tensor:
+        if isinstance(handle, WeightCopy):
+            return super().load(handle)
+        t: Tensor = self._parked.restore(handle)
+        return t
+
+    def restored_call(self) -> LayerCall:
+        args, kwargs = self._parked.restore((self.call.args, self.call.kwargs))
+        self._non_activations = NonActivations(self.call.layer, (args, kwargs), None)
+        return replace(self.call, args=args, kwargs=kwargs)
+
+    def end_forward(self) -> None:
+        args, kwargs = self._parked.park((self.call.args, self.call.kwargs))
+        self.call = replace(self.call, args=args, kwargs=kwargs)

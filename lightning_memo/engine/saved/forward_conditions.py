@@ -1,0 +1,34 @@
+"""The conditions under which a layer's forward ran, apart from its inputs and weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
+from lightning_memo.kernels import RngState
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConditions:
+    """What a recomputation has to restore so that it computes the same as the forward did.
+
+    Attributes:
+        rng: The random state before the forward.
+        buffers: The values that the layer's changing buffers had before the forward.
+        autocast: A factory of the autocast context that was active in the forward.
+    """
+
+    rng: RngState
+    buffers: ChangingBuffers
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Restore the conditions and enable gradients inside the context; put the present state back afterwards."""
+        with self.rng.replayed(), self.buffers.replayed(), torch.enable_grad(), self.autocast():
+            yield

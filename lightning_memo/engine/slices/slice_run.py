@@ -1,0 +1,238 @@
+"""One slice of a layer call: how its saved tensors are packed, unpacked and recomputed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from lightning_memo.engine.attention.keys_values import KeysValuesSource
+from lightning_memo.engine.forward.activation_checkpointing import refuse_inner_backward
+from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.forward.matrix_products import ProductMode
+from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.memory.block_reader import token_rows
+from lightning_memo.engine.saved.offload_group import Handle, KeysValues
+from lightning_memo.engine.saved.parked_arguments import ParkedView
+from lightning_memo.engine.saved.weight_copies import WeightCopy
+from lightning_memo.engine.saved.wrapper_subclasses import is_wrapped, plain_parts
+from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
+from lightning_memo.engine.slices.saved_attention import SavedAttention
+from lightning_memo.engine.slices.slice_storage import SliceStorage
+from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
+from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
+from lightning_memo.planner.token_slices import Action, TokenRange
+
+
+class SliceRun:
+    """Some tokens of a layer call, from their forward to the end of their backward.
+
+    Args:
+        run: The layer call.
+        index: Number of the slice in the call.
+        part: The tokens.
+        x: The slice's input.
+
+    Attributes:
+        storage: Stores the tensors that the slice saves.
+        attentions: What the backward of each attention call needs.
+        rng_after_attention: The random state after each attention call.
+        saved: Number of tensors that a recomputation has to deliver.
+    """
+
+    def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
+        self.run, self.index, self.range = run, index, part
+        self.subject = run.meter.slice_subject(index)
+        self.storage = SliceStorage(run, part, x)
+        self.attentions: list[SavedAttention] = []
+        self.rng_after_attention: list[RngState] = []
+        self.saved = 0
+        self._in_forward = False
+        self._recomputed: Recomputed | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the slice's activations are recomputed."""
+        return self.range.action is Action.RECOMPUTE
+
+    @property
+    def number(self) -> int:
+        """Number of the slice in the sequence, by which attention cores know it."""
+        return self.run.position.first_slice + self.index
+
+    # ---- forward
+
+    @contextlib.contextmanager
+    def running(self, handler: Callable[..., Tensor]) -> Iterator[None]:
+        """Pack what the layer saves inside the context, and direct its attention calls to `handler`."""
+        run = self.run
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(handling(handler, run.call.layout))
+            if run.needs_mode:
+                stack.enter_context(run.call.mode(self.range))
+            stack.enter_context(run.arguments.casting())
+            if self.recomputes and self.range.places is not None:
+                stack.enter_context(ProductMode(run.call.layer, self.storage.store_product))
+            self._in_forward = True
+            yield
+        self._in_forward = False
+
+    def call(self, x: Tensor) -> Any:
+        """Run the layer's own forward on these tokens."""
+        return self.run.call.run(x, self.range)
+
+    def pack(self, t: Tensor) -> Handle:
+        """Store a tensor that autograd saves, and return its handle."""
+        run, storage, local = self.run, self.storage, local_part(t)
+        wrapped = is_wrapped(local)
+        known = storage.find(local) if local.numel() and not wrapped else None
+        if known is None and t in run.arguments:
+            return t if wrapped else run.arguments.handle(t)
+        if self.recomputes:
+            if known is None and run.meter.profile is not None:
+                for part in plain_parts(local):
+                    run.meter.profile.recomputed(run.position.layer, part, run.call.layer)
+            self.saved += 1
+            return self.saved - 1
+        if known is None:
+            known = storage.store_parts(local) if wrapped else storage.store_other(local)
+        return ShardedHandle.of(t, known) if isinstance(t, DTensor) else known
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """Return the tensor of a handle, in the backward."""
+        if self._in_forward:
+            refuse_inner_backward(type(self.run.call.layer).__name__)
+        if isinstance(handle, int):
+            return self.recompute().take(handle)
+        if isinstance(handle, (ParkedView, WeightCopy)):
+            return self.run.arguments.load(handle)
+        return self.storage.load(handle)
+
+    def end_forward(self) -> None:
+        """Release what only this slice's forward needs on the device."""
+        self.run.meter.recorded = True
+        self.storage.end_forward()
+
+    # ---- attention of a single slice, or slice after slice
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Answer an attention call of the layer's forward in the schedule "layer"."""
+        self.run.check_sliceable(spec)
+        out: Tensor = _SliceAttention.apply(self, spec, q, k, v)
+        self.rng_after_attention.append(RngState.capture(q.device, self.run.conditions.rng))
+        return out
+
+    def attention_forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Compute attention of this slice to its own and earlier keys, and store what the backward needs."""
+        core = self.run.attention.core(len(self.attentions), q, k, v, spec)
+        with self.run.meter.computing_attention(spec):
+            result, k, v = core.forward(self.number, q, k, v, spec)
+        saved = self.save_attention(q, k, v, result, spec)
+        if saved.keys_values is not None:
+            core.hold(self.number, saved.keys_values)
+        return result.out
+
+    def save_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult, spec: AttentionSpec, nested: bool = False
+    ) -> SavedAttention:
+        """Store what the backward of attention needs; a recomputed slice computes its own q, k, v again.
+
+        Args:
+            q: Queries, `[batch, heads, tokens, head_dim]`.
+            k: Keys.
+            v: Values.
+            result: The result of the kernel.
+            spec: The attention call.
+            nested: Whether attention ran over all slices at once: their common log-sum-exp is stored elsewhere.
+        """
+        run, storage = self.run, self.storage
+        needed_later = not nested and (run.storage.per_slice or self.index < len(run.slices) - 1)
+        dropped = self.range.place("out") is None
+        saved = SavedAttention(
+            out=None if dropped else storage.store("out", result.out),
+            lse=None if dropped else result.lse if nested else storage.store("lse", result.lse),
+            state=result.state,
+            query=None if self.recomputes else storage.store_once("query", q),
+            keys_values=self._store_keys(k, v) if needed_later or not self.recomputes else None,
+            spec=spec,
+        )
+        profile = run.meter.profile
+        if self.recomputes and profile is not None:
+            kinds = {"query": q} if saved.keys_values is not None else {"query": q, "key": k, "value": v}
+            for kind, t in kinds.items():
+                profile.recomputed(run.position.layer, t, run.call.layer, kind)
+        self.attentions.append(saved)
+        return saved
+
+    def _store_keys(self, k: Tensor, v: Tensor) -> KeysValuesSource:
+        storage = self.storage
+        if self.recomputes and self.range.places is not None:
+            return RecomputedKeysValues(self, len(self.attentions), k, v)
+        if self.run.storage.per_slice:  # as rows of tokens, so that those of several slices join to one block
+            return KeysValues(storage.group, storage.store("key", token_rows(k)), storage.store("value", token_rows(v)))
+        return KeysValues(storage.group, storage.store_once("key", k), storage.store_once("value", v))
+
+    def attention_backward(self, number: int, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v of the attention call `number`."""
+        saved = self.attentions[number]
+        q, k, v = self.qkv(number)
+        if saved.out is None or saved.lse is None:
+            result = self.recompute().results[number]
+        else:
+            result = AttentionResult(self.storage.load(saved.out), self.storage.load(saved.lse), saved.state)
+        with self.run.engine.recorder.computing("attention"):
+            return self.run.attention.cores[number].backward(self.number, dout, q, k, v, result, saved.spec)
+
+    def qkv(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the attention call `number`, stored or recomputed."""
+        saved, per_slice = self.attentions[number], self.run.storage.per_slice
+        again = self.recompute().qkv[number] if self.recomputes else None
+        if again is not None and (saved.keys_values is None or not per_slice):
+            return again
+        assert saved.keys_values is not None
+        k, v = saved.keys_values.load()
+        if per_slice:
+            k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        if again is not None:
+            return again[0], k, v
+        assert saved.query is not None
+        return self.storage.load(saved.query), k, v
+
+    # ---- recomputation and backward
+
+    def recompute(self) -> Recomputed:
+        """Return the results of running the slice's forward again, which happens once."""
+        if self._recomputed is None:
+            self._recomputed = recompute(self)
+        return self._recomputed
+
+    def begin_backward(self) -> None:
+        """Begin the slice's backward; a later slice may have recomputed this one before."""
+        if not self.run.whole:
+            self.run.engine.recorder.begin("slice", self.subject)
+
+    def end_backward(self) -> None:
+        """End the slice's backward, and give its memory back."""
+        self.run.engine.recorder.end("slice", self.subject)
+        self._recomputed = None
+        self.attentions = []
+        self.storage.end_backward()
+
+
+class _SliceAttention(torch.autograd.Function):
+    """Attention of one slice. The slice stores what the backward needs, not this function."""
+
+    @staticmethod
+    def forward(ctx: Any, part: SliceRun, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.part, ctx.number = part, len(part.attentions)
+        return part.attention_forward(q, k, v, spec)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return (None, None, *ctx.part.attention_backward(ctx.number, dout))

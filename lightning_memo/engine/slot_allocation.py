@@ -1,0 +1,71 @@
+"""Allocates the memory of a swap plan, and checks that the plan can run here."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.engine.copies.test_mode import TestMode
+from lightning_memo.engine.layers.storage_slices import why_not_stored
+from lightning_memo.engine.memory.block_reader import BlockReader
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.spill import Spill
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.utils.units import format_bytes
+
+
+def allocate_slots(
+    swap: SwapPlan,
+    device: torch.device,
+    settings: RequestedSettings,
+    test_mode: TestMode | None,
+    recorder: StepRecorder,
+) -> SlotMemory:
+    """Allocate the rounding buffers, the host memory and the spill file of a plan.
+
+    Args:
+        swap: The plan.
+        device: Where layers run.
+        settings: The settings that were requested.
+        test_mode: Delays and poison.
+        recorder: Records copies.
+
+    Raises:
+        SpillError: The disk does not have the space for what the plan spills.
+    """
+    spill = None
+    if settings.spill_path is not None and swap.spill_bytes:
+        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, test_mode, recorder)
+    return SlotMemory(
+        swap.slot_bytes, swap.host_bytes, device, test_mode,
+        whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
+        state_bytes=swap.state_host_bytes, spill=spill, recorder=recorder, check_restored=settings.check_restored,
+    )  # fmt: skip
+
+
+def open_reader(memory: SlotMemory, swap: SwapPlan) -> BlockReader:
+    """Allocate the buffers through which blocks of keys and values come back from the host."""
+    # One block is computed with while another arrives; gradients are also on their way back.
+    return memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
+
+
+def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outside: bool | None) -> str:
+    """Return why layers cannot run by a plan that was made for other settings; empty if they can.
+
+    Args:
+        swap: The plan.
+        settings: The settings that were requested.
+        sliced_outside: Whether context-parallel processes share each slice; `None` if there is one such process.
+    """
+    if "slice" in (swap.schedule, settings.schedule) and swap.schedule != settings.schedule:
+        return f'it was made for schedule="{swap.schedule}"'
+    if swap.mode == "memo" and (swap.storage is not None) != settings.by_kind:
+        return f'it was made for storage="{"alpha" if settings.by_kind else "kinds"}"'
+    if swap.storage is not None and (why := why_not_stored(swap.storage)):
+        return why
+    if sliced_outside is not None and swap.streamed != sliced_outside:
+        return f'it was made for host_backed="{swap.host_backed}"'
+    if swap.spill_bytes and settings.spill_path is None:
+        return f"it spills {format_bytes(swap.spill_bytes)} to a disk, and no spill_path is given"
+    return ""
