@@ -28,7 +28,8 @@ def reserved(report: Report) -> str:
         bound = "equal to" if arena == row["lower_bound_bytes"] else "larger than"
         step = (
             f"The recorded step `{row['trace']}` makes {row['requests']:,} memory requests, which are replayed on a "
-            f"stub of the CUDA runtime (torch\n{report['libc10_cuda']}). The size of the arena is {bound} the lower bound."
+            f"stub of the CUDA runtime (torch\n{report['libc10_cuda']}). The size of the arena is {bound} the lower "
+            "bound."
         )
         parts += [step, table(["", "bytes reserved", "relative to the arena"], rows)]
     title = "**Memory that PyTorch's allocator reserves for one step, compared with the planned arena**"
