@@ -63,8 +63,8 @@ class MemoStrategy(DistributedStrategy):
         tensor_parallel_plan: Style of each weight by its dotted name, with `*` as a wildcard, like Hugging Face's
             `tp_plan`. `None` takes the model's own plan.
         offload_state: Whether parameters, gradients and optimizer state are kept on the host, where the optimizer runs.
-        alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" takes the largest one
-            whose copies take no extra time and fit the host.
+        alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" takes the largest fraction
+            whose copies are hidden by computation and whose activations fit the memory budgets.
         plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation.
         device_memory: Device memory to plan with, as bytes or text like "40GiB". `None` measures the free memory.
         host_memory: Host memory of a node for swapped activations, shared by its processes, as bytes or text like

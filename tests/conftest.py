@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # Triton reads it when it is imported, which Lightning does
+if not torch.cuda.is_available():  # Lightning imports Triton, which then reads this variable
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hydra.core.global_hydra import GlobalHydra
@@ -17,14 +17,14 @@ from support.trainer_harness import shorten_measurements
 
 
 def pytest_collection_finish():
-    """Exempts what has been imported from garbage collection, which would otherwise take a second at each call."""
+    """Exempt all imported objects from garbage collection, each of which would otherwise take a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(request, tmp_path_factory):
-    """Tests neither see nor fill the user's cache. Workers share one, and libraries are kept for later test runs."""
+    """Keep tests away from the user's cache. Workers share a cache, and later test runs reuse compiled libraries."""
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     if request.config.pluginmanager.has_plugin("cacheprovider"):
@@ -46,20 +46,25 @@ def seed():
     seed_everything(0, verbose=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements():
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_measurements(patch)
+        yield
+
+
 @pytest.fixture
 def own_folder(monkeypatch, tmp_path):
-    """Runs leave their files in a fresh folder, and measure this machine for a moment only."""
+    """Run the test in a new folder."""
     monkeypatch.chdir(tmp_path)
-    shorten_measurements(monkeypatch)
 
 
 @pytest.fixture
 def in_process(monkeypatch, tmp_path, capfd):
-    """Runs the main of a command in this process and a fresh folder; returns exit status, stdout and stderr."""
+    """Run the main function of a command in this process and a new folder; returns exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it; this takes it back afterwards
-    shorten_measurements(monkeypatch)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it, and this restores it afterwards
 
     def run(main, *arguments):
         GlobalHydra.instance().clear()
@@ -76,12 +81,12 @@ def in_process(monkeypatch, tmp_path, capfd):
 
 @pytest.fixture
 def train(in_process):
-    """Runs the training command with settings that make it small, by default without a report; see `in_process`."""
+    """Run the training command with settings that make it small, by default without a report; see `in_process`."""
     from lightning_memo.train import main
 
     def run(*overrides, report=False):
         tiny = TINY_RUN if report else (*TINY_RUN, *WITHOUT_REPORT)
-        flags = [argument for argument in overrides if argument.startswith("-")]  # argparse wants them first
+        flags = [argument for argument in overrides if argument.startswith("-")]  # argparse expects flags first
         return in_process(main, *flags, *tiny, *(each for each in overrides if each not in flags))
 
     return run
@@ -89,6 +94,6 @@ def train(in_process):
 
 @pytest.fixture(scope="module")
 def own_modules():
-    """Where the benchmarks' own modules can be imported, for all tests of a file."""
+    """Make the benchmarks' own modules importable in all tests of a file."""
     with benchmark_modules():
         yield

@@ -1,4 +1,4 @@
-"""Long token sequences from files of text."""
+"""Data modules for long token sequences from text files."""
 
 from lightning_memo.data.corpus import unigram_entropy
 from lightning_memo.data.document_module import DocumentsDataModule

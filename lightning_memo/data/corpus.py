@@ -1,4 +1,4 @@
-"""Documents under a folder: finding, reading, splitting and packing them."""
+"""Finds, reads, splits and concatenates the documents in a folder."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from lightning_memo.data.tokenizer import Tokenizer, Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Which text is read, and how it is divided."""
+    """Settings for reading a folder of text and splitting it into training and validation text."""
 
     path: str | None = None
-    """Folder that is searched; None is the source of Python's standard library."""
+    """Folder to search; None for the source of Python's standard library."""
     suffix: str = ".py"
-    """Files whose name ends so are documents."""
+    """Ending of the names of document files."""
     exclude: Sequence[str] = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
-    """Names of folders that are left out."""
+    """Names of folders to skip."""
     max_bytes: int = 16 * 2**20
-    """Reading stops here, in the middle of a document if need be."""
+    """Number of bytes to read at most. The last document may be truncated."""
     val_fraction: float = 0.05
-    """Fraction of the documents that is kept for validation; at least one document."""
+    """Fraction of the documents for validation; at least one document is used."""
     seed: int = 0
-    """Chooses the order of the documents, and so what is read and which are for validation."""
+    """Seed of the order of the documents, which determines the documents read and those for validation."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents joined to one sequence of ids each for training and validation."""
+    """Documents concatenated to one sequence of ids for training and one for validation."""
 
     train: Tokens
     val: Tokens
@@ -41,7 +41,7 @@ def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
     """Reads and tokenizes the text.
 
     Raises:
-        ValueError: No such folder, fewer than two documents in it, or a fraction outside (0, 1).
+        ValueError: The folder does not exist or has fewer than two documents, or the fraction is outside (0, 1).
     """
     if not 0 < config.val_fraction < 1:
         raise ValueError(f"val_fraction={config.val_fraction}: give a number between 0 and 1, both excluded")
@@ -58,10 +58,10 @@ def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
 
 
 def find_documents(config: CorpusConfig) -> list[Path]:
-    """Returns the files that are documents, sorted by path so that a seed means the same everywhere.
+    """Returns the document files, sorted by path so that a seed gives the same order everywhere.
 
     Raises:
-        ValueError: The folder does not exist or holds no such file.
+        ValueError: The folder does not exist or has no such file.
     """
     root = _root(config)
     if not root.is_dir():
@@ -81,7 +81,7 @@ def find_documents(config: CorpusConfig) -> list[Path]:
 
 
 def read_texts(paths: Sequence[Path], max_bytes: int) -> list[str]:
-    """Returns the non-empty texts in the order given, ``max_bytes`` of them at most."""
+    """Returns the non-empty texts of the files in the given order, ``max_bytes`` in total at most."""
     documents, left_bytes = [], max_bytes
     for path in paths:
         raw = path.read_bytes()[:left_bytes]
@@ -94,7 +94,7 @@ def read_texts(paths: Sequence[Path], max_bytes: int) -> list[str]:
 
 
 def pack(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
-    """Returns all documents as one sequence, each followed by the end-of-sequence id."""
+    """Returns all documents as one sequence of ids, each followed by the end-of-sequence id."""
     eos = np.array([tokenizer.eos_id], dtype=np.int32)
     return np.concatenate([piece for text in documents for piece in (tokenizer.encode(text), eos)])
 
@@ -102,13 +102,13 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
 def unigram_entropy(tokens: Tokens) -> float:
     """Returns the entropy of the token frequencies in nats per token.
 
-    It is the lowest loss of a model that ignores context: a loss below it shows that context is used.
+    It is the lowest loss of a model that ignores context. A lower loss shows that the model uses context.
     """
     return entropy(np.bincount(tokens))
 
 
 def entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Returns the entropy in nats of what was counted so often."""
+    """Returns the entropy in nats of a distribution given by counts."""
     frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
 

@@ -1,4 +1,4 @@
-"""Documents in files of this machine: JSON lines, Parquet, or one text file each, read by Hugging Face `datasets`."""
+"""Documents in local JSON lines, Parquet or text files, read by Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _FORMATS = {
     ".txt": "text",
     ".md": "text",
 }
-"""What `datasets` calls the format of files that end so; all other files are text."""
+"""Format name in `datasets` by file ending; all other files are text."""
 _NOTHING = "corresponds to no data"
-"""What `datasets` says of files without records."""
+"""Part of the error message of `datasets` for files without records."""
 
 
 def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
-    """The documents of a file or folder, memory-mapped from a copy in the cache of `datasets`.
+    """Returns the documents of a file or folder, memory-mapped from a copy in the cache of `datasets`.
 
     Args:
-        path: A file, or a folder that is searched with all folders in it.
-        suffix: Files whose name ends so; None is any that the formats have.
-        field: Name of the documents' text in each record. A text file is one record, with the field `text`.
+        path: File, or folder that is searched recursively.
+        suffix: Ending of the file names to read; None for all known endings.
+        field: Field of each record that holds the text. A text file is one record with the field `text`.
 
     Raises:
-        ValueError: There is no such file, it can't be read, or its records have no such field of text.
+        ValueError: There is no such file, it cannot be read, or its records have no such text field.
     """
     check_installed()
     kind, files = find_files(path, suffix)
@@ -51,7 +51,7 @@ def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
 
 
 def check_installed() -> None:
-    """Refuses to go on without `datasets`.
+    """Checks that `datasets` is installed.
 
     Raises:
         ValueError: It is not installed.
@@ -61,7 +61,7 @@ def check_installed() -> None:
 
 
 def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
-    """What `datasets` makes of files of one format: a `Dataset`, or an `IterableDataset` in the order of the files."""
+    """Loads files of one format: a `Dataset`, or if `streaming`, an `IterableDataset` in the order of the files."""
     from datasets import disable_progress_bars, load_dataset  # takes seconds
 
     if not is_rank_zero():
@@ -73,20 +73,20 @@ def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
 
 @contextmanager
 def readable(what: Callable[[], str], kind: str) -> Iterator[None]:
-    """Inside, what `datasets` can't read is told in one line: what was to be read, as which format, and why it fails.
+    """Within this context, errors of `datasets` become one line with the files, their format and the reason.
 
     Args:
-        what: Tells which files.
-        kind: What `datasets` calls the format.
+        what: Returns a description of the files.
+        kind: Name of the format in `datasets`.
 
     Raises:
-        ValueError: It can't.
+        ValueError: `datasets` cannot read the files.
     """
     import datasets  # takes seconds
     from datasets.exceptions import DatasetGenerationError
 
     level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it tells the same, by the row of a part of a file
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs the same error with row numbers of file chunks
     try:
         yield
     except StopIteration:
@@ -100,10 +100,14 @@ def readable(what: Callable[[], str], kind: str) -> Iterator[None]:
 
 
 def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
-    """What `datasets` calls the format, and the files, sorted by path so that a seed means the same everywhere.
+    """Returns the format name in `datasets` and the files, sorted by path so that their order is the same everywhere.
+
+    Args:
+        path: File or folder.
+        suffix: Ending of the file names to read; None for all known endings.
 
     Raises:
-        ValueError: There is none, or there are several formats.
+        ValueError: There is no such file, or files have different formats.
     """
     if path is None:
         raise ValueError("path: give the file or folder of your documents (JSON lines, Parquet or text)")
@@ -128,10 +132,15 @@ def _format(file: Path) -> str:
 
 
 def check_field(path: str | None, field: str, names: Iterable[str]) -> None:
-    """Refuses records without the field.
+    """Checks that records have the field.
+
+    Args:
+        path: Path for the message.
+        field: Name of the field.
+        names: Names of all fields of the records.
 
     Raises:
-        ValueError: It is not among the names that they have.
+        ValueError: The records have no such field.
     """
     if field not in names:
         known = sorted(names)
@@ -149,7 +158,7 @@ def _check_text(path: str | None, field: str, features: dict[str, Any]) -> None:
 
 
 def wrong_line(file: Path, field: str) -> int | None:
-    """Number of the first line of a file of JSON lines that is no document."""
+    """Returns the number of the first line of a JSON lines file that is no document; None if there is none."""
     if not file.name.endswith((".jsonl", ".jsonl.gz")):
         return None
     with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
@@ -166,13 +175,13 @@ def _is_document(line: bytes, field: str) -> bool:
 
 
 def _where(path: str | None, files: Sequence[Path], field: str) -> str:
-    """The file and line that is wrong, if there is one; else what the user gave."""
+    """Returns the invalid file and line if there is one, otherwise the user's path."""
     found = ((file, line) for file in files if (line := wrong_line(file, field)) is not None)
     return next((f"path={file}, line {line}" for file, line in found), f"path={path}")
 
 
 def _reason(error: BaseException) -> str:
-    """What the innermost cause says, in one line."""
+    """Returns the message of the innermost cause as one line."""
     chain = list(_causes(error))
     return " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
 

@@ -1,4 +1,4 @@
-"""The data module that feeds documents of JSON lines, Parquet or text files, none of which sees another."""
+"""Data module for documents in JSON lines, Parquet or text files. Attention does not cross document boundaries."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 16  # records that are tokenized and written together; a long document has megabytes
+_AT_ONCE = 16  # records tokenized and written together; few, because long documents have megabytes
 
 
 class DocumentsDataModule(SequenceDataModule):
     """Documents packed into rows of ``seq_len`` tokens, or one document in each row.
 
-    Batches are ``{"input_ids", "labels", "position_ids"}``, ``[batch, seq_len]`` each, with positions that restart in
-    each document; with ``packing=False`` ``{"input_ids", "labels", "attention_mask"}``, padded on the right. Their
-    order is that of `lightning_memo.data.sequence_module.SequenceDataModule`.
+    Batches are ``{"input_ids", "labels", "position_ids"}``, ``[batch, seq_len]`` each. Positions restart at 0 in each
+    document. With ``packing=False`` batches are ``{"input_ids", "labels", "attention_mask"}``, padded on the right.
+    Their order is that of `lightning_memo.data.sequence_module.SequenceDataModule`.
 
-    Tokens are kept on disk, in the cache of `datasets`, and mapped into memory: another run with the same files and
+    Tokens are stored in the disk cache of `datasets` and memory-mapped, so another run with the same files and
     tokenizer starts at once.
 
     Args:
-        path: A file, or a folder that is searched: ``.jsonl``, ``.json``, ``.parquet``, or text files of one document
-            each.
-        seq_len: Tokens of a row, as a number or like "128K".
-        batch_size: Rows per batch of one data-parallel process.
-        field: The documents' text in records of JSON or Parquet.
-        suffix: Which files of the folder are read; None: all that have one of the formats.
-        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
-        packing: False: one document in each row, cut or padded to its length.
-        val_fraction: Fraction of the documents kept for validation; at least one document.
-        seed: Chooses the split and the order.
-        num_workers: Processes that tokenize, and that prepare batches; of a stream 0, or 1 that reads ahead.
-        streaming: Read, tokenize and pack as training goes on, for documents that are too many to do so before. Files
-            are read in an order that the seed chooses. A stream has no end: after the last document comes the first,
-            and the trainer says how many steps. Each data-parallel process reads every n-th document.
-        buffer_rows: Of a stream, rows that are packed, and shuffled, together.
-        val_documents: Of a stream, documents at its beginning that are kept for validation, in place of a fraction.
+        path: File, or folder that is searched for ``.jsonl``, ``.json``, ``.parquet`` and text files. A text file is
+            one document.
+        seq_len: Number of tokens in a row, as a number or like "128K".
+        batch_size: Number of rows in a batch of one data-parallel process.
+        field: Field of JSON or Parquet records that holds the text.
+        suffix: Ending of the file names to read; None for all known formats.
+        tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
+        packing: Whether to pack several documents into a row. Otherwise each row is one document, truncated or padded.
+        val_fraction: Fraction of the documents for validation; at least one document is used.
+        seed: Seed of the split and the order.
+        num_workers: Number of processes that tokenize and that prepare batches. A stream takes 0, or 1 to read ahead.
+        streaming: Whether to read, tokenize and pack during training, for data too large to prepare before. The seed
+            determines the order of the files. A stream starts again after the last document, and the trainer sets the
+            number of steps. Each data-parallel process reads every n-th document.
+        buffer_rows: Number of rows of a stream that are packed and shuffled together.
+        val_documents: Number of documents at the beginning of a stream that are used for validation, instead of
+            ``val_fraction``.
 
     Raises:
-        ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` below their least values, a
-            fraction outside (0, 1), or several workers for a stream.
+        ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` is too small, ``val_fraction`` is
+            outside (0, 1), or a stream has several workers.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class DocumentsDataModule(SequenceDataModule):
         )
 
     def _stream(self, tokenizer: Tokenizer) -> Loaded:
-        """The first documents for validation, the others as they come."""
+        """Uses the first documents for validation and streams the others."""
         documents = DocumentStream(self._path, self._suffix, self._field, self._seed)
         reader = DocumentReader(documents)
         kept = read_block(reader, tokenizer, enough=lambda count, tokens: count >= self._val_documents)
@@ -139,7 +140,7 @@ class DocumentsDataModule(SequenceDataModule):
         )
 
     def _tokenized(self, tokenizer: Tokenizer) -> Any:
-        """Records with the `ids` of each document that has text, and how many `tokens` these are."""
+        """Returns records with the `ids` of each document with text and the number of `tokens`."""
         records = read_documents(self._path, self._suffix, self._field)
         from datasets import Features, List, Value
 
@@ -170,7 +171,7 @@ class DocumentsDataModule(SequenceDataModule):
 
 @dataclass(frozen=True)
 class _Tokenize:
-    """What `datasets` calls on some records; it recognises its results in the cache by the tokenizer's contents."""
+    """Tokenizes a batch of records. `datasets` finds cached results by the pickled contents of the tokenizer."""
 
     tokenizer: Tokenizer
 
@@ -180,7 +181,7 @@ class _Tokenize:
 
 
 def _counts(documents: Any, vocab_size: int) -> Numbers:
-    """How often each id occurs."""
+    """Returns the number of occurrences of each id."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for records in documents.iter(batch_size=_AT_ONCE):
         counts += np.bincount(np.concatenate(list(records["ids"])), minlength=vocab_size)

@@ -1,4 +1,4 @@
-"""Documents of files, read one after the other while training goes on, from any place on."""
+"""Documents that are read from files one after the other during training, from any position."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_memo.data.document_files import (
 )
 
 Place = Mapping[str, Any]
-"""Where reading goes on; plain data."""
+"""Position in a stream at which reading continues; plain data."""
 
 
 class DocumentStream:
-    """Documents of a file or folder, as written in each file; the seed chooses the order of the files.
+    """Documents of a file or folder, in the order within each file.
 
     Args:
-        path: As for `lightning_memo.data.document_files.read_documents`; so are `suffix` and `field`.
-        suffix: Files whose name ends so.
-        field: Name of the documents' text.
-        seed: Chooses the order of the files.
+        path: As for `lightning_memo.data.document_files.read_documents`.
+        suffix: As for `read_documents`.
+        field: As for `read_documents`.
+        seed: Seed of the order of the files.
 
     Raises:
-        ValueError: There is no such file, it can't be read, or its first record has no such field of text.
+        ValueError: There is no such file, it cannot be read, or its first record has no such field.
     """
 
     def __init__(self, path: str | None, suffix: str | None, field: str, seed: int) -> None:
@@ -44,15 +44,15 @@ class DocumentStream:
         check_field(path, field, first)
 
     def open(self) -> Any:
-        """The records, as an `IterableDataset` of `datasets`, which reads the first file to know what they have."""
+        """Returns the records as an `IterableDataset` of `datasets`, which reads the first file to find the fields."""
         with readable(lambda: self.where(0), self.kind):
             return load_files(self.kind, self.files, streaming=True)
 
     def records(self, opened: Any) -> Iterator[dict[str, Any]]:
-        """The records of what was opened.
+        """Yields the records of an opened stream.
 
         Raises:
-            ValueError: A file can't be read; one line tells which, and the line in it.
+            ValueError: A file cannot be read. The message is one line with the file and line number.
         """
         records = iter(opened)
         while True:
@@ -66,7 +66,7 @@ class DocumentStream:
             yield record
 
     def where(self, file: int) -> str:
-        """The file and line that is wrong, from a file's number on: it may be the next one. Else what the user gave."""
+        """Returns the invalid line in the file of a number or in the next one; otherwise the user's path."""
         for path in self.files[file : file + 2]:
             line = wrong_line(path, self.field)
             if line is not None:
@@ -75,7 +75,7 @@ class DocumentStream:
 
 
 def _file(opened: Any) -> int:
-    """Number of the file that is being read, or the one before."""
+    """Returns the number of the file that is being read, or of the one before."""
     state = opened.state_dict()
     while "examples_iterable" in state:
         state = state["examples_iterable"]
@@ -83,11 +83,11 @@ def _file(opened: Any) -> int:
 
 
 class DocumentReader:
-    """Texts of a stream from a place on, each with its number; documents without text have none, and are left out.
+    """Iterates over the texts of a stream, each with its number. Documents without text are skipped and not counted.
 
     Args:
-        stream: What is read.
-        place: Where the first one is; None: at the beginning.
+        stream: Stream to read.
+        place: Position of the first document; None for the beginning.
     """
 
     def __init__(self, stream: DocumentStream, place: Place | None = None) -> None:
@@ -100,17 +100,18 @@ class DocumentReader:
         self._texts = self._read()
 
     def place(self) -> Place:
-        """Where the next document is."""
+        """Returns the position of the next document."""
         return {"number": self._number, "records": self._records.state_dict()}
 
     def __iter__(self) -> DocumentReader:
         return self
 
     def __next__(self) -> tuple[int, str]:
-        """The next one.
+        """Returns the number and text of the next document.
 
         Raises:
-            ValueError: A file can't be read, or a record has no text in the field; one line tells file and line.
+            ValueError: A file cannot be read, or the field of a record is no text. The message is one line with the
+                file and line number.
         """
         return next(self._texts)
 

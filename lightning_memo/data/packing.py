@@ -1,4 +1,4 @@
-"""Documents as rows of one length: several packed into a row, none of which sees another, or one in each row."""
+"""Rows of a fixed length from documents: several documents packed into each row, or one document per row."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_memo.data.resumable_loader import SequenceDataset
 from lightning_memo.data.tokenizer import Tokens
 
 IGNORED = -100
-"""The label of a token that is no target."""
+"""Label of a token that is no target."""
 LEAST_TOKENS = 2
-"""Tokens of a document that teach something: one, and the next one to predict."""
+"""Smallest number of tokens in a useful document: one token and the next one to predict."""
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where rows get their tokens: `[pieces]` each, the pieces of a row side by side.
+    """Pieces of documents that make up rows, as arrays `[pieces]`. The pieces of a row are consecutive.
 
     Attributes:
-        document: Number of the document that a piece is of.
-        start: First token of the piece in it.
-        stop: The token after its last.
-        row: The row that it lies in, not falling.
+        document: Document of each piece.
+        start: Index of the first token of each piece in its document.
+        stop: Index after the last token of each piece.
+        row: Row of each piece, in non-decreasing order.
     """
 
     document: Numbers
@@ -43,14 +43,14 @@ class Pieces:
 
 
 def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
-    """Puts documents into rows of `seq_len` tokens: the longest first, each where it leaves least room.
+    """Packs documents into rows of `seq_len` tokens by best fit, longest documents first.
 
-    Documents longer than a row are cut into pieces of `seq_len` tokens, and a rest; a rest of one token is left out.
-    Nothing else is cut. ("Fewer Truncations Improve Language Modeling", Ding et al. 2024, section 3.)
+    Documents longer than a row are split into pieces of `seq_len` tokens and a remainder. A remainder of one token is
+    dropped. No other document is split. ("Fewer Truncations Improve Language Modeling", Ding et al. 2024, section 3.)
 
     Args:
-        lengths: Tokens of each document.
-        seq_len: Tokens of a row.
+        lengths: Number of tokens in each document.
+        seq_len: Number of tokens in a row.
     """
     counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
@@ -66,9 +66,9 @@ def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
 
 
 def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
-    """The row of each piece."""
+    """Returns the row of each piece."""
     rows = np.empty(len(sizes), dtype=np.int64)
-    open_rows: list[tuple[int, int]] = []  # room and number of rows that have some, sorted
+    open_rows: list[tuple[int, int]] = []  # free tokens and row number, sorted
     count = 0
     for n, size in enumerate(sizes):
         at = bisect_left(open_rows, (size,))
@@ -83,16 +83,16 @@ def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
 
 
 class DocumentRows(SequenceDataset):
-    """Rows of `[seq_len]` each, made of documents.
+    """Rows of `[seq_len]` tokens made of documents.
 
     Args:
-        documents: Records with the ids of each document, by number.
-        lengths: Tokens of each document.
-        seq_len: Tokens of a row.
-        pad_id: Fills rows.
+        documents: Records with the `ids` of each document, by number.
+        lengths: Number of tokens in each document.
+        seq_len: Number of tokens in a row.
+        pad_id: Id that fills the rest of a row.
 
     Attributes:
-        tokens: Of documents, in all rows.
+        tokens: Number of document tokens in all rows.
     """
 
     tokens: int
@@ -104,8 +104,8 @@ class DocumentRows(SequenceDataset):
 class PackedRows(DocumentRows):
     """Rows of several documents: `{"input_ids", "labels", "position_ids"}`; see `DocumentRows`.
 
-    Positions restart in each document, which is how models of transformers are told that they are several; what is left
-    of a row is one more document, without labels. The first token of a document is nobody's target.
+    Positions restart at 0 in each document, by which transformers models recognize packed documents. The rest of a row
+    is another document without labels. The first token of a document is never a target.
     """
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
@@ -129,7 +129,7 @@ class PackedRows(DocumentRows):
 
 
 def packed_row(documents: Sequence[Tokens], seq_len: int, pad_id: int) -> dict[str, Tensor]:
-    """One row of `PackedRows`."""
+    """Returns one row of `PackedRows`."""
     ids = torch.full((seq_len,), pad_id)
     labels = torch.full((seq_len,), IGNORED)
     edges = np.cumsum([0, *map(len, documents)]).tolist()
@@ -143,7 +143,7 @@ def packed_row(documents: Sequence[Tokens], seq_len: int, pad_id: int) -> dict[s
 class PaddedRows(DocumentRows):
     """Rows of one document: `{"input_ids", "labels", "attention_mask"}`; see `DocumentRows`.
 
-    Longer documents end with the row; shorter ones are padded on the right.
+    Longer documents are truncated. Shorter ones are padded on the right.
     """
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:

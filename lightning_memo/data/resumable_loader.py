@@ -1,4 +1,4 @@
-"""An order of batches that depends on nothing but seed and epoch, and that continues where a checkpoint left it."""
+"""Data loader whose batch order depends only on seed and epoch, and which resumes from a checkpoint."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,10 +15,10 @@ from lightning_memo.utils.parent_process import exit_with_parent
 
 
 class SequenceDataset(Dataset[dict[str, Tensor]]):
-    """Sequences of one length, by number.
+    """Map-style dataset of sequences of one length.
 
     Attributes:
-        tokens: Of the text that they are made of.
+        tokens: Number of tokens in the text.
     """
 
     tokens: int
@@ -28,7 +28,7 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
 
 
 class ChunkDataset(SequenceDataset):
-    """Contiguous pieces of one long sequence, without overlap; what is left at the end is dropped.
+    """Contiguous pieces of one long sequence, without overlap. The incomplete last piece is dropped.
 
     Items are ``{"input_ids": [seq_len], "labels": [seq_len]}``; the model shifts the labels.
     """
@@ -48,17 +48,17 @@ class ChunkDataset(SequenceDataset):
 
 
 class EpochSampler(DistributedSampler[int]):
-    """The part of one data-parallel process of a permutation that seed and epoch determine, from ``start`` on.
+    """One data-parallel rank's part of a permutation given by seed and epoch, from index ``start`` on.
 
-    The n-th entries of all parts lie side by side in the permutation, so that what is trained on together does not
-    depend on the number of processes. Lightning calls ``set_epoch`` before each epoch; where there are several
-    processes, it would replace any sampler but a ``DistributedSampler``.
+    The n-th entries of all parts are adjacent in the permutation, so that the samples of a global batch do not depend
+    on the number of processes. Lightning calls ``set_epoch`` before each epoch. With several processes it would replace
+    any sampler that is not a ``DistributedSampler``.
 
     Args:
         length: Number of items.
-        seed: Determines the permutation, with the epoch.
+        seed: Seed of the permutation, together with the epoch.
         rank: Data-parallel rank of this process.
-        count: Data-parallel size. All parts are as long: items left over are dropped.
+        count: Data-parallel size. All parts have the same length, and remaining items are dropped.
     """
 
     def __init__(self, length: int, seed: int, rank: int = 0, count: int = 1) -> None:
@@ -74,32 +74,32 @@ class EpochSampler(DistributedSampler[int]):
 
 
 def end_with_parent(worker: int) -> None:
-    """Lets a worker of a loader end with the process that loads, however that ends; a `worker_init_fn`.
+    """Makes a loader's worker exit when the loading process ends for any reason; a `worker_init_fn`.
 
-    PyTorch's workers look for their parent every five seconds, between batches. One whose batch nobody takes any more
-    never comes to that, and one of a fork server has that server as its parent.
+    PyTorch's workers check for their parent every five seconds, between batches. A worker whose batch is never taken
+    does not reach that check, and the parent of a worker started by a fork server is the fork server.
 
     Args:
-        worker: Its number.
+        worker: Number of the worker.
     """
     exit_with_parent()
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
-    """A loader whose position within the epoch is saved in Lightning's checkpoints.
+    """Data loader whose position within the epoch is saved in Lightning's checkpoints.
 
-    The position is the same for all data-parallel processes. Resuming with another number of them needs the same
-    product of that number and ``batch_size``.
+    The position is the same for all data-parallel ranks. A run can resume with another data-parallel size if its
+    product with ``batch_size`` is the same.
 
     Args:
-        dataset: What is loaded.
-        batch_size: Items per batch; a last, smaller batch is dropped.
-        seed: Determines the order, with the epoch.
-        epoch_batches: Batches after which the trainer ends an epoch, where that is fewer than all.
+        dataset: Dataset to load.
+        batch_size: Number of items per batch. An incomplete last batch is dropped.
+        seed: Seed of the order, together with the epoch.
+        epoch_batches: Number of batches after which the trainer ends an epoch, if fewer than all.
         num_workers: As in `torch.utils.data.DataLoader`.
         rank: Data-parallel rank of this process.
-        count: Data-parallel size; each process gets its own batches.
-        unfinished: Tells how many of the batches that were served are not over: a checkpoint has them served again.
+        count: Data-parallel size. Each rank gets its own batches.
+        unfinished: Returns how many of the returned batches are not finished. A checkpoint repeats them.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
             drop_last=True,
             num_workers=num_workers,
             worker_init_fn=end_with_parent,
-            # Its own generator: starting an iterator must not change the random numbers that the model sees.
+            # A generator of its own: creating an iterator must not change the random numbers of the model.
             generator=torch.Generator().manual_seed(seed),
         )
         self._epoch_batches = len(self) if epoch_batches is None else min(epoch_batches, len(self))
@@ -131,7 +131,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # A generator: all of this happens at the first next(), after Lightning has told the sampler the epoch.
+        # A generator, so that this runs at the first next(), after Lightning has set the epoch of the sampler.
         assert self.batch_size is not None
         start, self._start = self._start, 0
         self._order.start = start * self.batch_size
@@ -139,7 +139,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position, and what it must be read with. After the last batch it is the next epoch's first."""
+        """Returns the position and its settings. After the last batch it is the start of the next epoch."""
         position = self._served - self._unfinished()
         position = position if position < self._epoch_batches else 0
         return {"position": position, **self._identity()}

@@ -1,4 +1,4 @@
-"""Rows of documents that are tokenized and packed as training goes on, without end, and where a resumed run goes on."""
+"""Endless stream of rows whose documents are tokenized and packed during training, with resumable positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 class Document(TypedDict):
-    """A record as `lightning_memo.data.packing.DocumentRows` takes it."""
+    """A record for `lightning_memo.data.packing.DocumentRows`."""
 
     ids: Tokens
 
@@ -33,13 +33,13 @@ def read_block(
     enough: Callable[[int, int], bool],
     mine: Callable[[int], bool] = lambda number: True,
 ) -> list[Document]:
-    """The next documents of a reader, tokenized; none where none is left.
+    """Returns the next tokenized documents of a reader, or an empty list at the end.
 
     Args:
-        reader: Goes on behind the last one.
-        tokenizer: Makes their ids.
-        enough: Whether so many documents with so many tokens are.
-        mine: Whether the document of a number is one of the block's.
+        reader: Reader, which continues after the last document of the block.
+        tokenizer: Tokenizer of the documents.
+        enough: Whether a block with a number of documents and a number of tokens is complete.
+        mine: Whether the document with a number belongs to the block.
     """
     block: list[Document] = []
     tokens = 0
@@ -55,15 +55,15 @@ def read_block(
 
 @dataclass(frozen=True, kw_only=True)
 class RowStream:
-    """Rows of documents that are packed block by block, without end.
+    """Endless rows of documents that are packed block by block.
 
     Attributes:
-        documents: What is read.
-        start: Place of the first document; the ones before are for validation.
-        tokenizer: Makes their ids.
-        rows_of: Makes rows of a block.
-        block_tokens: A block is as many documents as have so many tokens.
-        seed: Chooses the order of the rows of a block.
+        documents: Documents to read.
+        start: Position of the first training document. Earlier documents are for validation.
+        tokenizer: Tokenizer of the documents.
+        rows_of: Makes rows from a block.
+        block_tokens: Number of tokens at which a block of documents is complete.
+        seed: Seed of the order of the rows in a block.
     """
 
     documents: DocumentStream
@@ -74,17 +74,18 @@ class RowStream:
     seed: int
 
     def rows(self, place: Place | None, rank: int, count: int) -> Iterator[tuple[Place, Batch]]:
-        """Rows of every `count`-th document, each with the place after it; after the last document the first comes.
+        """Yields rows of every `count`-th document, each with the position after it. The stream repeats at the end.
 
-        A place is that of a block of documents, and how many of its rows were given: resuming reads the block again.
+        A position is the position of a block of documents and the number of its rows already returned. Resuming reads
+        the block again.
 
         Args:
-            place: Where to go on; None: at the beginning.
-            rank: Data-parallel rank: which of the documents.
+            place: Position to start from; None for the beginning.
+            rank: Data-parallel rank, which selects the documents.
             count: Data-parallel size.
 
         Raises:
-            ValueError: A document can't be read, or there is none for this rank.
+            ValueError: A document cannot be read, or there is no document for this rank.
         """
         place = place or self._begin(0)
         while True:
@@ -118,7 +119,10 @@ class RowStream:
 
 @dataclass
 class _Batches(IterableDataset[Any]):
-    """Batches of a stream, each with the place after it. An error is the last item: workers would raise tracebacks."""
+    """Batches of a stream, each with the position after it.
+
+    An error is returned as the last item, because workers would raise it with a traceback.
+    """
 
     stream: RowStream
     batch_size: int
@@ -140,15 +144,15 @@ class _Batches(IterableDataset[Any]):
 
 
 class StreamLoader:
-    """Batches of a stream whose place is saved in Lightning's checkpoints. To Lightning, a run is one epoch of it.
+    """Loads batches of a stream. Lightning's checkpoints save the position, and a run is a single epoch.
 
     Args:
-        stream: What is loaded.
-        batch_size: Rows per batch.
-        batches: What Lightning takes for the length of an epoch.
-        num_workers: 0, or 1: a process that reads ahead.
+        stream: Stream to load.
+        batch_size: Number of rows per batch.
+        batches: Length of an epoch for Lightning.
+        num_workers: 0, or 1 for a process that reads ahead.
         rank: Data-parallel rank of this process.
-        count: Data-parallel size; each process gets its own documents.
+        count: Data-parallel size. Each rank gets its own documents.
         unfinished: As in `lightning_memo.data.resumable_loader.ResumableLoader`.
     """
 
@@ -171,9 +175,9 @@ class StreamLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: where to go on is known when the first batch is asked for, after a checkpoint was loaded.
+        # A generator, so that the position is read at the first batch, after a checkpoint was loaded.
         self._batches.place = self._place
-        # Its own random numbers: starting an iterator must not change those that the model sees.
+        # A generator of its own: creating an iterator must not change the random numbers of the model.
         numbers = torch.Generator().manual_seed(0)
         for item in DataLoader(
             self._batches,
@@ -188,12 +192,12 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of every data-parallel process; all of them call it."""
+        """Returns the positions of all data-parallel ranks. All ranks call it."""
         place = self._before if self._unfinished() else self._place
         return {"places": dict(gather((self._batches.rank, place))), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at a saved place.
+        """Continues at a saved position.
 
         Raises:
             ValueError: The checkpoint was written with other files, sizes or seed.

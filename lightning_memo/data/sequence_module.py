@@ -1,4 +1,4 @@
-"""What all data modules share: an order of batches that resumes, for each data-parallel process its own."""
+"""Base class of the data modules: resumable batch order, with separate batches for each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from lightning_memo.utils.units import read_length
 
 @dataclass(frozen=True)
 class Loaded:
-    """Sequences of training and validation, and what a run wants to know of their tokens."""
+    """Training and validation sequences, and properties of their tokens."""
 
     train: SequenceDataset | RowStream
     val: SequenceDataset
     vocab_size: int
     unigram_entropy: float
-    """Nats per token of the training text, see `lightning_memo.data.corpus.unigram_entropy`."""
+    """Entropy of the training tokens in nats per token; see `lightning_memo.data.corpus.unigram_entropy`."""
 
 
 class SequenceDataModule(LightningDataModule):
     """Batches of sequences of ``seq_len`` tokens.
 
-    Their order depends on the seed and the epoch alone, and a run that is resumed within an epoch gets the batches that
-    the uninterrupted one would have got. Under data parallelism each process gets batches of its own.
+    Their order depends only on the seed and the epoch. A run that resumes within an epoch gets the same batches as an
+    uninterrupted run. With data parallelism each rank gets its own batches.
 
     Args:
-        seq_len: Tokens per sequence, as a number or like "128K".
-        batch_size: Sequences per batch of one data-parallel process.
-        seed: Chooses the order.
-        num_workers: Processes that prepare batches.
-        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
+        seq_len: Number of tokens per sequence, as a number or like "128K".
+        batch_size: Number of sequences per batch of one data-parallel rank.
+        seed: Seed of the order.
+        num_workers: Number of processes that prepare batches.
+        tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
 
     Raises:
-        ValueError: ``seq_len`` or ``batch_size`` below their least values.
+        ValueError: ``seq_len`` or ``batch_size`` is too small.
     """
 
     more_text = "path, val_fraction"
-    """Settings that bring more tokens."""
+    """Names of settings that can provide more tokens, for messages."""
 
     def __init__(
         self, seq_len: int | str, batch_size: int, seed: int, num_workers: int, tokenizer: str | None = None
@@ -73,16 +73,16 @@ class SequenceDataModule(LightningDataModule):
         """Reads and tokenizes the text.
 
         Raises:
-            ValueError: There is none, or a setting is wrong.
+            ValueError: There is no text, or a setting is wrong.
         """
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        """Reads the text, once.
+        """Reads the text. Later calls do nothing.
 
         Raises:
-            ValueError: The text is missing or too short for one batch each of training and validation, or is to be
-                read as bytes for a model that has a tokenizer.
+            ValueError: The text is missing or too short for one batch each of training and validation, or it would be
+                read as bytes although the model has a tokenizer.
         """
         if self._loaded is not None:
             return
@@ -91,27 +91,27 @@ class SequenceDataModule(LightningDataModule):
         _, count = self._data_parallel()
         if not isinstance(loaded.train, RowStream):
             self._check_length(loaded.train, self.batch_size * count, "training")
-        # Lightning's sampler repeats sequences of validation until all processes have as many.
+        # Lightning's sampler repeats validation sequences so that all ranks have the same number.
         self._check_length(loaded.val, (self.batch_size - 1) * count + 1, "validation")
         self.vocab_size = loaded.vocab_size
         self.unigram_entropy = loaded.unigram_entropy
         self._loaded = loaded
 
     def check_model(self, folder: str | None) -> None:
-        """Refuses ids of bytes for a model that has a tokenizer.
+        """Checks that a model with a tokenizer does not get byte ids.
 
         Args:
-            folder: That the model is loaded from; None: it has random weights, or is not known here.
+            folder: Folder that the model is loaded from; None for random weights or an unknown model.
 
         Raises:
-            ValueError: There is a tokenizer, and none was given.
+            ValueError: The folder has a tokenizer, and none was given.
         """
         if folder is not None and self.tokenizer is None:
             refuse_bytes(folder)
 
     @property
     def train_sequences(self) -> float:
-        """Sequences of the training text; infinite for a stream, which begins again."""
+        """Number of training sequences; infinite for a stream, which repeats."""
         assert self._loaded is not None
         return math.inf if isinstance(self._loaded.train, RowStream) else len(self._loaded.train)
 
@@ -158,8 +158,8 @@ class SequenceDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Lightning saves the loader's state too, but forgets to restore it where the number of steps was asked for,
-        # as learning rate schedules do, because then the loader is there before the checkpoint is read.
+        # Lightning also saves the loader's state, but does not restore it if the number of steps was read before, for
+        # example by a learning rate schedule, because the loader then exists before the checkpoint is read.
         return {} if self._loader is None else {"position": self._loader.state_dict()}
 
     @override
@@ -183,14 +183,14 @@ class SequenceDataModule(LightningDataModule):
         self._loader.load_state_dict(position)
 
     def _unfinished(self) -> int:
-        """Batches that an exception ended: 1, when a checkpoint is saved because of it."""
+        """Returns the number of interrupted batches: 1 if a checkpoint is saved after an exception, otherwise 0."""
         if self.trainer is None:
             return 0
         batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(batches.ready - batches.processed)
 
     def _data_parallel(self) -> tuple[int, int]:
-        """Rank and size, as the strategy tells Lightning's own samplers."""
+        """Returns data-parallel rank and size, as the strategy passes them to Lightning's samplers."""
         sampler = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"rank": 0, "num_replicas": 1}
         return sampler["rank"], sampler["num_replicas"]
 
@@ -206,7 +206,7 @@ class SequenceDataModule(LightningDataModule):
 
 
 def _batches_of_run(trainer: Trainer) -> int:
-    """The length of an epoch of a stream: all batches of the run, or those that the trainer ends an epoch after."""
+    """Returns the length of an epoch of a stream: all batches of the run, or the trainer's `limit_train_batches`."""
     if trainer.max_steps >= 0:
         return trainer.max_steps * trainer.accumulate_grad_batches
     if isinstance(trainer.limit_train_batches, int):

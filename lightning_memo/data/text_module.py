@@ -1,4 +1,4 @@
-"""The data module that feeds long sequences of text."""
+"""Data module for long sequences of concatenated text files."""
 
 from collections.abc import Sequence
 
@@ -11,25 +11,25 @@ from lightning_memo.data.tokenizer import load_tokenizer
 
 
 class TextDataModule(SequenceDataModule):
-    """Documents of a folder, joined and cut to sequences of ``seq_len`` tokens.
+    """Documents of a folder, concatenated and split into sequences of ``seq_len`` tokens.
 
     Batches are ``{"input_ids": [batch, seq_len], "labels": [batch, seq_len]}``, in the order of
     `lightning_memo.data.sequence_module.SequenceDataModule`.
 
     Args:
-        seq_len: Tokens per sequence, as a number or like "128K".
-        batch_size: Sequences per batch of one data-parallel process.
-        path: Folder of text; None is the source of Python's standard library.
-        suffix: Which files under it are documents.
-        exclude: Names of folders that are left out.
-        tokenizer: Folder of a Hugging Face tokenizer; None is one token per byte.
-        max_bytes: Reading stops here.
-        val_fraction: Fraction of the documents kept for validation.
-        seed: Chooses the split and the order.
-        num_workers: Processes that prepare batches.
+        seq_len: Number of tokens per sequence, as a number or like "128K".
+        batch_size: Number of sequences per batch of one data-parallel rank.
+        path: Folder of text; None for the source of Python's standard library.
+        suffix: Ending of the names of document files.
+        exclude: Names of folders to skip.
+        tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
+        max_bytes: Number of bytes to read at most.
+        val_fraction: Fraction of the documents for validation.
+        seed: Seed of the split and the order.
+        num_workers: Number of processes that prepare batches.
 
     Raises:
-        ValueError: ``seq_len`` or ``batch_size`` below their least values.
+        ValueError: ``seq_len`` or ``batch_size`` is too small.
     """
 
     more_text = "path, max_bytes, val_fraction"

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes by default, or any Hugging Face tokenizer that lies in a local folder."""
+"""Conversion of text to token ids: one per byte, or by a Hugging Face tokenizer in a local folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ _FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What packing needs to know of a tokenizer."""
+    """The properties of a tokenizer that packing needs."""
 
     encode: Callable[[str], Tokens]
-    """Text to ids, without special tokens."""
+    """Converts text to ids, without special tokens."""
     vocab_size: int
-    """Every id is smaller than this."""
+    """Upper bound of the ids; every id is smaller."""
     eos_id: int
-    """Ends each document."""
+    """Id that ends each document."""
 
     def encode_document(self, text: str) -> Tokens:
-        """The ids of a document, and the one that ends it."""
+        """Returns the ids of a document, followed by the end-of-sequence id."""
         return np.append(self.encode(text), np.int32(self.eos_id))
 
 
@@ -38,18 +38,18 @@ def load_tokenizer(folder: str | None) -> Tokenizer:
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether a tokenizer of Hugging Face was saved in ``folder``; an empty name is no folder."""
+    """Whether ``folder`` has a saved Hugging Face tokenizer. An empty name has none."""
     return bool(folder) and any((Path(folder) / name).is_file() for name in _FILES)
 
 
 def refuse_bytes(model: str) -> None:
-    """Refuses ids of bytes for a model that has a tokenizer: they would mean other text to it.
+    """Checks that a model has no tokenizer, because byte ids would mean other text to it.
 
     Args:
-        model: The folder that it is loaded from.
+        model: Folder that the model is loaded from.
 
     Raises:
-        ValueError: A tokenizer lies there.
+        ValueError: The folder has a tokenizer.
     """
     if has_tokenizer(model):
         raise ValueError(
@@ -59,7 +59,7 @@ def refuse_bytes(model: str) -> None:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    """Every UTF-8 byte is a token, 256 ends a document."""
+    """Returns a tokenizer with one token per UTF-8 byte. Id 256 ends a document."""
     return Tokenizer(encode=_encode_bytes, vocab_size=257, eos_id=256)
 
 
@@ -70,7 +70,7 @@ def _encode_bytes(text: str) -> Tokens:
 def _hf_tokenizer(folder: str) -> Tokenizer:
     if not Path(folder).is_dir():
         raise ValueError(f"tokenizer={folder}: no such folder; give the folder of a saved tokenizer, or none for bytes")
-    from transformers import AutoTokenizer  # takes seconds, and bytes don't need it
+    from transformers import AutoTokenizer  # takes seconds and is not needed for bytes
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -83,5 +83,5 @@ def _hf_tokenizer(folder: str) -> Tokenizer:
     def encode(text: str) -> Tokens:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
-    # Not the count of ids: some tokenizers leave numbers out.
+    # Not the number of ids, because some tokenizers skip numbers.
     return Tokenizer(encode=encode, vocab_size=max(tokenizer.get_vocab().values()) + 1, eos_id=tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face, and the Lightning module that trains them."""
+"""Hugging Face causal language models and the Lightning module that trains them."""
 
 from lightning_memo.models.causal_lm import CausalLM
 from lightning_memo.models.model_builder import ModelConfig, build_model, check_vocabulary, load_hf_config

@@ -1,4 +1,4 @@
-"""A plain Lightning module for causal language models: nothing in it knows of the strategy."""
+"""A plain Lightning module for causal language models. It does not depend on the strategy."""
 
 import warnings
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ class CausalLM(LightningModule):
     Args:
         model: Fields of `lightning_memo.models.model_builder.ModelConfig`.
         lr: Learning rate after the warm-up.
-        weight_decay: On matrices and embeddings; norms and biases have none.
-        betas: AdamW's.
-        warmup_steps: Optimizer steps of linear warm-up.
-        min_lr_ratio: The cosine ends at this fraction of ``lr``.
+        weight_decay: Weight decay of matrices and embeddings. Norms and biases have none.
+        betas: Betas of AdamW.
+        warmup_steps: Number of optimizer steps of linear warm-up.
+        min_lr_ratio: Final learning rate of the cosine schedule as a fraction of ``lr``.
 
     Raises:
-        ValueError: ``model`` gives neither or both of ``config`` and ``path``.
+        ValueError: ``model`` has neither ``config`` nor ``path``.
 
     Attributes:
-        batch_tokens: Tokens of the batch at hand, over all data-parallel processes.
+        batch_tokens: Number of tokens in the current batch, over all data-parallel ranks.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class CausalLM(LightningModule):
 
     @property
     def model_folder(self) -> str | None:
-        """The folder that the model is loaded from; None where its weights are random."""
+        """Folder that the model is loaded from; None for random weights."""
         return self._config.path
 
     @override
     def setup(self, stage: str) -> None:
-        """Looks at the data module's vocabulary and `seq_len`, if it tells them.
+        """Checks the data module's vocabulary and `seq_len`, if it has these attributes.
 
-        Warns of sequences longer than a saved model knows.
+        Warns if sequences are longer than a saved model supports.
 
         Raises:
-            ValueError: The model has no embeddings for all of the vocabulary.
+            ValueError: The model does not have embeddings for the whole vocabulary.
         """
-        # The hook only looks at batches.
+        # The hook below only reads batches.
         warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule` but")
         data = getattr(self.trainer, "datamodule", None)
         vocab_size, seq_len = getattr(data, "vocab_size", None), getattr(data, "seq_len", None)
@@ -76,13 +76,13 @@ class CausalLM(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Builds the model, in the precision and on the device of the trainer; once."""
+        """Builds the model in the precision and on the device of the trainer. Later calls do nothing."""
         if self.model is None:
             self.model = build_model(self._config, None if self._trainer is None else self.trainer.strategy.root_device)
 
     @override
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        # Batches are still whole here; what the steps get may be this process's part of the tokens.
+        # Batches are still whole here. A step may get only this rank's part of the tokens.
         groups = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         self.batch_tokens = batch["input_ids"].numel() * groups
         return batch
@@ -91,7 +91,7 @@ class CausalLM(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         tokens = (self.trainer.fit_loop.total_batch_idx + 1) * self.batch_tokens
-        # With several processes a loss is a share of the whole, times their number.
+        # With several ranks, a loss is this rank's part of the whole loss times the number of ranks.
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("tokens", float(tokens))
@@ -121,7 +121,7 @@ class CausalLM(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Lightning saves no random state; with dropout, a resumed run would else differ from the uninterrupted one.
+        # Lightning saves no random state. With dropout, a resumed run would differ from an uninterrupted one.
         present = RngState.capture(self.device)
         checkpoint["rng_states"] = gather((present.cpu, present.accelerator))
 
@@ -129,9 +129,9 @@ class CausalLM(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("rng_states")
         if states is not None:
-            # Of a run in another number of processes, the first one's, for all.
+            # If the number of processes has changed, all of them take the state of the first.
             self._rng_state = states[self.global_rank if len(states) == self.trainer.world_size else 0]
-        elif "rng_state" in checkpoint:  # of older versions: that of the first CPU alone
+        elif "rng_state" in checkpoint:  # of older versions, which saved only the CPU state of the first process
             self._rng_state = checkpoint["rng_state"], None
 
     @override

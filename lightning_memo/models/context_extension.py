@@ -1,4 +1,4 @@
-"""Longer contexts for trained models: rotary positions scaled to lengths that the model was not trained on."""
+"""Context extension: scales rotary positions to sequences longer than a model was trained on."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ _OPTIONS: Final[dict[str, Mapping[str, Any]]] = {
     "yarn": dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""Options of each type beside `factor`, and what they are unless given; None is left to transformers."""
+"""Options of each scaling type besides `factor`, with their defaults; None leaves the default to transformers."""
 
 
 def extend_context(
     config: PretrainedConfig, scaling: str | Mapping[str, Any] | None, max_positions: int | None
 ) -> None:
-    """Changes the configuration of a model so that its rotary positions reach further.
+    """Changes the configuration of a model so that its rotary positions support longer sequences.
 
-    A scaling replaces the one that the model was saved with. Where layers of several kinds have rotary positions of
-    their own, those of full attention are scaled: the others look at a window.
+    The scaling replaces the saved one. If several types of layers have their own rotary positions, those of full
+    attention are scaled, because the others attend within a window.
 
     Args:
-        config: Of any model; that of its text is changed.
-        scaling: `rope_type` (linear, yarn, llama3), `factor` and options, as transformers names them; or the type
-            alone.
-        max_positions: Tokens of the longest sequence. None: as many as the factor gives. Without a scaling, positions
-            go on as they are.
+        config: Configuration of any model. Its text configuration is changed in place.
+        scaling: `rope_type` (linear, yarn, llama3), `factor` and options as in transformers, or only the type.
+        max_positions: Number of tokens in the longest sequence; None to derive it from the factor. Without a scaling,
+            positions are not scaled.
 
     Raises:
-        ValueError: The model has no rotary positions, the type or an option is unknown, or no factor follows.
+        ValueError: The model has no rotary positions, the type or an option is unknown, or the factor is not defined.
     """
     if scaling is None and max_positions is None:
         return
@@ -54,10 +53,10 @@ def extend_context(
 
 
 def warn_of_long_sequences(config: PretrainedConfig, seq_len: int) -> None:
-    """Tells when a saved model knows fewer positions than sequences have tokens.
+    """Warns if sequences have more tokens than a saved model has positions.
 
     Args:
-        config: Of the model, its context extended as it is going to be.
+        config: Configuration of the model, after :func:`extend_context`.
         seq_len: Tokens of a sequence.
     """
     text = config.get_text_config()
@@ -76,7 +75,7 @@ def warn_of_long_sequences(config: PretrainedConfig, seq_len: int) -> None:
 def _scaled(
     saved: Mapping[str, Any], given: dict[str, Any], original: int, max_positions: int | None
 ) -> dict[str, Any]:
-    """`rope_parameters` of the kind that is given; `original` positions are what the model was trained on."""
+    """Returns `rope_parameters` of the given type. `original` is the number of positions the model was trained on."""
     kind = given.pop("rope_type", None)
     if kind not in _OPTIONS:
         raise ValueError(f"model.rope_scaling: rope_type={kind}: give one of {', '.join(_OPTIONS)}")

@@ -1,4 +1,4 @@
-"""Models of any topology as plain Hugging Face folders."""
+"""Exports models of any parallel layout as plain Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def gather_state(model: nn.Module) -> dict[str, Any] | None:
-    """Gathers a sharded model's state in rank 0's host memory, one tensor after the other; all ranks call it.
+    """Gathers a sharded model's state in the host memory of rank 0, one tensor at a time. All ranks call it.
 
     Returns:
-        On rank 0, or in the only process, full tensors by names; None on other ranks.
+        Full tensors by name on rank 0 or in the only process; None on other ranks.
     """
-    # `full_state_dict` with `cpu_offload` gathers a tensor, copies it to rank 0's host memory and lets it go.
+    # `full_state_dict` with `cpu_offload` gathers a tensor, copies it to the host memory of rank 0 and frees it.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return state if is_first_rank() else None
 
@@ -34,21 +34,21 @@ def gather_state(model: nn.Module) -> dict[str, Any] | None:
 def export_huggingface(
     model: nn.Module, folder: str | Path, state_dict: dict[str, Any] | None = None, merge: bool = False
 ) -> None:
-    """Writes a folder that `from_pretrained` reads: safetensors, configuration, generation configuration, tokenizer.
+    """Writes a folder for `from_pretrained`: safetensors, configuration, generation configuration and tokenizer.
 
-    Of a PEFT model the adapter is written, or with `merge` the whole model with the adapter added to its weights. Where
-    the adapter was trained with other positions than its base model was saved with, the base's configuration lies
-    beside it, and a warning says how to load the two. The tokenizer is that of the folder that the model was loaded
-    from, if it has one. One process calls it. The folder appears when it is complete.
+    For a PEFT model only the adapter is written, or with `merge` the whole model with the adapter merged into its
+    weights. If the adapter was trained with other positions than its base model was saved with, the configuration of
+    the base model is added and a warning says how to load both. The tokenizer is copied from the folder that the model
+    was loaded from, if there is one. Only one process calls this function. The folder appears when it is complete.
 
     Args:
-        model: Hugging Face model, or PEFT's around one; it may be sharded if `state_dict` is given.
-        folder: New, or empty.
-        state_dict: Full tensors, from :func:`gather_state`; None takes the model's own.
-        merge: Changes `model`: its adapter becomes part of its weights.
+        model: Hugging Face model or PEFT model. It may be sharded if `state_dict` is given.
+        folder: New or empty folder.
+        state_dict: Full tensors from :func:`gather_state`; None for the model's own.
+        merge: Whether to merge the adapter into the weights. This changes `model`.
 
     Raises:
-        ValueError: The model is sharded, or no Hugging Face model, or has no adapter to merge; or `folder` is not free.
+        ValueError: The model is sharded, is no Hugging Face model or has no adapter to merge, or `folder` is not empty.
     """
     target = check_free(folder)
     if not hasattr(model, "save_pretrained"):
@@ -81,10 +81,10 @@ def export_huggingface(
 
 
 def check_free(folder: str | Path) -> Path:
-    """Returns the absolute path of a folder that can be made.
+    """Returns the absolute path of a folder that is new or empty.
 
     Raises:
-        ValueError: There is something already.
+        ValueError: The path exists and is no empty folder.
     """
     target = Path(folder).absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -93,7 +93,7 @@ def check_free(folder: str | Path) -> Path:
 
 
 def _base_of_other_positions(model: nn.Module) -> Any | None:
-    """The model under an adapter, where the folder that it was loaded from says other positions."""
+    """Returns the base model of an adapter if the folder it was loaded from has other positions, otherwise None."""
     if not hasattr(model, "peft_config"):
         return None
     adapted: Any = model
@@ -137,7 +137,7 @@ def _merged(model: nn.Module, state_dict: dict[str, Tensor] | None) -> nn.Module
 
 @contextmanager
 def _cache_in_use(model: nn.Module) -> Iterator[None]:
-    """Training turns the key-value cache off; whoever generates with the exported model wants it."""
+    """Enables the key-value cache, which training turns off, in the exported configuration."""
     configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
     off = [config for config in configs if getattr(config, "use_cache", None) is False]
     for config in off:

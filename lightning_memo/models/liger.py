@@ -1,4 +1,4 @@
-"""Kernels of liger-kernel in Hugging Face models: norms, rotary positions and feed-forwards that keep less, faster."""
+"""liger-kernel in Hugging Face models: faster norms, rotary positions and feed-forwards that save fewer tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from transformers import PreTrainedModel
 _PACKAGE: Final = RequirementCache("liger-kernel>=0.8")
 _ROPE: Final = "apply_rotary_pos_emb"
 _rotary_of: dict[ModuleType, Callable[..., Any]] = {}
-"""What modules of transformers had before: layers look the function up there, so that it is changed for all models."""
+"""Original rotary functions of transformers modules. Layers look the function up in the module, so replacing it
+affects all models."""
 
 
 def check_liger(device: torch.device) -> None:
-    """Refuse to go on where liger-kernel can't run.
+    """Check that liger-kernel can run.
 
     Args:
-        device: Where the model is going to run.
+        device: Device on which the model will run.
 
     Raises:
-        ValueError: The package is missing, or the device is none that Triton compiles for.
+        ValueError: The package is missing, or Triton does not compile for the device.
     """
     if not _PACKAGE:
         raise ValueError(
@@ -41,15 +42,15 @@ def check_liger(device: torch.device) -> None:
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Replace what liger-kernel has kernels for in a model of transformers, but for its loss.
+    """Replace the parts of a transformers model for which liger-kernel has kernels, except the loss.
 
-    The loss stays with `loss_chunk_tokens`. Rotary positions are replaced for all models of that type in this process,
-    until one is built without.
+    The loss is computed according to `loss_chunk_tokens`. Rotary positions are replaced for all models of this type in
+    the process, until a model is built without liger-kernel.
 
     Raises:
-        ValueError: liger-kernel has none for such models.
+        ValueError: liger-kernel has no kernels for this model type.
     """
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # what transformers calls, too
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # the function that transformers calls
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     kind = model.config.model_type
@@ -64,12 +65,12 @@ def apply_liger(model: PreTrainedModel) -> None:
     changed = {name: value for name, value in before.items() if getattr(module, name) is not value}
     if _ROPE in changed:
         _rotary_of.setdefault(module, changed.pop(_ROPE))
-    for name, value in changed.items():  # classes, of models that are built later
+    for name, value in changed.items():  # restore classes for models that are built later
         setattr(module, name, value)
 
 
 def restore_rotary(model: nn.Module) -> None:
-    """Give models of this type transformers' own rotary positions again, if `apply_liger` took them."""
+    """Restore transformers' rotary positions for models of this type, if `apply_liger` replaced them."""
     module = sys.modules[type(model).__module__]
     if module in _rotary_of:
         setattr(module, _ROPE, _rotary_of.pop(module))

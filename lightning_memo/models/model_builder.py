@@ -1,4 +1,4 @@
-"""Hugging Face causal language models: random weights from a configuration, or a local checkpoint; LoRA on top."""
+"""Builds Hugging Face causal language models from a configuration or a local folder, optionally with LoRA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -19,33 +19,34 @@ _PEFT = RequirementCache("peft>=0.18")
 _PEFTS_OWN = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"
 )  # fmt: skip
-"""Arguments of `peft.LoraConfig` that are no settings of a training."""
+"""Arguments of `peft.LoraConfig` that are not training settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained.
+    """Settings of the model to train.
 
     Raises:
         ValueError: Neither ``config`` nor ``path`` is given, or ``lora`` has no ``r``.
     """
 
     config: Mapping[str, Any] | None = None
-    """``model_type`` and arguments of that Hugging Face configuration class; the weights are random."""
+    """``model_type`` and arguments of its Hugging Face configuration class. Weights are random."""
     path: str | None = None
-    """Folder of a saved Hugging Face model; where it is given, ``config`` is not looked at."""
+    """Folder of a saved Hugging Face model. If it is given, ``config`` is ignored."""
     rope_scaling: str | Mapping[str, Any] | None = None
-    """Scales rotary positions for sequences longer than those that the model was trained on, see
-    `lightning_memo.models.context_extension.extend_context`; None: as saved."""
+    """Scaling of rotary positions for sequences longer than the model was trained on; None to keep the saved one. See
+    `lightning_memo.models.context_extension.extend_context`."""
     max_position_embeddings: int | str | None = None
-    """Tokens of the longest sequence, as a number or like "128K"; None: as saved, or what ``rope_scaling`` gives."""
+    """Number of tokens in the longest sequence, as a number or like "128K"; None for the saved number, or the one that
+    follows from ``rope_scaling``."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `peft.LoraConfig`, `r` among them; none, or ``r`` 0, trains all weights."""
+    """Arguments of `peft.LoraConfig`, including ``r``. Empty, or with ``r`` 0, all weights are trained."""
     liger: bool = False
-    """Norms, rotary positions and feed-forwards by the kernels of liger-kernel, on a GPU; see
-    `apply_liger` in `lightning_memo.models.liger`."""
+    """Whether to use liger-kernel for norms, rotary positions and feed-forward layers, on a GPU; see
+    `lightning_memo.models.liger.apply_liger`."""
     gradient_checkpointing: bool = False
-    """Hugging Face's own full recomputation, without swapping."""
+    """Whether to use Hugging Face's full activation recomputation, without swapping."""
 
     def __post_init__(self) -> None:
         if self.config is None and self.path is None:
@@ -61,8 +62,8 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     """Returns the Hugging Face configuration, with the key-value cache off.
 
     Raises:
-        ValueError: The folder is not a saved model, the model type or its arguments are unknown, or its positions
-            can't be scaled so.
+        ValueError: The folder is no saved model, the model type or its arguments are unknown, or the settings cannot
+            scale its positions.
     """
     if model.path is None:
         assert model.config is not None
@@ -84,11 +85,11 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
-    """Refuses a model without embeddings for all tokens.
+    """Checks that a model has embeddings for all tokens.
 
     Args:
-        model: What is trained.
-        vocab_size: Of the tokenizer: its largest id, and one.
+        model: Settings of the model.
+        vocab_size: Largest id of the tokenizer plus one.
 
     Raises:
         ValueError: The model's vocabulary is smaller.
@@ -102,15 +103,15 @@ def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
 
 
 def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Module:
-    """Returns the model in torch's default dtype, which Lightning sets from the trainer's precision.
+    """Returns the model in torch's default dtype, which Lightning sets according to the trainer's precision.
 
     Args:
-        model: Which.
-        device: Where it is going to run; None: on a GPU if there is one.
+        model: Settings of the model.
+        device: Device on which the model will run; None for a GPU if there is one.
 
     Raises:
-        ValueError: See `load_hf_config`; LoRA is asked for and peft is not installed, or has no such argument; or
-            liger's kernels are, and can't run.
+        ValueError: As for `load_hf_config`. In addition, LoRA needs peft and peft is not installed or does not know an
+            argument, or liger-kernel cannot run.
     """
     if model.liger:
         check_liger(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -120,16 +121,16 @@ def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Mo
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
         network = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, local_files_only=True)
-    network.train()  # from_pretrained returns it for inference
+    network.train()  # from_pretrained returns the model in eval mode
     (apply_liger if model.liger else restore_rotary)(network)
     if model.gradient_checkpointing:
-        # The second name is the one of older releases of transformers 5.
+        # Older releases of transformers 5 have the second name.
         getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)()
     return network if adapters is None else _with_adapters(network, adapters)
 
 
 def _lora_config(settings: Mapping[str, Any]) -> Any | None:
-    """The `peft.LoraConfig` of the settings; None where all weights are trained."""
+    """Returns the `peft.LoraConfig`, or None if all weights are trained."""
     if not settings.get("r"):
         return None
     if not _PEFT:

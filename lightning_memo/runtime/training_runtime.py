@@ -29,8 +29,8 @@ class TrainingRuntime:
     """Profiles, plans and runs the training of one model.
 
     A framework calls `start`, then for each batch `begin_batch`, `forward`, `before_backward`, `backward`,
-    `after_backward` and `end_batch`, and at last `close`. In a batch after which an optimizer steps, everything from
-    `forward` to `after_backward` happens inside of `step`.
+    `after_backward` and `end_batch`, then `end_training`, or `fail` after an exception, and at last `close`. In a batch
+    after which an optimizer steps, everything from `forward` to `after_backward` is done inside of `step`.
 
     Args:
         engine: The engine, attached to the layers of the model.

@@ -1,4 +1,4 @@
-"""What is logged of speed and memory, and the page about a run."""
+"""Metrics of speed and memory, and the report of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEAK = 1e12
 
 
 class Noted(Callback):
-    """Keeps what was logged after each step."""
+    """Collects the metrics that were logged after each step."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -89,7 +89,7 @@ def test_loggers_get_the_metrics_every_n_steps(tmp_path: Path) -> None:
 
 
 def test_stalls_are_the_waits_of_the_schedule(tmp_path: Path) -> None:
-    """Copies are delayed, so that there are some; a plan by which nothing is copied has none."""
+    """Delayed copies make the computation wait; with a plan that copies nothing, it never waits."""
     noted, recorded = Noted(), ScheduleRecorder(step=2)
     delays = TestMode(seed=1, longest_delay_seconds=0.02)
     settings = {"default_root_dir": str(tmp_path), "log_every_n_steps": 1}
@@ -132,7 +132,7 @@ def test_a_peak_has_to_be_above_zero(peak: float) -> None:
 
 @pytest.fixture
 def rich_console() -> Iterator[None]:
-    """Lightning's bar changes the process's own."""
+    """Restores the process's console, which Lightning's bar changes."""
     yield
     rich.reconfigure()
 
@@ -183,7 +183,7 @@ def test_without_a_terminal_there_are_lines(tmp_path: Path, monkeypatch: pytest.
 
 
 class Page(HTMLParser):
-    """What a page shows, and all that it would load."""
+    """The words of a page, and the files that it would load."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A cache of its own for each test, and documents to read."""
+"""An empty cache for each test, and a file of documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.samples.documents import TEXTS
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, so that nothing comes from the user's or is left there."""
+    """Use an empty cache instead of the user's."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 

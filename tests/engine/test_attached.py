@@ -1,4 +1,4 @@
-"""What other people attach to a model or a Trainer: compiled code, quantised weights, averages, profilers."""
+"""What users attach to a model or a Trainer: compiled code, quantized weights, weight averages, profilers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def assert_same(result: Any, expected: Any) -> None:
-    """The same losses and weights, bit by bit."""
+    """Losses and weights are the same, bit by bit."""
     assert result.losses == expected.losses
     for (name, a), b in zip(result.module.state_dict().items(), expected.module.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -56,14 +56,14 @@ CALLBACKS = {
 
 @pytest.mark.parametrize(("make", "settings"), CALLBACKS.values(), ids=CALLBACKS)
 def test_callbacks(make: Callable[[], Callback], settings: dict[str, Any]) -> None:
-    """Callbacks that replace weights or change the accumulation do what they do in plain training."""
+    """Callbacks that replace weights or change the accumulation work as in plain training."""
     result = fit(MemoStrategy(alpha=1.0), callbacks=[make()], **settings)
     assert_same(result, plain(callbacks=[make()], **settings))
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 def test_profilers(profiler: str) -> None:
-    """Lightning's profilers run beside the planning of the first step; where both use PyTorch's, theirs goes first."""
+    """Lightning's profilers run during the planning of the first step, and have priority in PyTorch's profiler."""
     with listening() as heard:
         result = fit(MemoStrategy(alpha=1.0), profiler=profiler)
     assert result.losses == plain().losses
@@ -72,7 +72,7 @@ def test_profilers(profiler: str) -> None:
 
 
 def test_workers_that_load() -> None:
-    """Batches from processes of a DataLoader, over the end of an epoch."""
+    """Batches come from processes of a DataLoader, across the end of an epoch."""
 
     def data() -> Any:
         return torch.utils.data.DataLoader(Sequences(4), batch_size=2, num_workers=1, persistent_workers=True)
@@ -106,7 +106,7 @@ def _compile_model(model: PlainModel) -> None:
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("compile_it", [_compile_pieces, _compile_layers, _wrap_layers, _compile_model])
 def test_compiled_code_rests(compile_it: Callable[[PlainModel], None], alpha: float) -> None:
-    """Layers run as they were written, which is said in one line; afterwards they are compiled again."""
+    """Layers run as they were written, which one line reports; afterwards they are compiled again."""
 
     def module(compiled: bool) -> LanguageModel:
         made = LanguageModel()
@@ -133,7 +133,7 @@ class Head(nn.Linear):
 
 
 def test_a_compiled_head_stays_compiled() -> None:
-    """What lies beside the layers stays compiled."""
+    """Modules apart from the layers stay compiled."""
     graphs = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -189,7 +189,7 @@ class QuantisedLinear(nn.Module):
 
 
 class Quantised(LanguageModel):
-    """Linear layers of the blocks are quantised, the rest is frozen."""
+    """Linear layers of the blocks are quantized, and the rest is frozen."""
 
     def __init__(self, by_function: bool) -> None:
         super().__init__("block")
@@ -203,7 +203,7 @@ class Quantised(LanguageModel):
 
 
 class Watch(Callback):
-    """Notes the bytes of a slot."""
+    """Records the bytes of a slot."""
 
     @override
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -214,7 +214,7 @@ class Watch(Callback):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("by_function", [True, False], ids=["own backward", "autograd"])
 def test_quantised_weights(by_function: bool, alpha: float) -> None:
-    """Adapters over quantised weights train as plainly, and the packed weights never leave the device."""
+    """Adapters over quantized weights train as in plain training, and the packed weights never leave the device."""
     watch = Watch()
     data = loader(tokens=24)  # not the width of a weight
     result = fit(MemoStrategy(alpha=alpha), Quantised(by_function), data, callbacks=[watch])
@@ -234,7 +234,7 @@ def test_quantised_weights(by_function: bool, alpha: float) -> None:
 
 
 def test_a_hundred_batches_of_any_shape() -> None:
-    """Losses and weights are plain training's, and memory is that of one plan: the largest batch's."""
+    """Losses and weights are those of plain training, and memory is that of the plan for the largest batch."""
     chance = torch.Generator().manual_seed(11)
     shapes = [[int(n) for n in torch.randint(1, 41, (2,), generator=chance)] for _ in range(100)]
     data = batches(make_batch(1 + rows % 4, 1 + tokens, seed=n) for n, (rows, tokens) in enumerate(shapes))
@@ -249,7 +249,7 @@ def test_a_hundred_batches_of_any_shape() -> None:
 
 
 class Held(Callback):
-    """Notes what the engine has after every batch."""
+    """Records the engine's state after every batch."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

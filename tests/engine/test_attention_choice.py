@@ -1,4 +1,4 @@
-"""Which attention kernel a run takes: the fastest by trial, the same on all processes and in later runs."""
+"""The choice of the attention kernel: the fastest one in a trial, the same on all processes and in later runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = AttentionSpec()
 
 
 class Chunked(CpuFlash):
-    """Another kernel of the CPU: it computes some rows of a window at a time, and is called "cudnn" here."""
+    """Another kernel of the CPU, called "cudnn" here, which computes some rows of a window at a time."""
 
     name = "cudnn"
     query_rows = 8
@@ -51,7 +51,7 @@ class Broken(CpuFlash):
 
 
 class Blind(CpuFlash):
-    """Sees all keys, whatever it is asked."""
+    """A kernel that wrongly sees all keys in every call."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *starts: int) -> AttentionResult:
         return super().forward(q, k, v, replace(spec, causal=False), *starts)
@@ -64,7 +64,7 @@ class Unserving(CpuFlash):
 
 
 def costs(**seconds: float) -> Callable[[Callable[[], object]], float]:
-    """Runs what is measured, and says that it took what `seconds` has for the kernel, in order of their trials."""
+    """Runs what is measured, and returns the time that `seconds` has for the kernel, in order of the trials."""
     calls = {"first": 0}
     names = list(seconds)
 
@@ -295,7 +295,7 @@ def test_the_kernel_is_part_of_the_key_of_cached_plans(tmp_path):
 
 @pytest.fixture
 def cudnn_is_faster(monkeypatch):
-    """Two kernels on the CPU, of which the second one says that it is faster."""
+    """Two kernels on the CPU, of which the second one is measured as faster."""
     monkeypatch.setitem(select.KERNELS, "cpu", {"sdpa": CpuFlash, "cudnn": Chunked})
     monkeypatch.setattr(
         "lightning_memo.engine.attention.attention_selector._clock_of", lambda device: costs(sdpa=2, cudnn=1)
@@ -341,7 +341,7 @@ def test_a_wished_kernel_that_is_not_for_the_device_is_told():
 
 
 def _train_with_other_clocks(seconds: list[dict[str, float]]) -> tuple[str, list[float]]:
-    """Train where the kernels take what `seconds` has for this rank."""
+    """Train with kernels whose measured times are those that `seconds` has for this rank."""
     clock = costs(**seconds[dist.get_rank()])
     with kernels_of_the_cpu(cudnn=Chunked), pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_memo.engine.attention.attention_selector._clock_of", lambda device: clock)

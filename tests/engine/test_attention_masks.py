@@ -1,4 +1,4 @@
-"""What a mask function of transformers is told to be: the pattern, and only the patterns that kernels compute."""
+"""Classification of mask functions of transformers into patterns, all of which kernels compute."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_single_token() -> None:
 
 @pytest.mark.parametrize("kind", ["documents", "padding", "causal"])
 def test_evaluation_makes_no_mask_of_all_queries_and_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would be 4 GiB for a row of 64K tokens; logits are those of transformers."""
+    """Such a mask would have 4 GiB for a row of 64K tokens. Logits are those of transformers."""
     torch.manual_seed(0)
     model, (rows, tokens) = FAMILIES["llama_gqa"].build().eval(), (2, 48)
     valid = torch.ones(rows, tokens, dtype=torch.long)

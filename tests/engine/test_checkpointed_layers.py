@@ -1,4 +1,4 @@
-"""Activation checkpointing in layers or around them is refused in one line; beside them it goes on working."""
+"""Activation checkpointing in or around layers is refused in one line; elsewhere it works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OFF = ("turn it off", "MemoStrategy recomputes by itself", "alpha=0 is full reco
 
 
 class Whole(torch.autograd.Function):
-    """What libraries other than PyTorch do: run without gradients, and with them in the backward."""
+    """Checkpointing of other libraries: runs without gradients, and runs again with gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Whole(torch.autograd.Function):
 
 
 def again(reentrant: bool | None) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]:
-    """Runs a function so that it is recomputed; `None`: not by PyTorch's own."""
+    """Runs a function with checkpointing; `None` is checkpointing that is not PyTorch's."""
     if reentrant is None:
         return Whole.apply
     return lambda compute, x: checkpoint(compute, x, use_reentrant=reentrant)
@@ -79,7 +79,7 @@ def wrapped() -> nn.Module:
 
 
 class Around(PlainModel):
-    """The model checkpoints its layers, which know nothing of it."""
+    """The model checkpoints its layers from outside."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__([PlainBlock() for _ in range(4)])
@@ -93,7 +93,7 @@ class Around(PlainModel):
 
 
 class InnerGradient(PlainBlock):
-    """Its forward differentiates something; `apart` as the refusal says."""
+    """Its forward runs a backward; `apart` protects it as the message recommends."""
 
     apart = False
 
@@ -145,7 +145,7 @@ def test_refused(build: Callable[[], nn.Module], words: tuple[str, ...]) -> None
 
 
 class Gradients(Callback):
-    """Those of each optimizer step."""
+    """Losses of each optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []

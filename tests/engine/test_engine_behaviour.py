@@ -1,4 +1,4 @@
-"""What training loops do besides one forward and one backward, and models that are not plain stacks of layers."""
+"""Training loops with more than one forward and one backward, and models that are not plain stacks of layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build(family: str) -> nn.Module:
 
 
 def assert_agrees(actual: Step, plain: Step, alpha: float) -> None:
-    """Bit for bit where a layer runs as one slice; but for rounding otherwise."""
+    """Bit-identical if a layer runs as one slice; otherwise equal up to rounding."""
     (assert_equal if alpha in (0.0, 1.0) else assert_close)(actual, plain)
 
 
@@ -240,7 +240,7 @@ def test_step_after_a_failed_forward(family: str, alpha: float) -> None:
 @each_alpha
 @pytest.mark.parametrize("reset", [False, True], ids=["alone", "with_reset"])
 def test_step_after_a_failed_backward(family: str, alpha: float, reset: bool) -> None:
-    """PyTorch keeps what waits in a failed backward until the next one, so the engine has to let go by itself."""
+    """PyTorch keeps the rest of a failed backward until the next one, so that the engine has to release its memory."""
     model = build(family)
     plain = loss_and_gradients(model, BATCHES[0])
     with planned(model, BATCHES[0], alpha) as under_test:
@@ -491,7 +491,7 @@ def test_lora(dropout: float, amp: bool, alpha: float) -> None:
 
 
 def assert_close_in_bf16(actual: Step, plain: Step) -> None:
-    """Each rounding of bf16 is 2**-9 of its value at most, and a few of them differ."""
+    """A rounding error of bf16 is at most 2**-9 of the value, and a few of them differ."""
     assert actual.distance(plain) <= 4 * 2**-9
 
 
@@ -538,7 +538,7 @@ class MeanBlock(PlainBlock):
 
 
 class MlpBlock(nn.Module):
-    """No attention at all."""
+    """A block without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +549,7 @@ class MlpBlock(nn.Module):
 
 
 class HandwrittenAttentionBlock(MlpBlock):
-    """Attention as two matrix products and a softmax, which nobody can catch."""
+    """Attention as two matrix products and a softmax, which cannot be intercepted."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.shape[-1]
@@ -559,7 +559,7 @@ class HandwrittenAttentionBlock(MlpBlock):
 
 
 class NoisyBlock(PlainBlock):
-    """Draws random numbers, but not as dropout."""
+    """Draws random numbers other than dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1e-6 * torch.randn_like(x)
@@ -581,7 +581,7 @@ class StochasticDepthBlock(PlainBlock):
 
 
 class KeywordModel(PlainModel):
-    """Hands layers their input by name, and positions by which they read a table."""
+    """Passes layers their input by name, and positions by which they read a table."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> object:
         x, positions = self.embed(input_ids), torch.arange(input_ids.shape[1])
@@ -592,7 +592,7 @@ class KeywordModel(PlainModel):
 
 
 class PositionedBlock(PlainBlock):
-    """Reads a table at the positions it is given, `[tokens]` and `[batch, tokens]`."""
+    """Reads a table at given positions, `[tokens]` and `[batch, tokens]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -623,7 +623,7 @@ class ExtrasBlock(PlainBlock):
 
 
 class ExtrasModel(PlainModel):
-    """Puts what layers return beside their hidden states into the loss."""
+    """Adds what layers return apart from their hidden states to the loss."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> object:
         x, extra = self.embed(input_ids), torch.zeros(())
@@ -636,7 +636,7 @@ class ExtrasModel(PlainModel):
 
 
 class InPlaceActivationBlock(PlainBlock):
-    """Overwrites what it computed before."""
+    """Overwrites an earlier result in place."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.1)
@@ -730,7 +730,7 @@ def test_layer_that_returns_no_tensor_is_refused() -> None:
 
 @pytest.mark.parametrize("single", [make_batch(2, 1), make_batch(1, 1)], ids=["batch2", "batch1"])
 def test_single_token_first(single: Batch) -> None:
-    """A first batch of one token says nothing about the layers, which are cut afterwards."""
+    """Layers are cut after a first batch of one token, which does not show whether they can be."""
     model = build("llama")
     single = single | {"shift_labels": single["labels"]}
     plain_single, plain = loss_and_gradients(model, single), loss_and_gradients(model, BATCHES[0])

@@ -25,7 +25,7 @@ LOSS_BOUND = {"fp32": 1e-6, "bf16-true": 2**-8, "bf16-mixed": 2**-8}
 
 @dataclass
 class Case:
-    """A model that is attached and profiled, a copy of it in fp64, and what plain training makes of a batch."""
+    """A model that is attached and profiled, its copy in fp64, and the result of plain training on a batch."""
 
     family: str
     precision: str
@@ -117,7 +117,7 @@ def test_profiled_step_trains_like_plain_training(case: Case) -> None:
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.dropout])
 def test_dropout_draws_the_same_masks_in_fp64(family: str) -> None:
-    """What the comparison of families with dropout rests on: with other masks the distance would be of order 1."""
+    """The comparison of families with dropout relies on this: with other masks the distance would be of order 1."""
     model, batch = FAMILIES[family].build().train(), make_batch(2, TOKENS)
     plain, exact = loss_and_gradients(model, batch), loss_and_gradients(in_double(model), batch)
     assert plain.distance(exact) <= 1e-5

@@ -1,4 +1,4 @@
-"""What a step must not do on a GPU, seen on the CPU: let the host wait, or depend on the thread of the backward."""
+"""On a GPU, a step must not make the host wait nor depend on the thread of the backward: tests on the CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def planned(way: Any) -> tuple[EngineUnderTest, dict[str, Tensor]]:
 
 
 class HostWaits(TorchDispatchMode):
-    """Notes operations that would make the host wait for a GPU, while `inside` is set."""
+    """Records operations that would make the host wait for a GPU, while `inside` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class HostWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def mark(self, key: int, name: str) -> None:
-        """Layers run from the forward of the first to the end of its backward."""
+        """Layers run from the forward of the first layer to the end of its backward."""
         if key == 0:
             self.inside = name != "backward_end"
 
@@ -121,7 +121,7 @@ def test_the_host_waits_for_nothing_within_the_layers(way: Any, monkeypatch: pyt
 
 @each_way
 def test_the_backward_runs_in_any_thread(way: Any) -> None:
-    """As autograd's own for a GPU, which knows nothing of the thread that ran the forward."""
+    """Like autograd's own thread for a GPU, which has no context variables of the forward's thread."""
     under_test, batch = planned(way)
     with under_test:
         under_test.profile_step(batch)
@@ -184,7 +184,7 @@ def test_lengths_of_a_padded_batch_take_one_wait() -> None:
 
 
 class StubEvent:
-    """As `torch.cuda.Event`."""
+    """Stands for `torch.cuda.Event`."""
 
     synchronized = 0
 
@@ -205,7 +205,7 @@ class StubEvent:
 
 
 class StubStream:
-    """As `torch.cuda.Stream`; `current` is where work goes now."""
+    """Stands for `torch.cuda.Stream`; `current` is the stream that work goes to."""
 
     compute: StubStream
     current: StubStream

@@ -1,4 +1,4 @@
-"""Layers that change something of their own in each forward: buffers are replayed, what cannot be is refused."""
+"""Layers that change their own state in each forward: buffers are replayed, other state is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 class Delayed(nn.Module):
-    """A block whose output goes by a scale of earlier forwards, as with FP8's delayed scaling."""
+    """A block whose output depends on a scale of earlier forwards, like FP8's delayed scaling."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def module(kind: Callable[[nn.Module], nn.Module]) -> LanguageModel:
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("kind", [Delayed, Replaced, Normalised])
 def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float) -> None:
-    """Looking at layers, profiling and recomputing leave no trace, and a recomputation sees what the forward saw.
+    """Probing, profiling and recomputing layers leave no trace, and a recomputation sees the buffers of the forward.
 
     With two micro-batches a step, with validation in between.
     """
@@ -91,7 +91,7 @@ def test_slices_would_change_buffers_more_than_once(settings: dict[str, Any], li
 
 
 class TokenwiseState(Delayed):
-    """Tokens do not meet, but each call counts."""
+    """A layer that does not mix tokens, but counts its calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.history.amax().clone()
@@ -111,7 +111,7 @@ class Noisy(nn.Module):
 
 
 class Counting(nn.Module):
-    """A block that changes with the number of its forwards, which is no buffer."""
+    """A block that depends on the number of its forwards, which is no buffer."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_what_cannot_be_replayed_is_refused(kind: type[nn.Module]) -> None:
 
 
 def test_nan_is_no_hidden_state() -> None:
-    """A model that has diverged trains on as it does plainly: with losses of NaN."""
+    """A model that has diverged trains on with losses of NaN, as in plain training."""
 
     def build() -> nn.Module:
         model = PlainModel([PlainBlock() for _ in range(3)])
@@ -141,7 +141,7 @@ def test_nan_is_no_hidden_state() -> None:
 
 
 def test_transformer_engine_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules keep scales outside of buffers. Without FP8 they run; here they are stood in for by a plain one."""
+    """Its modules keep scales outside of buffers. They run without FP8; a plain module replaces them here."""
     state = types.SimpleNamespace(is_fp8_enabled=lambda: True)
     manager = types.SimpleNamespace(FP8GlobalStateManager=state)
     linear = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})

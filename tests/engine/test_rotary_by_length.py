@@ -1,4 +1,4 @@
-"""Rotary tables that depend on the length of a sequence are those of the whole batch, whoever has which part of it."""
+"""Rotary tables that depend on the sequence length are those of the whole batch, on every part of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_packed_documents_go_by_the_longest_of_the_batch(family: str) -> None:
 
 
 class Evaluated(LanguageModel):
-    """Keeps the losses of all stages."""
+    """Records the losses of all stages."""
 
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -60,7 +60,7 @@ class Evaluated(LanguageModel):
 
 
 def losses_of_fit(family: str, strategy: dict[str, Any] | None) -> list[float]:
-    """Of training and validation in turn, on batches of other lengths; without settings by plain Lightning."""
+    """Losses of training and validation in turn, on batches of other lengths; plain Lightning without settings."""
     module = Evaluated(MODELS[family], lr=1e-3)
     trainer = make_trainer(
         "auto" if strategy is None else MemoStrategy(alpha=0.5, plan_memory=False, **strategy),

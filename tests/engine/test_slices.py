@@ -59,7 +59,7 @@ def build(family: str) -> nn.Module:
 
 
 def assert_as_good(model: nn.Module, batch: Batch, actual: Step, plain: Step) -> None:
-    """As a whole within 1e-6 of plain training, or as near to fp64: every slice rounds each weight gradient again."""
+    """The gradient is within 1e-6 of plain training, or as near to fp64: every slice rounds weight gradients again."""
     torch.testing.assert_close(actual.loss, plain.loss, rtol=1e-6, atol=0)
     if actual.distance(plain) > 1e-6:
         exact = loss_and_gradients(in_double(model), batch)
@@ -118,7 +118,7 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: 
 
 @pytest.mark.parametrize("alpha", [0.0, 1 / 8, 1 / 2, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
 def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: float) -> None:
-    """To the byte, for routed experts too: what they save is per token and expert in sum."""
+    """To the byte, also for routed experts: the sum of what they save is proportional to tokens."""
     under_test, batch, _, _ = profiled
     predicted = under_test.load(alpha)
     loss = under_test.model(**batch).loss
@@ -165,7 +165,7 @@ def test_mixed_actions(family: str, schedule: str, mix: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2_dropout"])
 def test_slot_bytes_of_other_lengths_follow_from_one_profile(family: str) -> None:
-    """A plan made for 61 tokens holds shorter batches, whose slices have other lengths."""
+    """A plan for 61 tokens covers shorter batches, whose slices have other lengths."""
     model = build(family)
     with planned(model, make_batch(2, 61), 0.3, 13) as under_test:
         for tokens in (60, 53, 27, 14, 13, 4):
@@ -207,7 +207,7 @@ saved_tensors = st.lists(st.builds(SavedBytes, kinds, st.integers(1, 10**6), st.
 
 @given(saved_tensors, st.integers(1, 3000), alphas, alphas, st.sampled_from(["layer", "nest"]))
 def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b: float, schedule: str) -> None:
-    """But for alignment and what is as large for one token as for all, of which two slices have two."""
+    """Apart from alignment and tensors whose size does not depend on tokens, of which two slices have two."""
     low, high = sorted((a, b))
     sizes = [slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), schedule) for alpha in (low, high)]
     slack = len(saved) * 2 * ALIGNMENT_BYTES + sum(item.size_bytes for item in saved if not item.per_token)
@@ -356,7 +356,7 @@ def test_registry_forgets_contents_that_changed_in_place() -> None:
 
 
 def test_registry_never_matches_a_dead_storage() -> None:
-    """Also when new tensors get a dead one's memory, which the allocator sees to."""
+    """Also if new tensors get the memory of a freed one."""
     registry: Registry[int] = Registry()
     seen, reused = set(), 0
     for n in range(200):
@@ -711,7 +711,7 @@ def test_autocast_copies_of_trained_weights_are_shared() -> None:
 @pytest.mark.parametrize("schedule", ["auto", "nest"])
 @pytest.mark.parametrize("family", ["block", "llama"])
 def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, schedule: str) -> None:
-    """It is a function of the embedding's weight alone, as a cast of a weight is; so is its fp32 copy in a norm."""
+    """Like a cast of a weight, it is a function of the embedding's weight alone, and so is its fp32 copy in a norm."""
     model, batch = build(family).bfloat16(), make_batch(2, 48)
     with EngineUnderTest(model, schedule) as under_test:
         under_test.profile_step(batch)

@@ -1,4 +1,4 @@
-"""What layers store kind by kind: gradients, bytes, and what is not computed again."""
+"""Storage by kinds of tensors: gradients, bytes, and products that are not computed again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build(name: str) -> nn.Module:
 
 @dataclass
 class Case:
-    """A model that is attached and profiled, and what plain training makes of a batch."""
+    """A model that is attached and profiled, and the result of plain training on a batch."""
 
     batch: Batch
     amp: bool
@@ -88,7 +88,7 @@ def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
 
 
 def assert_as_good(case: Case, actual: Step) -> None:
-    """In fp32 gradients are plain training's but for rounding; else they are no farther from fp64."""
+    """Gradients in fp32 equal those of plain training up to rounding; others are no farther from fp64."""
     assert actual.gradients.keys() == case.plain.gradients.keys()
     if not case.amp:
         assert actual.distance(case.plain) <= 1e-6
@@ -98,7 +98,7 @@ def assert_as_good(case: Case, actual: Step) -> None:
 
 
 def test_products_are_those_with_a_row_for_each_token(case: Case) -> None:
-    """The last product is not among them: nothing in the layer needs its output."""
+    """The last product is not among them, because nothing in the layer needs its output."""
     products = case.under_test.products
     assert len(set(products)) == len(products) >= 3
     assert not any("expert" in name or name in ("mlp.down_proj", "mlp.c_proj") for name in products)

@@ -1,4 +1,4 @@
-"""Slices that swap for themselves, with keys and values on the host: gradients, bytes, and what is fetched."""
+"""Slices with slots of their own, and keys and values on the host: gradients, bytes, and fetched blocks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_gradients_of_the_whole_model_slice_by_slice(family: str, slices: int) -
 
 
 def test_layers_get_real_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of other libraries read memory by its address. All tokens are looked at where they make two slices."""
+    """Kernels of other libraries read memory by its address. All tokens are probed if they make two slices."""
     own, seen = modeling_llama.apply_rotary_pos_emb, []
 
     def note(q: Tensor, k: Tensor, *tables: Tensor, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def test_layers_get_real_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_without_labels_slice_by_slice() -> None:
-    """The loss is NaN and the gradient zero, as plain training's."""
+    """The loss is NaN and the gradient zero, as in plain training."""
     model, batch = build("llama"), make_batch(2, 61)
     batch["labels"].fill_(-100)
     plain = loss_and_gradients(model, batch)
@@ -232,7 +232,7 @@ def test_nothing_on_the_device_grows_with_the_sequence(
 
 
 def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:
-    """Of a step, beside weights and gradients; the plan is made from a step of two slices."""
+    """Peak of a step apart from weights and gradients; the plan is made from a step of two slices."""
     with EngineUnderTest(model, schedule, None, slice_tokens=128, host_backed="all") as under_test:
         under_test.engine.attention.block_tokens = 128
         under_test.profile_step(make_batch(1, 256), amp)
@@ -261,7 +261,7 @@ def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:
     ],
 )
 def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`real` of them are not: embeddings to which positions are added and their gradient; what another head gets."""
+    """All but `real` of them: embeddings to which positions are added, their gradient, the input of another head."""
     model, batch = build(family), make_batch(2, 61, padded=family == "llama_gqa")
     plain = loss_and_gradients(model, batch, amp)
     detach = attach_chunked_loss(model, 8)
@@ -305,7 +305,7 @@ def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypat
 
 
 class Timeline:
-    """What began and ended, in order, as several threads noted it."""
+    """Begins and ends of copies and kernels, in order, recorded by several threads."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int, str]] = []
@@ -323,7 +323,7 @@ class Timeline:
 
 
 class RecordingStream(ThreadCopyStream):
-    """Copies block `n`, of keys and of values, once kernel call `n` has begun, as a slow copy might."""
+    """Copies block `n` of keys and of values after kernel call `n` has begun, like a slow copy."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__("prefetch")
@@ -349,7 +349,7 @@ class RecordingStream(ThreadCopyStream):
 
 
 class RecordingKernel(CpuFlash):
-    """Call 0 is with the slice's own keys, call `n` with block `n - 1`; a call lasts until the next block has come."""
+    """Call 0 gets the slice's own keys, call `n` gets block `n - 1`; a call lasts until the next block has arrived."""
 
     def __init__(self, timeline: Timeline, blocks: int) -> None:
         self.timeline, self.blocks, self.calls = timeline, blocks, 0
@@ -374,7 +374,7 @@ class RecordingKernel(CpuFlash):
 
 
 def overlapping(blocks: int) -> list[tuple[str, int, str]]:
-    """The timeline of a double buffer: each block is copied during the kernel call before its own, and no earlier."""
+    """The timeline of a double buffer: each block is copied during the kernel call before its own, not earlier."""
     events = [("copy", 0, "issue")]
     for n in range(blocks):
         during = [("copy", n, "begin"), ("copy", n, "end")]

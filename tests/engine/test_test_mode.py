@@ -1,4 +1,4 @@
-"""Delayed copies and poisoned buffers change nothing, and would if some wait were missing."""
+"""Delayed copies and poisoned buffers do not change results, but would if a wait were missing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_delays_and_poison_change_nothing(family: str, alpha: float, slice_token
 
 
 class HeedlessEvent:
-    """An event for which nobody waits."""
+    """An event whose wait does nothing."""
 
     def __init__(self, event: CopyEvent) -> None:
         self._event = event
@@ -89,7 +89,7 @@ class HeedlessEvent:
 
 
 class HeedlessStream(ThreadCopyStream):
-    """A broken copy stream: its copies are taken for finished at once."""
+    """A broken copy stream, whose copies count as finished at once."""
 
     def copy(self, *arguments: Any, **subject: Any) -> CopyEvent:
         return HeedlessEvent(super().copy(*arguments, **subject))
@@ -124,6 +124,8 @@ def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens
         two_steps(under_test.model)
         slots = under_test.engine.memory
         assert slots is not None
-        for buffer in [*slots._buffers, slots.arena._memory]:
+        on_device = [slots.lease(call, swap=False).buffer for call in range(2)]
+        for buffer in (*on_device, slots.arena.acquire(slots.arena.size_bytes)):
+            assert buffer is not None
             assert buffer.view(torch.float32).isnan().all()
             assert buffer.view(torch.bfloat16).isnan().all()

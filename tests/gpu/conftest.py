@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.kernels.select_kernel import check_available
 
 HERE = Path(__file__).parent
@@ -34,3 +37,21 @@ def choice(request) -> str:
     except ValueError as error:
         pytest.skip(str(error))
     return request.param
+
+
+@pytest.fixture
+def allocator(device: torch.device) -> Iterator[PlannedAllocator]:
+    """An installed allocator, which is uninstalled after the test even if it fails."""
+    torch.ones(1, device=device)  # PyTorch's allocator is in use already, as in training
+    torch.cuda.empty_cache()  # blocks of other tests might be given, with a little more than was asked for
+    planned = PlannedAllocator(device)
+    planned.install()
+    planned.reset_stats()
+    yield planned
+    gc.collect()  # of a test that failed
+    planned.leave()
+    planned.release()
+    planned.take_events()
+    planned.uninstall()
+    stats = planned.stats()
+    assert (stats.live_blocks, stats.arena_bytes, stats.bad_frees) == (0, 0, 0)

@@ -3,102 +3,26 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
-import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from lightning.pytorch import Callback
-from support.families import FAMILIES, VOCABULARY, make_batch
+from support.families import VOCABULARY, make_batch
 from support.harness import Batch, Step, assert_close, assert_equal, gradients_of, in_double, loss_and_gradients
-from support.trainer_harness import LanguageModel, fit, forwards, loader, shorten_measurements
+from support.samples.chunked_models import (
+    CHUNK,
+    MODELS,
+    SOFTCAP,
+    build,
+    chunked,
+)
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo import MemoStrategy
-from lightning_memo.loss.attach_loss import attach_chunked_loss, find_last_norm
-from lightning_memo.loss.chunked_module import attach_chunks
+from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.loss.lazy_logits import LazyLogits
-from lightning_memo.profiler.memory_meter import PeakMeter
-from lightning_memo.runtime.memory_plans import memory_planner as planning
-
-CHUNK = 7
-LLAMA = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def build(config: str, **settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = getattr(transformers, config)(**LLAMA | settings, use_cache=False)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def tied() -> nn.Module:
-    return build("LlamaConfig", tie_word_embeddings=True)
-
-
-def router_loss() -> nn.Module:
-    return build("MixtralConfig", num_local_experts=4, output_router_logits=True, sliding_window=None)
-
-
-def with_bias() -> nn.Module:
-    model = build("LlamaConfig")
-    model.lm_head = nn.Linear(32, VOCABULARY, bias=True)
-    return model
-
-
-def lora(*targets: str) -> nn.Module:
-    config = peft.LoraConfig(r=4, target_modules=[*targets], init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(build("LlamaConfig"), config)
-
-
-SOFTCAP = {"final_logit_softcapping": 3.0, "head_dim": 8}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{n: FAMILIES[n].build for n in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", "gpt2", "phi")},
-    "gemma2": lambda: build("Gemma2Config", **SOFTCAP),
-    "gemma3": lambda: build("Gemma3TextConfig", **SOFTCAP),
-    "phi3": lambda: build("Phi3Config"),
-    "granite": lambda: build("GraniteConfig", logits_scaling=8.0),
-    "cohere": lambda: build("CohereConfig", logit_scale=0.25),
-    "mixtral with router loss": router_loss,
-    "llama tied": tied,
-    "llama with a bias": with_bias,
-    "llama lora": lambda: lora("q_proj"),
-    "llama lora on the head": lambda: lora("q_proj", "lm_head"),
-}  # fmt: skip
-
-
-@contextmanager
-def chunked(model: nn.Module, tokens: int = CHUNK) -> Iterator[nn.Module]:
-    undo = attach_chunked_loss(model, tokens)
-    assert undo
-    try:
-        yield model
-    finally:
-        for u in undo:
-            u()
-        assert not forwards(model) or isinstance(model, peft.PeftModel)
-
-
-@pytest.fixture
-def only_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test if the logits of all tokens are computed at once."""
-
-    def refuse(logits: LazyLogits) -> Tensor:
-        raise AssertionError("whole logits")
-
-    monkeypatch.setattr(LazyLogits, "materialize", refuse)
 
 
 @pytest.mark.usefixtures("only_chunks")
@@ -337,173 +261,3 @@ def test_half_precision_is_as_close_to_fp64_as_without_chunks(
     assert mine.distance(exact) <= 1.1 * plain.distance(exact)
     torch.testing.assert_close(mine.loss, plain.loss, rtol=1e-5, atol=0, check_dtype=True)
     assert {n: g.dtype for n, g in mine.gradients.items()} == {n: g.dtype for n, g in plain.gradients.items()}
-
-
-class VocabularyWatch(TorchDispatchMode):
-    """Measures the peak bytes of all storages that hold logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = self.largest_tokens = 0
-        self._alive: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        for t in out if isinstance(out, tuple | list) else (out,):
-            real = isinstance(t, Tensor) and not t.is_meta and t.dim() > 1
-            if real and t.shape[-1] == LARGE and t.shape[-2] != LLAMA["hidden_size"]:
-                self._see(t)
-        return out
-
-    def _see(self, t: Tensor) -> None:
-        storage = t.untyped_storage()
-        self.largest_tokens = max(self.largest_tokens, t.numel() // LARGE)
-        if storage._cdata not in self._alive:
-            weakref.finalize(storage, self._alive.pop, storage._cdata, None)
-        self._alive[storage._cdata] = storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
-
-
-LARGE = 1999
-
-
-@pytest.mark.parametrize(
-    ("config", "settings", "dtype", "bytes_each"),
-    [
-        ("LlamaConfig", {}, torch.float32, 4),
-        ("LlamaConfig", {"tie_word_embeddings": True}, torch.float32, 4),
-        ("LlamaConfig", {}, torch.bfloat16, 6),
-        ("GraniteConfig", {"logits_scaling": 8.0}, torch.float32, 8),
-        ("Gemma2Config", SOFTCAP, torch.float32, 16),
-    ],
-)
-def test_one_chunk_of_logits_is_alive(
-    config: str, settings: dict[str, Any], dtype: torch.dtype, bytes_each: int
-) -> None:
-    model = build(config, vocab_size=LARGE, **settings).to(dtype)
-    batch = make_batch(2, 45)
-    with chunked(model), VocabularyWatch() as watch:
-        model(**batch).loss.backward()
-    assert watch.largest_tokens == CHUNK
-    assert watch.peak_bytes == bytes_each * CHUNK * LARGE
-    with VocabularyWatch() as watch:
-        model(**batch).loss.backward()
-    assert watch.largest_tokens == 90
-
-
-def test_peak_memory_grows_by_one_chunk_of_logits() -> None:
-    model, batch, peaks = build("LlamaConfig", vocab_size=4096), make_batch(1, 256), []
-    for tokens in (16, 32, 64):
-        model.zero_grad()
-        with chunked(model, tokens), PeakMeter(torch.device("cpu")) as meter:
-            model(**batch).loss.backward()
-        peaks.append(meter.peak_bytes)
-    for tokens, (smaller, larger) in zip((16, 32), itertools.pairwise(peaks), strict=True):
-        assert larger - smaller == pytest.approx(4 * tokens * 4096, rel=0.05)
-
-
-# ---- the norm before the head
-
-
-@pytest.mark.parametrize(
-    ("name", "norm"),
-    [
-        ("llama", "model.norm"),
-        ("gpt2", "transformer.ln_f"),
-        ("gemma3", "model.norm"),
-        ("gpt_neox", "gpt_neox.final_layer_norm"),
-        ("phi", "model.final_layernorm"),
-    ],
-)
-def test_last_norm_is_found(name: str, norm: str) -> None:
-    model = MODELS[name]()
-    assert find_last_norm(model, 32) is model.get_submodule(norm)
-    assert find_last_norm(model, 33) is None
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32), nn.LayerNorm(32).bfloat16()])
-def test_module_in_chunks(norm: nn.Module) -> None:
-    x = torch.randn(2, 23, 32, dtype=norm.weight.dtype)
-
-    def run() -> tuple[Tensor, Tensor, list[Tensor], int]:
-        kept: list[Tensor] = []
-        norm.zero_grad()
-        here = x.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            y = norm(here)
-        y.square().sum().backward()
-        return y.detach(), here.grad, [p.grad for p in norm.parameters()], len({t.data_ptr() for t in kept})
-
-    y, dx, weights, _ = run()
-    undo = attach_chunks(norm, CHUNK)
-    mine, my_dx, my_weights, kept = run()
-    undo()
-    assert torch.equal(mine, y)
-    assert torch.equal(my_dx, dx)
-    exact = copy.deepcopy(norm).double()
-    exact.zero_grad()
-    exact(x.double()).square().sum().backward()
-    for w, whole, p in zip(my_weights, weights, exact.parameters(), strict=True):
-        assert w.dtype == whole.dtype
-        assert (w - p.grad).norm() <= 1.1 * (whole - p.grad).norm() + 1e-6 * p.grad.norm()
-    assert kept == 1
-
-
-# ---- in the strategy
-
-
-class Accuracy(LanguageModel):
-    """Logs the number of correct tokens, and returns the model's complete output from its step."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        out = self.model(**batch)
-        with torch.no_grad():
-            right = (out.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).float().mean()
-        self.log("right", right)
-        self.keep(out.loss)
-        return out
-
-
-class Kinds(Callback):
-    def __init__(self) -> None:
-        self.kinds: set[str] = set()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.kinds.add(type(outputs["logits"]).__name__)
-
-
-@pytest.mark.usefixtures("only_chunks")
-def test_training_with_the_strategy() -> None:
-    runs = []
-    for settings in ({"loss_chunk_tokens": None}, {}, {"loss_chunk_tokens": CHUNK}):
-        strategy, kinds = MemoStrategy(alpha=0.5, plan_memory=False, **settings), Kinds()
-        run = fit(strategy, Accuracy("llama"), val_data=loader(4), max_steps=6, val_check_interval=3,
-                  callbacks=[kinds], accumulate_grad_batches=2)  # fmt: skip
-        assert forwards(run.module) == []
-        runs.append((run.losses, run.trainer.callback_metrics, kinds.kinds))
-    (off, off_metrics, _), (default, _, kinds), (mine, metrics, my_kinds) = runs
-    assert default == off
-    assert kinds == {"Tensor"} and my_kinds == {"LazyLogits"}
-    assert mine == pytest.approx(off, rel=1e-5)
-    assert float(metrics["right"]) == pytest.approx(float(off_metrics["right"]), abs=0.02)
-    assert float(metrics["val_loss"]) == pytest.approx(float(off_metrics["val_loss"]), rel=1e-5)
-
-
-class Waits(Callback):
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        while trainer.strategy.memory.busy:
-            time.sleep(0.002)
-
-
-def test_recorded_trace_has_no_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every memory request of a step is smaller than the logits of the batch."""
-    shorten_measurements(monkeypatch)
-    monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "plans")
-    largest = {}
-    for tokens in (None, 8):
-        strategy = MemoStrategy(alpha=0.5, loss_chunk_tokens=tokens)
-        module = LanguageModel(lambda: build("LlamaConfig", vocab_size=400))
-        fit(strategy, module, loader(24, 512), max_steps=9, callbacks=[Waits()], default_root_dir=tmp_path)
-        largest[tokens] = int(strategy.memory.trace.size.max())
-        assert strategy.memory.use.hits > 0 and not any(strategy.memory.use.misses.values())
-    assert largest[None] == 2 * 512 * 400 * 4 > 2 * largest[8]

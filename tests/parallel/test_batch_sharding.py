@@ -315,7 +315,7 @@ def test_kind_of_mapping_stays(kind):
         ({"attention_mask": torch.zeros(2, 13)}, r"row without valid tokens"),
         ({"attention_mask": torch.ones(2, 1, 13, 13)}, r"attention_mask is \[2, 1, 13, 13\]: give a padding mask"),
         ({"attention_mask": {"full": None}}, r"attention_mask is dict: give a padding mask \[2, 13\]"),
-        ({"bias": torch.ones(2, 4, 13, 13)}, r"bias \[2, 4, 13, 13\] relates tokens to tokens.*leave it out"),
+        ({"bias": torch.ones(2, 4, 13, 13)}, r"bias \[2, 4, 13, 13\] relates tokens to tokens.*omit it"),
         ({"bias": torch.ones(13, 13)}, r"bias \[13, 13\] relates tokens to tokens"),
         ({"position_ids": torch.ones(3, 2, 13)}, r"position_ids are \[3, 2, 13\]: give \[2, 13\]"),
         ({"position_ids": torch.ones(1, 12)}, r"13 tokens and 12 position_ids: give one for each"),

@@ -320,7 +320,13 @@ def complaint(ring: int, ulysses: int, spec: AttentionSpec, shapes: dict[str, in
         ("ulysses 2", AttentionSpec(mask=torch.ones(24, 24, dtype=torch.bool)), {}, False, "no explicit mask"),
         ("ring 2", AttentionSpec(), {}, True, '("replay") gives none'),
         ("both", AttentionSpec(), {}, True, '("replay") gives none'),
-        ("ulysses 4", AttentionSpec(), {"heads": 6, "key_heads": 6}, False, "6 attention heads do not divide over 4"),
+        (
+            "ulysses 4",
+            AttentionSpec(),
+            {"heads": 6, "key_heads": 6},
+            False,
+            "6 attention heads cannot be divided",
+        ),
     ],
 )
 def test_what_cannot_be_computed_is_refused_in_one_line(topology, spec, shapes, replay, reason):

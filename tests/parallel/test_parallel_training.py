@@ -108,10 +108,10 @@ def test_keys_and_values_on_the_host(configuration: str, family: str, host_backe
 
 @pytest.mark.parametrize("configuration", ["cp2 x tp2+sp", "dp2 x cp2 zero3 ulysses"])
 def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> None:
-    run = Run(family="llama_gqa", tokens=45, steps=12)
+    run = Run(family="llama_gqa", tokens=45, steps=9)
     size, of_configuration = CONFIGURATIONS[configuration]
     settings = of_configuration | {"alpha": 0.5}
-    careful = {"test_mode": TestMode(seed=3, longest_delay_seconds=0.002), "plan_memory": True}
+    careful = {"test_mode": TestMode(seed=3, longest_delay_seconds=0.001), "plan_memory": True}
     undisturbed = train_together(size, run, settings)
     disturbed = train_together(size, run, settings | careful, watch=WaitsForPlans)
     for use in disturbed.notes["use"]:

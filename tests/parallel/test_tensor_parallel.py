@@ -518,10 +518,10 @@ def _cohere_with_norms() -> nn.Module:
         (partial(_plain, Layer), {"attention.q": "columns"}, 'style "columns" of blocks.0.attention.q is not known'),
         (partial(_plain, Layer), PLAN | {"mlp.7": "colwise"}, '"mlp.7" names no module: names are like "blocks.0.att'),
         (partial(_plain, Layer), PLAN | {"blocks.*.attention.out.0": "colwise"}, "0 layers of blocks.0.attention row"),
-        (partial(_plain, OpenLayer), OPEN_PLAN, "sequence_parallel=True: blocks.0.q belongs to no attention"),
+        (partial(_plain, OpenLayer), OPEN_PLAN, "sequence_parallel=True: blocks.0.q is not inside an attention"),
         (partial(_plain, Layer), {"mlp.0": "colwise", "mlp.2": "rowwise"}, "does not split blocks.0.attention.q, whi"),
-        (partial(build, "apertus"), None, "does not say what becomes of model.layers.0.mlp.act_fn when model.layers.0"),
-        (_cohere_with_norms, None, "does not say what becomes of model.layers.0.self_attn.q_norm when model.layers.0"),
+        (partial(build, "apertus"), None, "splits model.layers.0.mlp and does not name model.layers.0.mlp.act_fn"),
+        (_cohere_with_norms, None, "splits model.layers.0.self_attn and does not name model.layers.0.self_attn.q_norm"),
     ],
 )  # fmt: skip
 def test_plans_that_cannot_be_followed(
@@ -536,7 +536,7 @@ def split_something_else() -> None:
     model = _plain(Layer)
     shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, False, PLAN)
     attention = model.blocks[0].attention
-    with pytest.raises(ValueError, match=r"cannot split .* its input is not that of the module that holds"):
+    with pytest.raises(ValueError, match=r"cannot split .* its input is not the input of the module that contains"):
         attention.q(torch.zeros(1, 4, 32))
 
 

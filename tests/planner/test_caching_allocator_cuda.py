@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from lightning.pytorch import Callback
+from support import warm
 from support.cuda_stub.real_allocator import Replay
 from support.cuda_stub.real_allocator import replay as replay_real
 from support.paths import ROOT
@@ -151,7 +152,7 @@ def test_the_benchmark_writes_a_report(recorded, tmp_path):
 )
 def test_the_benchmark_refuses_what_it_can_not_use(arguments, message):
     given = [argument.format(VERSIONS[-1].name) for argument in arguments]
-    command = [sys.executable, ROOT / "benchmarks" / "reserved.py", *given]
+    command = [warm.tools() / "python", ROOT / "benchmarks" / "reserved.py", *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

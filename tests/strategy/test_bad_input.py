@@ -73,7 +73,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("settings", "words"), SETTINGS.values(), ids=SETTINGS)
 def test_settings(settings, words):
-    """A wrong setting is refused where it is given, with what is allowed."""
+    """A wrong setting is refused when it is given, with the allowed values."""
     with pytest.raises(ValueError, match="=") as caught:
         MemoStrategy(**settings)
     assert_one_line(caught.value, *words)
@@ -115,14 +115,14 @@ def test_sizes_that_do_not_make_up_the_processes(settings, words):
 
 @pytest.mark.parametrize("precision", ["7-bit", "64-true"])
 def test_precision(precision):
-    """A precision that is unknown, or not available, is refused with those that are."""
+    """A precision that is unknown or not available is refused, with the available ones."""
     with pytest.raises(ValueError, match="precision") as caught:
         make_trainer(MemoStrategy(), precision=precision)
     assert_one_line(caught.value, precision, "bf16-mixed")
 
 
 def test_float16():
-    """Lightning refuses 16-mixed itself, of what it calls ModelParallelStrategy, and would take 16-true."""
+    """Lightning itself refuses 16-mixed for a ModelParallelStrategy, and would accept 16-true."""
     with pytest.raises(ValueError, match="16-true") as caught:
         make_trainer(MemoStrategy(), precision="16-true")
     assert_one_line(caught.value, 'precision="16-true": give one of 32-true, bf16-true, bf16-mixed')
@@ -130,7 +130,7 @@ def test_float16():
 
 
 def test_a_folder_that_cannot_be_written():
-    """It is found before the first step, not after."""
+    """A folder that cannot be written is refused before the first step."""
     Path("file").touch()
     trainer = make_trainer(MemoStrategy(), default_root_dir="file/folder")
     with pytest.raises(ValueError, match="memo_plan") as caught:
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written():
 
 
 def test_strategy_object_belongs_to_one_trainer():
-    """A strategy object that another Trainer has is refused; a new object works."""
+    """A strategy object that belongs to another Trainer is refused; a new object works."""
     strategy = MemoStrategy(alpha=1.0)
     fit(strategy)
     for accelerator in ("cpu", "auto"):
@@ -169,7 +169,7 @@ def test_other_namespace():
 
 
 class Checkpointed(LanguageModel):
-    """Gradient checkpointing of transformers is on."""
+    """A model with gradient checkpointing of transformers."""
 
     def __init__(self):
         super().__init__("llama")
@@ -187,7 +187,7 @@ class OneLayer(LanguageModel):
 
 
 class ReturnsDict(LanguageModel):
-    """Layers whose output is nothing that a layer may return."""
+    """Layers that return a type that is not supported."""
 
     class Block(PlainBlock):
         def forward(self, x):
@@ -243,7 +243,7 @@ IN_FIT = {
 
 @pytest.mark.parametrize(("settings", "module", "batch", "words"), IN_FIT.values(), ids=IN_FIT)
 def test_in_fit(settings, module, batch, words):
-    """What only the model or the data shows is refused in fit; the model is given back, and training goes on."""
+    """Mistakes that only the model or the data reveals are refused in fit, and the process stays usable."""
     module = module()
     data = None if batch is None else batches(batch(n) for n in range(4))
     trainer = make_trainer(MemoStrategy(**settings))
@@ -257,7 +257,7 @@ def test_in_fit(settings, module, batch, words):
 
 
 def test_left_padding_in_a_later_batch():
-    """A batch that cannot be trained is refused wherever it comes."""
+    """A batch that cannot be trained is refused at any step."""
     data = batches([make_batch(2, 16), make_batch(2, 16, padded=True), left_padded()])
     with pytest.raises(ValueError, match="not on the right") as caught:
         fit(MemoStrategy(alpha=0.5), LanguageModel("llama"), data)
@@ -282,7 +282,7 @@ class BackwardTwice(LanguageModel):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("schedule", ["layer", "nest"])
 def test_second_backward(schedule, alpha):
-    """A second backward is refused with what to do, while profiling and afterwards."""
+    """A second backward is refused, during profiling and afterwards, with a line that says what to do."""
     fit(MemoStrategy(alpha=alpha, schedule=schedule), max_steps=1)
     for plan in (None, "memo_plan.json"):
         with pytest.raises(RuntimeError, match="retain_graph") as caught:
@@ -324,7 +324,7 @@ PLANS = {
 
 @pytest.mark.parametrize(("content", "words"), PLANS.values(), ids=PLANS)
 def test_plan_file(content, words):
-    """A file that is no plan, or asks for more than there is, is refused in one line that names it."""
+    """A file that holds no plan, or a plan that needs too much, is refused in one line that names the file."""
     fit(MemoStrategy(alpha=1.0), max_steps=1)
     Path("wrong.json").write_text(content(a_plan()))
     with pytest.raises(ValueError, match=r"wrong\.json") as caught:
@@ -344,7 +344,7 @@ def test_plan_beyond_the_given_host_memory():
 
 @pytest.mark.parametrize("path", ["missing.json", "."], ids=["missing", "folder"])
 def test_plan_path(path):
-    """A path that is no file is named."""
+    """A path that does not exist is named."""
     with pytest.raises(ValueError, match="no such file") as caught:
         fit(MemoStrategy(plan=path))
     assert_one_line(caught.value, path)

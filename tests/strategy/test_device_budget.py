@@ -1,4 +1,4 @@
-"""The device memory that a user gives is kept, or one line says how much is missing: by the plan, and by a step."""
+"""Plans and steps keep within the user's device budget, or one line says how much is missing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train(steps: int = 3, **settings: Any) -> tuple[Plan, int, list[str]]:
 
 @pytest.mark.parametrize("storage", ["alpha", "kinds"])
 def test_every_budget_is_kept_or_told_of(storage: str) -> None:
-    """From what alpha 0 needs to what plain training does, and a byte less than the least."""
+    """Budgets from the need of alpha 0 to that of plain training, and one byte below the least."""
     least = train(alpha=0.0)[0].device_bytes
     most = train(device_memory="1GiB")[0].device_bytes
     first = least - 1 if storage == "alpha" else least

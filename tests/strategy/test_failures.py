@@ -1,4 +1,4 @@
-"""What fails in a step: device memory that runs out, a copy that fails; the step is run again or ends in one line."""
+"""A step that runs out of memory is run again or ends with one line, and so does one in which a copy fails."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_out_of_memory_once(where, alpha):
 
 
 def test_out_of_memory_again_and_again():
-    """Each time the plan gets smaller, down to alpha=0."""
+    """The plan gets smaller each time, down to alpha=0."""
     fails = {n: ["forward"] for n in (1, 2, 3, 4, 5, 6)}
     with pytest.warns(UserWarning, match="out of device memory"), pytest.raises(torch.OutOfMemoryError) as caught:
         fit(MemoStrategy(alpha=1.0), Scarce(fails), max_steps=8)
@@ -98,7 +98,7 @@ def test_out_of_memory_again_and_again():
     ids=str,
 )
 def test_out_of_memory_for_good(fails, settings, told):
-    """What does not fit is said in one line, with what to do; the process goes on."""
+    """A step that does not fit ends with one line that says what to do, and the process stays usable."""
     trainer, module = make_trainer(MemoStrategy(alpha=1.0), **settings), Scarce(fails)
     with pytest.raises(torch.OutOfMemoryError, match=told) as caught:
         trainer.fit(module, loader())
@@ -110,14 +110,14 @@ def test_out_of_memory_for_good(fails, settings, told):
 
 @pytest.mark.parametrize("batch", [2, 3])
 def test_out_of_memory_while_gradients_accumulate(batch):
-    """A forward is run again in any batch; numbers are those of a run in which nothing failed."""
+    """The forward of any batch is run again, with the results of a run in which nothing failed."""
     settings = {"accumulate_grad_batches": 2, "max_steps": 3}
     result = fit(MemoStrategy(alpha=1.0), Scarce({batch: ["forward"]}), **settings)
     assert result.losses[:4] == plain(**settings).losses[:4]
 
 
 def test_host_memory_that_falls(monkeypatch):
-    """Where others take the host's memory, the plan gives its own back and is made again with less, which is said."""
+    """If other programs take the host's memory, the plan gives its own back, warns, and is made again with less."""
     monkeypatch.setattr(host_watch, "_CHECK_BATCHES", 1)
     left = iter([2**30, 10])
     monkeypatch.setattr(host_watch, "available_host_bytes", lambda: next(left, 2**30))
@@ -149,7 +149,7 @@ class BrokenStream(ThreadCopyStream):
 
 
 class Unreadable:
-    """What a copy cannot read."""
+    """A tensor that a copy cannot read."""
 
     nbytes = 0
 
@@ -160,7 +160,7 @@ class Unreadable:
 @pytest.mark.parametrize("stream", ["offload", "prefetch"])
 @pytest.mark.parametrize("copy", [1, 4])
 def test_a_copy_that_fails(monkeypatch, stream, copy):
-    """The step ends with one line, and the process goes on."""
+    """The step ends with one line, and the process stays usable."""
 
     def make(device, name, delays=None, recorder=None):
         return (BrokenStream if name == stream else ThreadCopyStream)(name, delays, recorder)

@@ -33,7 +33,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import Monitor, WriteReport
 from lightning_memo.profiler import measured_costs as costs
 
-STEPS = int(os.environ.get("FLAT_STEPS", "140"))
+STEPS = int(os.environ.get("FLAT_STEPS", "100"))
 LENGTHS = (*(96,) * 17, 40, 64, 72)
 PERIOD = len(LENGTHS)  # steps after which lengths, validation and checkpoints come again as they were
 FIRST = 40  # by then memory is planned

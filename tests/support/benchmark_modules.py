@@ -1,4 +1,4 @@
-"""The modules of the benchmarks, which lie beside their scripts."""
+"""Import the modules of the benchmarks, which lie next to their scripts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.paths import ROOT
 
 
 def load(name: str) -> Any:
-    """One of them, or any other module, where they can be imported."""
+    """Import a module, for example one of the benchmarks."""
     return importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def benchmark_modules() -> Iterator[None]:
-    """Inside, they can be imported; afterwards they are forgotten."""
+    """Make the modules importable in the context, and remove them from `sys.modules` afterwards."""
     known = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")

@@ -1,4 +1,4 @@
-"""Runs commands of several processes, as a user would, with settings that make them small."""
+"""Run commands as a user would, in one or several processes, with settings that make the runs small."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support import warm
 from support.paths import ROOT, TESTS
 
 TEXT_FOLDER = Path(email.__file__).parent
-"""A folder of some thirty texts. The default, the whole source of the standard library, takes half a second to list."""
+"""A folder of about thirty texts. Listing the default, the source of the standard library, takes half a second."""
 
 TINY_RUN = (
     f"data.path={TEXT_FOLDER}",
@@ -42,7 +42,7 @@ TINY_RUN = (
 
 """Settings that make a training run small."""
 WITHOUT_REPORT = ("callbacks.report=null",)
-"""Leaves out `report.html`: drawing its curves takes longer than a small run does."""
+"""Leaves out `report.html`, because drawing its curves takes longer than a small training run."""
 
 MODULE = ["-m", "lightning_memo.train"]
 _NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
@@ -51,14 +51,14 @@ _NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
 def run(
     command: Sequence[str | Path], folder: Path, seconds: float = 600.0, cold: bool = False, **variables: str
 ) -> tuple[int, str, str]:
-    """Run a command in a folder; returns exit status, stdout and stderr. One that hangs fails.
+    """Run a command in a folder and return its exit status, stdout and stderr. A command that hangs raises.
 
     Args:
-        command: The words. `python` and `torchrun` are those of this interpreter.
-        folder: Where.
-        seconds: When it counts as hanging.
-        cold: Start new interpreters, which import all anew, rather than those of `warm`.
-        variables: Of the environment, which is otherwise that of a user's shell.
+        command: Words of the command. `python` and `torchrun` belong to this interpreter.
+        folder: Working directory.
+        seconds: Time after which the command counts as hanging.
+        cold: Whether to start new interpreters, which import everything again, instead of forks of `warm`.
+        variables: Environment variables to set in addition to those of `environment`.
     """
     ended = subprocess.run(
         [str(word) for word in command],
@@ -73,7 +73,7 @@ def run(
 
 
 def environment(cold: bool = False) -> dict[str, str]:
-    """That of a user's shell; see `run`."""
+    """Return the environment of a user's shell; see `run` for `cold`."""
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     tools = Path(sys.executable).parent if cold else warm.tools()
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
@@ -81,23 +81,23 @@ def environment(cold: bool = False) -> dict[str, str]:
 
 
 def lightning(*settings: str) -> list[str]:
-    """The training command in one process that starts another."""
+    """Return the training command with two processes, the second of which Lightning starts."""
     return ["python", *MODULE, *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2", *settings]
 
 
 def torchrun(*settings: str, report: bool = False) -> list[str]:
-    """The training command in two processes of torchrun, by default without a report."""
+    """Return the training command in two processes of torchrun, by default without a report."""
     tiny = TINY_RUN if report else (*TINY_RUN, *WITHOUT_REPORT)
     return ["torchrun", "--standalone", "--nproc_per_node", "2", *MODULE, *tiny, "trainer.devices=2", *settings]
 
 
 def errors(stderr: str) -> list[str]:
-    """The lines that tell a user's mistake."""
+    """Return the lines of stderr that report a user's mistake."""
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
 def free_port() -> str:
-    """A port that nobody listens at."""
+    """Return a port that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Packages that extras bring."""
+"""Packages of the optional extras."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def extra(package: str, name: str) -> Any:
-    """A package of the extra `name`; tests are skipped without it, but not by `make test`, which installs it."""
+    """Import a package of the extra `name`. Without it tests are skipped, or fail in `make test`, which installs it."""
     if "EXTRAS_REQUIRED" in os.environ:
         return importlib.import_module(package)
     return pytest.importorskip(package, reason=f"pip install -e .[{name}]")

@@ -1,4 +1,4 @@
-"""Small models of every family that is claimed to work, and batches for them."""
+"""Small models of every supported family, and batches for them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Family:
     """A model family.
 
     Attributes:
-        build: Makes the model; random weights from the global seed. Takes other settings than the family's, by the
-            names of Hugging Face's configurations.
-        grouped: Uses grouped-query attention, for which plain training repeats keys (so not bit-exact).
-        dropout: Draws random numbers in training.
-        causal: Attention is causal.
+        build: Function that makes the model with random weights. Keyword arguments replace settings of the family,
+            by the names of Hugging Face's configurations.
+        grouped: Whether attention has grouped queries. Plain training then repeats keys, and results are not exact.
+        dropout: Whether training draws random numbers.
+        causal: Whether attention is causal.
     """
 
     build: Callable[..., nn.Module]
@@ -41,7 +41,7 @@ def _hf(config_class: str, **settings: object) -> Callable[..., nn.Module]:
     def build(**others: object) -> nn.Module:
         kind = getattr(transformers, config_class)
         changed = {kind.attribute_map.get(name, name): value for name, value in others.items()}
-        # A key-value cache copies keys and values into another layout, for which CPU kernels round otherwise.
+        # A key-value cache copies keys and values into a layout for which CPU kernels round differently.
         config = kind(**settings | changed, use_cache=False)
         return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -69,7 +69,7 @@ class PlainBlock(nn.Module):
 
 
 class Tiled(torch.autograd.Function):
-    """Runs `compute` on one tile of tokens after the other, again in the backward: nothing of it is saved but `x`."""
+    """Runs `compute` tile by tile, and again in the backward pass: only `x` is saved."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -91,7 +91,7 @@ class Tiled(torch.autograd.Function):
 
 
 class TiledMLP(nn.Module):
-    """An MLP that recomputes itself, as those of long-context libraries do."""
+    """An MLP that recomputes itself, like those of long-context libraries."""
 
     def __init__(self, compute: nn.Module) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def make_batch(batch: int, tokens: int, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """`input_ids` and `labels` `[batch, tokens]`; with padding on the right if wished."""
+    """Return `input_ids` and `labels` `[batch, tokens]`, optionally with padding on the right."""
     ids = torch.randint(0, VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(seed))
     if not padded:
         return {"input_ids": ids, "labels": ids.clone()}

@@ -1,4 +1,4 @@
-"""Runs steps of small models, with and without the engine, and compares what they give."""
+"""Run training steps of small models with and without the engine, and compare losses and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 
 class Step(NamedTuple):
-    """What a step gives: its loss, and the gradient of every parameter that has one."""
+    """The loss of a step and the gradient of every parameter that has one."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -60,12 +60,12 @@ def loss_and_gradients(model: nn.Module, batch: Batch, amp: bool = False, seed: 
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients that there are."""
+    """Return copies of all gradients."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(actual: Step, expected: Step) -> None:
-    """Losses and all gradients agree in every bit."""
+    """Assert that the losses and all gradients are bit-identical."""
     assert torch.equal(actual.loss, expected.loss), f"loss {actual.loss.item()!r}, expected {expected.loss.item()!r}"
     assert actual.gradients.keys() == expected.gradients.keys()
     differing = [name for name, g in expected.gradients.items() if not torch.equal(actual.gradients[name], g)]
@@ -73,14 +73,14 @@ def assert_equal(actual: Step, expected: Step) -> None:
 
 
 def assert_close(actual: Step, expected: Step, bound: float = 1e-6) -> None:
-    """Losses and the whole gradient (fp32) agree but for rounding."""
+    """Assert that the losses and the whole gradient (fp32) agree up to rounding."""
     assert actual.gradients.keys() == expected.gradients.keys()
     torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=0)
     assert actual.distance(expected) <= bound
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """A copy of a model in fp64. Experts run one by one: grouped kernels know no fp64."""
+    """Return a copy of a model in fp64. Experts run one by one, because grouped kernels do not support fp64."""
     model = copy.deepcopy(model).double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -88,7 +88,7 @@ def in_double(model: nn.Module) -> nn.Module:
 
 
 class ScriptedEngine(Engine):
-    """An engine whose slices can be given, for mixes of actions that no alpha makes."""
+    """An engine with given slices, for combinations of actions that no alpha produces."""
 
     script: tuple[TokenRange, ...] | None = None
 
@@ -97,16 +97,16 @@ class ScriptedEngine(Engine):
 
 
 class EngineUnderTest:
-    """An engine attached to a model; leaves the model as it was, with no memory held.
+    """An engine attached to a model. On exit the model is restored and all memory released.
 
     Args:
-        model: The model.
-        schedule: As `Engine` takes it.
-        test_mode: Delays and poison.
-        slice_tokens: Longest slice of the profiled step too.
-        host_backed: What lives on the host, in all steps.
-        device: Where the model is.
-        spill_path: Folder for layer calls that are spilled.
+        model: Model to attach to.
+        schedule: Schedule of the engine.
+        test_mode: Delays of copies, and poisoned buffers.
+        slice_tokens: Maximum number of tokens of a slice, in the profiled step as well.
+        host_backed: Tensors that stay on the host in all steps.
+        device: Device of the model.
+        spill_path: Folder for spilled layer calls.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class EngineUnderTest:
         self.engine.detach()
 
     def step(self, batch: Batch, amp: bool = False, seed: int = 5) -> Step:
-        """A step with the engine, which must give back all its memory."""
+        """Run a step with the engine, and assert that it releases all its memory."""
         result = loss_and_gradients(self.model, batch, amp, seed)
         self.assert_empty()
         return result
@@ -150,7 +150,7 @@ class EngineUnderTest:
         assert not self.engine.calls
 
     def profile_step(self, batch: Batch, amp: bool = False) -> Step:
-        """The first step, which is profiled."""
+        """Run the first step, which is profiled."""
         result = self.profiled = self.step(batch, amp)
         self.profile = self.engine.profile
         assert self.profile is not None and self.profile.complete
@@ -186,7 +186,7 @@ class EngineUnderTest:
         return predicted
 
     def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
-        """As `load`; returns the bytes of all slices of each layer call."""
+        """Do the same as `load`, and return the bytes of all slices of each layer call."""
         engine = self.engine
         sizes = engine.streamed_bytes(profile.saved_by_calls, slices, self.host_backed)
         plan = SwapPlan(
@@ -199,7 +199,7 @@ class EngineUnderTest:
         return tuple(sum(slice_slot_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
 
     def assert_as_planned(self) -> None:
-        """Everything found its place in the slots that were planned."""
+        """Assert that every tensor fitted into its planned slot."""
         assert self.engine.memory is not None
         stats = self.engine.memory.stats
         assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
@@ -209,7 +209,7 @@ class EngineUnderTest:
 def planned(
     model: nn.Module, batch: Batch, alpha: float, slice_tokens: int | None = None, schedule: str = "auto"
 ) -> Iterator[EngineUnderTest]:
-    """An engine that has profiled a batch and runs by the plan for it."""
+    """Yield an engine that has profiled a batch and follows the plan for it."""
     with EngineUnderTest(model, schedule) as under_test:
         under_test.profile_step(batch)
         under_test.load(alpha, slice_tokens)

@@ -1,4 +1,4 @@
-"""Trains small models in several processes and in one, and compares what comes out."""
+"""Train small models in several processes and in one, and compare the results."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ LR = 1e-4
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how.
+    """The model, the data and the steps of a training run.
 
     Attributes:
-        family: Name in `FAMILIES`, or in `MODELS`.
+        family: Name in `FAMILIES` or in `MODELS`.
         tokens: Length of the sequences.
-        lengths: Lengths of one batch after the other, and again; empty: all are of `tokens`.
-        batch: Sequences of a batch, all data-parallel processes together.
-        accumulate: Batches of an optimizer step.
-        clip: Largest gradient norm; 0 for none.
-        ignore: Share of the labels that have no part in the loss.
-        packed: Whether rows hold several documents, told by position ids.
-        precision: As Lightning's trainer takes it.
-        steps: Optimizer steps.
+        lengths: Lengths of successive batches, repeated; if empty, all batches have `tokens` tokens.
+        batch: Number of sequences of a batch, over all data-parallel processes.
+        accumulate: Number of batches of an optimizer step.
+        clip: Maximum gradient norm; 0 disables clipping.
+        ignore: Fraction of the labels that the loss ignores.
+        packed: Whether rows hold several documents, which position ids separate.
+        precision: Precision of Lightning's trainer.
+        steps: Number of optimizer steps.
     """
 
     family: str = "llama"
@@ -70,7 +70,7 @@ def _lora() -> nn.Module:
 
 
 class _Mean(nn.Module):
-    """An MLP that also looks at the mean over the sequence."""
+    """An MLP that adds the mean over the sequence to its output."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _frozen_below() -> nn.Module:
 
 
 def _with_reference() -> nn.Module:
-    """Each forward is followed by one without gradients, as of a reference model."""
+    """Return a model that runs each forward again without gradients, like a reference model."""
     model = FAMILIES["llama_gqa"].build()
 
     class WithReference(type(model)):
@@ -110,7 +110,7 @@ def _with_reference() -> nn.Module:
     return model
 
 
-# Frequencies that depend on the length of the sequence, of models that know 24 tokens; configurations change the dicts.
+# Rotary frequencies that depend on the sequence length, for models of 24 positions. Configurations modify these dicts.
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 _LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 2.5, 4.0, 6.0]}
@@ -153,11 +153,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass
 class Outcome:
-    """What a run leaves: by optimizer step the loss and the norm of the gradient before clipping; at last all weights.
+    """The loss and the gradient norm before clipping of each optimizer step, and the final weights.
 
     Attributes:
         gradients: Whole gradients of the first step, before clipping.
-        notes: What else a test wants to know.
+        notes: Further values that a test compares.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Outcome:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def worst_error(self, reference: Outcome) -> dict[str, float]:
-        """Largest relative errors against a run in one process; of tensors by their norms."""
+        """Return the largest relative errors against a run in one process; tensors are compared by norms."""
         return {
             "loss": max(abs(a - b) / abs(b) for a, b in zip(self.losses, reference.losses, strict=True)),
             "norm": max(abs(a - b) / abs(b) for a, b in zip(self.norms, reference.norms, strict=True)),
@@ -185,7 +185,7 @@ def _worst(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Random tokens, some without label: more in some sequences than in others."""
+    """Random tokens, a varying fraction of which has no label."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -207,7 +207,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 class Keep(Callback):
-    """Keeps whole gradients and norms."""
+    """Records the unsharded gradients and their norms."""
 
     def __init__(self) -> None:
         self.outcome = Outcome()
@@ -221,7 +221,7 @@ class Keep(Callback):
 
 
 def whole(t: Tensor) -> Tensor:
-    """A copy of what all processes hold together."""
+    """Return an unsharded copy of a tensor."""
     t = t.detach()
     return (t.full_tensor() if isinstance(t, DTensor) else t).clone()
 
@@ -235,16 +235,16 @@ def train(
     ckpt_path: str | None = None,
     skip: int = 0,
 ) -> Outcome:
-    """Train in this process, as one of those that the environment names.
+    """Train in this process, one of the processes of the environment's group.
 
     Args:
-        run: What.
+        run: Training run.
         settings: Arguments of MemoStrategy.
-        after: Makes the outcome's notes from the trainer.
-        watch: Makes one more callback, whose `notes` become the outcome's.
-        callbacks: More callbacks.
-        ckpt_path: Checkpoint to go on from.
-        skip: Optimizer steps whose data was seen before that.
+        after: Function that makes the notes of the outcome from the trainer.
+        watch: Function that makes another callback, whose `notes` are added to the outcome.
+        callbacks: Further callbacks.
+        ckpt_path: Checkpoint to resume from.
+        skip: Number of optimizer steps before that checkpoint.
     """
     keep, watchers = Keep(), [] if watch is None else [watch()]
     strategy = MemoStrategy(**({"plan_memory": False} | settings))
@@ -272,18 +272,18 @@ def train(
 
 
 def _loader(run: Run, settings: dict[str, Any], skip: int = 0) -> DataLoader[dict[str, Tensor]]:
-    """This process's part of every batch, in the order in which one process reads (Lightning's sampler shuffles)."""
+    """Return this process's part of every batch in the order of one process (Lightning's sampler shuffles)."""
     others = settings.get("context_parallel_size", 1) * settings.get("tensor_parallel_size", 1)
     data, rank = dist.get_world_size() // others, dist.get_rank() // others
     texts, first = Texts(run), skip * run.batch * run.accumulate
-    # Lightning counts the batches before a checkpoint as served, but serves the loader from its start.
+    # Lightning counts the batches before a checkpoint as served, but starts the loader from its beginning.
     texts = Subset(texts, [*range(first, len(texts)), *range(first)])
     sampler = DistributedSampler(texts, num_replicas=data, rank=rank, shuffle=False)
     return DataLoader(texts, batch_size=run.batch // data, sampler=sampler)
 
 
 def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:
-    """Train in `size` processes; the losses are the mean over them, notes are lists by rank."""
+    """Train in `size` processes. Losses are averaged over them, and notes become lists by rank."""
     outcomes = run_in_processes(size, train, run, settings, after, watch)
     first: Outcome = outcomes[0]
     first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
@@ -292,7 +292,7 @@ def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = N
 
 
 def train_alone(run: Run) -> Outcome:
-    """The same training in one process, by plain PyTorch."""
+    """Run the same training in one process with plain PyTorch."""
     torch.set_num_threads(1)
     module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
     if run.precision == "bf16-true":
@@ -324,5 +324,5 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer, run: Run, outcome
 
 
 def _by_step(losses: Sequence[float], accumulate: int) -> list[float]:
-    """The mean loss of each optimizer step's batches."""
+    """Return the mean loss over the batches of each optimizer step."""
     return [sum(losses[n : n + accumulate]) / accumulate for n in range(0, len(losses), accumulate)]

@@ -1,6 +1,6 @@
-"""Runs a function in several processes that talk through gloo, and brings its results back.
+"""Run a function in several processes that communicate through gloo, and return its results.
 
-Starting a process costs seconds, so a group stays alive for all tests; it is thrown away after a failure.
+Starting a process takes seconds. A group of processes therefore stays alive for all tests, and ends after a failure.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch.distributed import distributed_c10d
 from lightning_memo.profiler import measured_costs as costs
 
 _GRACE_SECONDS = 60.0
-# Every mesh leaves groups behind, each with threads.
+# Every device mesh leaves process groups behind, each with its own threads.
 _MOST_CALLS = 150
 _FAMILIES = ("gemma", "gemma3", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen3")
-# All that a test imports and the fork server has not, each process imports: peft and a family take 2 seconds of a CPU.
+# Each process imports what the fork server has not imported: peft and one model family take 2 CPU seconds.
 _PRELOADED = [
-    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo", "pytest", "hypothesis", "peft",
-    "safetensors.torch", "rich._emoji_codes",
+    "torch", "torch.profiler", "transformers", "lightning.pytorch", "lightning_memo.strategy", "pytest", "hypothesis",
+    "peft", "safetensors.torch", "rich._emoji_codes",
     *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
 ]  # fmt: skip
 
 
 class _SharedLoop(dist.ProcessGroupGloo):
-    """A group whose messages come through the same thread as those of all groups: else each polls all the time."""
+    """A gloo group that shares its event loop with all other groups; a thread for each group would poll constantly."""
 
     device: Any = None
 
@@ -50,14 +50,14 @@ class _SharedLoop(dist.ProcessGroupGloo):
 
 
 def forking() -> multiprocessing.context.ForkServerContext:
-    """Starts processes that have imported everything."""
+    """Return a context that starts processes in which all libraries are already imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
 
 
 class ProcessError(AssertionError):
-    """What the processes of a group raised, rank by rank."""
+    """The tracebacks of the processes of a group, by rank."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -69,10 +69,10 @@ class Group:
 
     Args:
         size: Number of processes.
-        timeout_seconds: After it a collective that nobody answers fails.
+        timeout_seconds: Time after which a collective fails if another process does not take part.
 
     Attributes:
-        calls: Functions that were run.
+        calls: Number of functions that were run.
     """
 
     def __init__(self, size: int, timeout_seconds: float = 120.0) -> None:
@@ -93,10 +93,10 @@ class Group:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = 300.0, **kwargs: Any) -> list[Any]:
-        """Call a function, importable by name, in every process; returns what each returned, by rank.
+        """Call a function, importable by name, in every process, and return the results by rank.
 
         Raises:
-            ProcessError: Some process raised, or did not answer in time.
+            ProcessError: A process raised, ended, or did not answer in time.
         """
         self.calls += 1
         for pipe in self._pipes:
@@ -119,7 +119,7 @@ class Group:
                     error = "the process ended"
                 if error is not None:
                     errors[rank] = error
-                    # The others may wait for this one in a collective.
+                    # The other processes may wait for this one in a collective.
                     deadline = min(deadline, dt.datetime.now() + dt.timedelta(seconds=_GRACE_SECONDS))
         if errors:
             self.stop()
@@ -141,17 +141,17 @@ _groups: dict[int, Group] = {}
 
 
 def run_in_processes(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call `function(*args, **kwargs)` in each of `size` processes; a default gloo group of them exists.
+    """Call `function(*args, **kwargs)` in each of `size` processes, which form the default gloo group.
 
     Args:
         size: Number of processes.
-        function: Importable by name, as all that it takes and returns must be picklable.
+        function: Function that can be imported by name. Its arguments and its result must be picklable.
 
     Returns:
-        What each process returned, by rank.
+        The result of each process, by rank.
 
     Raises:
-        ProcessError: Some process raised, or did not answer in time; the group is gone then.
+        ProcessError: A process raised, ended, or did not answer in time. The group is then stopped.
     """
     group = _groups.get(size)
     if group is not None and group.calls >= _MOST_CALLS:
@@ -172,7 +172,7 @@ atexit.register(stop_all)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -185,8 +185,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     )  # fmt: skip
     torch.set_num_threads(1)
     gc.freeze()  # what has been imported is never garbage
-    os.chdir(folder)  # what trainers write by default
-    costs._BANDWIDTH_SECONDS = 0.005  # of no interest to tests of what is computed
+    os.chdir(folder)  # trainers write their default files there
+    costs._BANDWIDTH_SECONDS = 0.005  # tests of results need no precise measurement
     distributed_c10d.ProcessGroupGloo = _SharedLoop
     timeout = dt.timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)

@@ -1,4 +1,4 @@
-"""One configuration of model, data, trainer and strategy: trained plainly and with MemoStrategy, and compared."""
+"""Train a configuration of model, data, trainer and strategy with and without MemoStrategy, and compare."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ FARTHER = 4.0
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is trained, and how; its repr is code that makes it again.
+    """A configuration to train. Its repr is code that creates it.
 
     Attributes:
         family: Name in `FAMILIES`.
-        shape: Settings of the model's configuration (Hugging Face), or of the blocks.
-        part: What is trained: "all", "lora", "upper layers", "no embeddings", "head" or "norms".
-        lengths: Tokens of each batch.
-        rows: Sequences of a batch.
-        kind: How rows are filled: "full", "padded", "left padded" or "packed".
-        unlabelled: Share of the tokens that have no part in the loss.
-        step: What a training step does: see `Module`.
-        manual: Manual optimization.
-        validation: Whether there is a validation after each step.
+        shape: Settings of the Hugging Face configuration or of the blocks.
+        part: Trained parameters: "all", "lora", "upper layers", "no embeddings", "head" or "norms".
+        lengths: Number of tokens of each batch.
+        rows: Number of sequences of a batch.
+        kind: Content of the rows: "full", "padded", "left padded" or "packed".
+        unlabelled: Fraction of the tokens that the loss ignores.
+        step: Kind of the training step; see `Module`.
+        manual: Whether optimization is manual.
+        validation: Whether a validation follows each step.
         trainer: Arguments of `Trainer`.
-        strategy: Arguments of `MemoStrategy`; `spill_path=True` is a folder.
+        strategy: Arguments of `MemoStrategy`; `spill_path=True` stands for a temporary folder.
     """
 
     family: str = "llama"
@@ -127,7 +127,7 @@ STEPS = ("loss", "own loss", "two forwards", "reference", "two backwards")
 
 
 class Module(LightningModule):
-    """Trains a configuration's model by SGD, in which errors of gradients stay what they are.
+    """Trains the model of a configuration with SGD, which does not amplify errors of gradients.
 
     Steps: "loss", the model's own; "own loss", of its logits; "two forwards" before a backward; "reference", a second
     forward without gradients; "two backwards" (manual optimization).
@@ -151,7 +151,7 @@ class Module(LightningModule):
         return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
 
     def losses(self, batch: Batch) -> Iterator[Tensor]:
-        """What backwards start from, one after the other."""
+        """Yield the losses of the successive backward passes."""
         kind = self._configuration.step
         if kind in ("two forwards", "two backwards"):
             parts = [self.loss(half) for half in (batch, {name: t[:1] for name, t in batch.items()})]
@@ -194,11 +194,11 @@ class Module(LightningModule):
 
 @dataclass
 class Record:
-    """What a run computed.
+    """The results of a run.
 
     Attributes:
-        losses: Of every backward and every validation batch.
-        gradients: Of every optimizer step, before clipping.
+        losses: Losses of every backward pass and every validation batch.
+        gradients: Gradients of every optimizer step before clipping.
         starts: Random state, weights and batch at the start of every training step.
     """
 
@@ -213,7 +213,7 @@ class Record:
 
 @dataclass
 class Trained:
-    """A fit that ended."""
+    """A completed fit."""
 
     module: Module
     trainer: Trainer
@@ -242,7 +242,7 @@ def train(configuration: Configuration, strategy: Any) -> Trained:
 
 @contextlib.contextmanager
 def memo(configuration: Configuration) -> Iterator[Callable[[], MemoStrategy]]:
-    """Makes the configuration's strategy; its spill folder is empty in the end."""
+    """Yield the strategy of the configuration, and assert that its spill folder is empty afterwards."""
     with tempfile.TemporaryDirectory(prefix="spill-") as folder:
         settings = dict(configuration.strategy)
         if settings.get("spill_path"):
@@ -252,7 +252,7 @@ def memo(configuration: Configuration) -> Iterator[Callable[[], MemoStrategy]]:
 
 
 def train_with_memo(configuration: Configuration) -> Trained | str:
-    """What comes of it: a fit, or the line that refuses it.
+    """Return a completed fit, or the error message that refuses the configuration.
 
     Raises:
         Exception: Any that is no clear refusal, or that leaves the model or the process changed.
@@ -273,7 +273,7 @@ def train_with_memo(configuration: Configuration) -> Trained | str:
 
 
 def assert_clear(error: Exception) -> None:
-    """It is one line of this package that names a setting, or what is to be changed."""
+    """Assert that a message of this package is one line that names a setting or the necessary change."""
     text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(lightning_memo.__file__).parent
@@ -286,7 +286,7 @@ NAMES = (*MemoConfig.__dataclass_fields__, "precision", "pad", "attention")
 
 
 def assert_as_plain(configuration: Configuration, actual: Trained, expected: Trained) -> None:
-    """Losses, gradients of each step and weights are plain training's: bit by bit where promised."""
+    """Assert that losses, gradients and weights equal plain training's, bit by bit where that is promised."""
     mine, plain = actual.record, expected.record
     assert len(mine.losses) == len(plain.losses) and len(mine.gradients) == len(plain.gradients)
     if is_exact(configuration, actual):
@@ -301,7 +301,7 @@ def assert_as_plain(configuration: Configuration, actual: Trained, expected: Tra
 
 
 def assert_gradient(configuration: Configuration, actual: Trained, expected: Trained, number: int, half: bool) -> None:
-    """As near to plain training's as fp32 rounds, or not much farther from fp64 than it."""
+    """Assert that a gradient equals plain training's up to fp32 rounding, or is about as close to fp64."""
     mine, plain = (Step(torch.zeros(()), run.record.gradients[number]) for run in (actual, expected))
     assert mine.gradients.keys() == plain.gradients.keys()
     if not has_direction(plain.gradients):
@@ -320,13 +320,13 @@ def assert_gradient(configuration: Configuration, actual: Trained, expected: Tra
 
 
 def has_direction(gradients: dict[str, Tensor]) -> bool:
-    """Whether there is a gradient: neither zero, nor NaN, as without any label."""
+    """Whether the gradient is neither zero nor NaN, as it is in a batch without labels."""
     norm = Step(torch.zeros(()), gradients).norm()
     return 0 < norm < math.inf
 
 
 def assert_weights(actual: Trained, expected: Trained, half: bool) -> None:
-    """What the optimizer changed is what it changes in plain training."""
+    """Assert that the optimizer changed the weights as in plain training."""
     starts, mine, plain = (flat(each) for each in (expected.record.starts[0][1], actual.weights(), expected.weights()))
     if plain.isfinite().all():
         change, rounding = (plain - starts).norm(), (2**-8 if half else 2**-22) * plain.norm()
@@ -340,7 +340,7 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
 
 
 def exact_gradient(configuration: Configuration, run: Trained, number: int) -> Step:
-    """The gradient of an optimizer step in fp64, from the weights that the run had."""
+    """Return the gradient of an optimizer step in fp64, from the weights of the run."""
     accumulate = configuration.trainer.get("accumulate_grad_batches", 1)
     starts = run.record.starts[number * accumulate : (number + 1) * accumulate]
     module = Module(configuration)
@@ -354,14 +354,15 @@ def exact_gradient(configuration: Configuration, run: Trained, number: int) -> S
 
 
 def is_exact(configuration: Configuration, run: Trained) -> bool:
-    """Whether training is plain training bit by bit: one slice, and the same attention kernel over the same keys."""
+    """Whether results are bit-identical to plain training: one slice, and the same attention kernel and keys."""
     family, plan = FAMILIES[configuration.family], run.trainer.strategy.plan
+    one_slice = configuration.strategy.get("slice_tokens", "auto") == "auto"
     if plan is None:  # no layer was trained
-        return not isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
+        return one_slice and not isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
     swap = plan.swap
     same_attention = not family.grouped and configuration.kind == "full" and "window" not in configuration.family
     heads = configuration.shape["num_attention_heads"]
-    whole = configuration.strategy.get("slice_tokens", "auto") == "auto" and swap.alpha in (0.0, 1.0)
+    whole = one_slice and swap.alpha in (0.0, 1.0)
     chunked = isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
     ungrouped = configuration.shape.get("num_key_value_heads", heads) == heads
     return same_attention and ungrouped and whole and not chunked and swap.storage is None

@@ -1,4 +1,4 @@
-"""What the tests of the strategy train: a small module, its data, and a fit that reports the losses."""
+"""A small module, its data, and a fit that records the losses, for tests of the strategy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger":
 
 
 class LanguageModel(LightningModule):
-    """A family's model that keeps the loss of every training step. Weights come from a seed of their own.
+    """A model of a family that records the loss of every training step. A fixed seed initialises its weights.
 
     Args:
         family: Name in `FAMILIES`, or a function that builds the model.
-        in_configure_model: Build the model in `configure_model` rather than in `__init__`.
+        in_configure_model: Whether `configure_model` builds the model instead of `__init__`.
         lr: Learning rate of AdamW.
     """
 
@@ -79,7 +79,7 @@ class LanguageModel(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=self._lr)
 
-    # Lightning keeps no random state; with dropout, a resumed run would else differ from the uninterrupted one.
+    # Lightning saves no random state. Without it, a resumed run with dropout would differ from the uninterrupted one.
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rng_state"] = torch.get_rng_state()
@@ -96,7 +96,7 @@ class LanguageModel(LightningModule):
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """Random tokens in which every other token repeats the one before, so that there is something to learn."""
+    """Random tokens. Every other token repeats the previous one, which gives the model a pattern to learn."""
 
     def __init__(self, count: int = 64, tokens: int = TOKENS) -> None:
         ids = torch.randint(0, VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(5))
@@ -123,7 +123,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 class Shuffled(Sampler[int]):
-    """A permutation that the epoch determines (Lightning calls `set_epoch`), continued where a checkpoint left it."""
+    """A permutation seeded with the epoch (Lightning calls `set_epoch`), which resumes from a checkpoint."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch, self.start = length, 0, 0
@@ -142,7 +142,7 @@ class Shuffled(Sampler[int]):
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
-    """A shuffled loader whose position is in the checkpoints."""
+    """A shuffled loader that saves its position in checkpoints."""
 
     def __init__(self, sequences: Sequences) -> None:
         self._served = 0
@@ -164,17 +164,17 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
 
 def loader(count: int = 64, tokens: int = TOKENS, batch: int = BATCH) -> DataLoader[dict[str, Tensor]]:
-    """Batches in a fixed order."""
+    """Return a loader with batches in a fixed order."""
     return DataLoader(Sequences(count, tokens), batch_size=batch)
 
 
 def batches(ready: Iterable[dict[str, Tensor]]) -> DataLoader[dict[str, Tensor]]:
-    """Batches as they are."""
+    """Return a loader of ready-made batches."""
     return DataLoader(list(ready), batch_size=None)  # type: ignore[arg-type]
 
 
 class SlotWatch(Callback):
-    """Notes what the engine still holds when a batch is over."""
+    """Records the number of slots that the engine still holds after each batch."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -186,7 +186,7 @@ class SlotWatch(Callback):
 
 @dataclass
 class Result:
-    """A fit: the loss of every training batch, the trainer, and the module."""
+    """The result of a fit: the loss of every training batch, the trainer and the module."""
 
     losses: list[float]
     trainer: Trainer
@@ -199,7 +199,7 @@ class Result:
 
 
 def make_trainer(strategy: Any, **settings: Any) -> Trainer:
-    """A quiet trainer on the CPU."""
+    """Return a trainer on the CPU without progress bar, logger or checkpoints."""
     return Trainer(**({"strategy": strategy, "accelerator": "cpu", "devices": 1, "max_steps": 4} | _QUIET | settings))
 
 
@@ -211,11 +211,11 @@ def fit(
     ckpt_path: Any = None,
     **settings: Any,
 ) -> Result:
-    """Train, from the same random state every time.
+    """Train from a fixed random state.
 
     Args:
-        strategy: As for `Trainer`.
-        module: What is trained; a `LanguageModel` by default.
+        strategy: Strategy of the trainer.
+        module: Module to train; a `LanguageModel` by default.
         data: Training batches; `loader()` by default.
         val_data: Validation batches, if any.
         ckpt_path: Checkpoint to resume from.
@@ -232,35 +232,35 @@ def fit(
 
 
 def plain(module: LightningModule | None = None, data: Iterable[Any] | None = None, **settings: Any) -> Result:
-    """The same training without MemoStrategy."""
+    """Run the same training without MemoStrategy."""
     return fit("auto", module, data, **settings)
 
 
 def copy_threads() -> list[str]:
-    """Names of the engine's threads that are alive."""
+    """Return the names of the engine's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name in ("offload", "prefetch")]
 
 
 def assert_usable_again() -> None:
-    """The process trains as it would without the failure."""
+    """Assert that training in this process works as if no failure had occurred."""
     gc.collect()
     assert copy_threads() == []
     assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == plain(max_steps=2).losses
 
 
 def forwards(model: nn.Module) -> list[str]:
-    """Modules whose `forward` is replaced."""
+    """Return the names of the modules with a replaced `forward`."""
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
 def shorten_measurements(monkeypatch: Any) -> None:
-    """Copy bandwidth, which every profiled step measures, is of no interest to tests of what is computed."""
+    """Measure the copy bandwidth, a part of every profiled step, for a few milliseconds only."""
     monkeypatch.setattr("lightning_memo.profiler.measured_costs._BANDWIDTH_SECONDS", 0.005)
 
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collects what Lightning logs."""
+    """Collect the messages that Lightning logs."""
     heard: list[str] = []
 
     class Ear(logging.Handler):
@@ -271,7 +271,7 @@ def listening() -> Iterator[list[str]]:
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     say, sayers = activation_planner.rank_zero_info, (activation_planner, announce_plan, step_meter)
 
-    def overheard(text: str) -> None:  # heard here too: logging may have been configured by another test
+    def overheard(text: str) -> None:  # another test may have configured logging
         heard.append(text)
         say(text)
 

@@ -1,7 +1,7 @@
-"""`python` and `torchrun` as forks of a process that has imported the libraries, which takes 5 seconds of a CPU.
+"""`python` and `torchrun` as forks of a process that has already imported the libraries, which takes 5 CPU seconds.
 
-Lightning and this package are not among what is imported before: they read the environment as they are imported.
-All else is as in an interpreter of its own: arguments, environment, folder, streams, signals, exit status.
+Lightning and this package are not imported beforehand, because they read the environment when they are imported.
+Arguments, environment, working directory, streams, signals and exit status are those of a separate interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @functools.cache
 def tools() -> Path:
-    """A folder with a `python` and a `torchrun` to put first in PATH; the process behind them ends with this one."""
+    """Return a folder with `python` and `torchrun` to put first in PATH. Their server ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     atexit.register(_remove, folder)
     address = folder / "socket"
@@ -61,10 +61,10 @@ def _remove(folder: Path) -> None:
 
 
 def _client(address: str, python: str, name: str, arguments: list[str]) -> None:
-    """Has a command run with this process's streams, and ends as it ends."""
+    """Let the server run a command with this process's streams, and exit with the status of that command."""
     module = ["-m", "torch.distributed.run"] if name == "torchrun" else []
     words = [*module, *(arguments if module or arguments[:1] != ["-u"] else arguments[1:])]
-    if not words or words[0] == "-":  # code is read from stdin
+    if not words or words[0] == "-":  # the code comes from stdin
         os.execv(python, [python, *arguments])
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
@@ -88,7 +88,7 @@ def _kill(process: int, number: int) -> None:
 
 
 class _Server:
-    """Forks for each client; a client that is gone takes its process with it."""
+    """Forks a process for each client, and kills it if the client ends first."""
 
     def __init__(self, address: str) -> None:
         self._processes: dict[socket.socket, int] = {}
@@ -100,7 +100,7 @@ class _Server:
         self._selector.register(0, selectors.EVENT_READ)
 
     def serve(self) -> dict[str, Any] | None:
-        """Returns in each fork, what it shall run; and in the server, when its parent is gone: None."""
+        """Serve clients. Returns the request in each fork, and None in the server once its parent has ended."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
@@ -121,7 +121,7 @@ class _Server:
         _, streams, _, _ = socket.recv_fds(client, 1, 3)
         with client.makefile() as lines:
             line = lines.readline()
-        if not line:  # it was killed meanwhile
+        if not line:  # the client was killed in the meantime
             client.close()
             return None
         request: dict[str, Any] = json.loads(line)
@@ -162,7 +162,7 @@ class _Server:
 
 
 def _tell(client: socket.socket, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it was killed, which the selector tells next
+    with contextlib.suppress(BrokenPipeError):  # the client was killed, which the selector reports next
         client.sendall(f"{number}\n".encode())
 
 
@@ -189,7 +189,7 @@ if __name__ == "__main__":
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its parent does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends when its parent does
     server = _Server(sys.argv[1])
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Tensors made of other tensors, which layers save for their backward."""
+"""Tensor subclasses made of other tensors, which layers save for the backward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Rounded(Tensor):
-    """Numbers in 8 bits, and the scale of each row."""
+    """Values in 8 bits with a scale for each row."""
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor) -> Rounded:
@@ -41,7 +41,7 @@ class Rounded(Tensor):
 
 
 class Opaque(Tensor):
-    """A tensor with its own class, of which PyTorch cannot tell what it is made of."""
+    """A tensor subclass whose inner tensors PyTorch does not know."""
 
     @staticmethod
     def of(t: Tensor) -> Opaque:
@@ -52,7 +52,7 @@ class Opaque(Tensor):
 
 
 class SavesRounded(torch.autograd.Function):
-    """A product that keeps its input in 8 bits."""
+    """A matrix product that saves its input in 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, kind: Any) -> Tensor:
@@ -66,7 +66,7 @@ class SavesRounded(torch.autograd.Function):
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that keeps its input as a tensor of the class `kind`."""
+    """A linear layer that saves its input as a tensor of the class `kind`."""
 
     kind: Any = Rounded
 

@@ -1,4 +1,4 @@
-"""The layout of the batch that a model is given, for everything that has to know which tokens these are."""
+"""Holds the token layout of the current batch for the modules that need it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from lightning_memo.parallel.batches.token_layout import TokenLayout
 
 
 class CurrentLayout:
-    """Holds the layout of the current batch; whoever divides batches owns it and sets it.
+    """The layout of the current batch. The object that divides batches owns and sets it.
 
     Attributes:
-        layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
+        layout: Layout of the tokens of the batch; `None` if this rank holds all tokens in order.
     """
 
     def __init__(self) -> None:
         self.layout: TokenLayout | None = None
 
     def clear(self) -> None:
-        """Forget the layout: no batch is in use."""
+        """Reset the layout when no batch is in use."""
         self.layout = None

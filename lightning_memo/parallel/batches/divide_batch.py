@@ -1,8 +1,8 @@
-"""Cuts a batch into the tokens of one process, and makes the loss of the parts add up to the loss of the whole.
+"""Divides a batch over ranks so that the losses of the parts add up to the loss of the whole batch.
 
-All processes of one data-parallel index read the same batch. Each keeps its own positions of it, in the order in which
-the model is fed: see :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`. Labels are shifted before
-the cut, because the label of a part's last token is another process's token.
+All ranks of one data-parallel group read the same batch. Each keeps its own positions, in the order of the model's
+input; see :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`. Labels are shifted before the batch is
+divided, because the label of a part's last token is a token of another rank.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple
 from lightning_memo.utils.find_layers import find_hugging_face
 
 IGNORED = -100
-"""The label of a token that has no part in the loss."""
+"""Label of a token that the loss ignores."""
 
 Batch = MutableMapping[str, Any]
 
 
 def one_slice(batch: int, shard_tokens: int) -> tuple[int, ...]:
-    """Slice bounds of an engine that runs each layer on all tokens at once."""
+    """Returns no slice bounds, for an engine that runs each layer on all tokens at once."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSharder:
-    """What one process keeps of a batch.
+    """Selects the part of a batch that one rank computes.
 
     Attributes:
-        ring: Processes of a ring, and which of them this is.
-        ulysses: Processes that exchange heads and tokens all-to-all, and which of them this is.
-        shards: Sequence-parallel shards: the tensor-parallel size under sequence parallelism, else 1.
-        ranks: Data-parallel times context-parallel size: losses are averaged over them.
-        data_group: Data-parallel processes of the same context and tensor rank; `None` when there is one.
-        takes_loss_arguments: What :func:`takes_loss_arguments` says of the model.
-        bounds_of: Where the engine's slices end on one shard, from the batch rows and the tokens of a shard.
+        ring: Number of ranks in a ring.
+        ring_rank: Rank in the ring.
+        ulysses: Number of ranks that exchange heads and tokens all-to-all.
+        ulysses_rank: Rank in the all-to-all group.
+        shards: Number of sequence-parallel shards: the tensor-parallel size with sequence parallelism, otherwise 1.
+        ranks: Data-parallel size times context-parallel size, the number of ranks over which losses are averaged.
+        data_group: Data-parallel group of this context-parallel and tensor-parallel rank; `None` if its size is 1.
+        takes_loss_arguments: Result of :func:`takes_loss_arguments` for the model.
+        bounds_of: Returns the engine's slice bounds on one shard from the batch rows and the tokens of a shard.
         slices_outside: As `outside` of the layout.
     """
 
@@ -61,24 +63,28 @@ class BatchSharder:
 
     @property
     def cuts(self) -> bool:
-        """Whether a process gets other tokens, or another order of them, than the loader gave."""
+        """Whether this rank gets other tokens than the loader returns, or another order of them."""
         return self.ring * self.ulysses * self.shards > 1
 
     def shard(self, batch: Any) -> tuple[Any, TokenLayout | None]:
-        """The part of a batch that this process computes, and where its tokens are.
+        """Returns the part of a batch that this rank computes and the layout of its tokens.
 
         `input_ids` `[batch, tokens]` (or `inputs_embeds`) and every other tensor `[batch, tokens, ...]` are padded on
-        the right and cut; `attention_mask` becomes the layout's lengths; `position_ids` are made where they are
-        missing, and documents packed in a row become the layout's documents. All else passes unchanged, as does a whole
-        batch that need not be cut, but for the loss arguments.
+        the right and divided. `attention_mask` becomes the layout's lengths, missing `position_ids` are added, and
+        documents packed in a row become the layout's documents. Other entries are unchanged. A batch that need not be
+        divided is unchanged except for the loss arguments, and has no layout.
 
-        Loss arguments go to models that compute their loss the Hugging Face way, and to batches that bring
-        `shift_labels`: `labels` and `shift_labels` hold the shifted labels of this part, and `num_items_in_batch` is
-        the number of labels over all data-parallel processes divided by `ranks`. A process's loss, the sum over its
-        own labels divided by that, is `ranks` times its part of the true mean: the mean over ranks is the true mean.
+        Loss arguments are added for models that compute their loss as Hugging Face does, and to batches with
+        `shift_labels`. `labels` and `shift_labels` hold the shifted labels of this part. `num_items_in_batch` is the
+        number of labels over all data-parallel ranks divided by `ranks`. The loss of a rank, the sum over its labels
+        divided by `num_items_in_batch`, is then `ranks` times its part of the true mean, and the mean over ranks is
+        the true mean.
+
+        Args:
+            batch: Whole batch from the loader.
 
         Raises:
-            ValueError: The batch cannot be cut: what it lacks or has too much, and what to do.
+            ValueError: The batch cannot be divided. The message says why and what to do.
         """
         if not self.cuts:
             return self._with_item_count(batch), None
@@ -128,7 +134,7 @@ class BatchSharder:
         )
 
     def _targets(self, batch: Batch, rows: int, tokens: int) -> Tensor | None:
-        """The label of each token's successor, `[batch, tokens]`; `None` for a batch without labels."""
+        """Returns the label of the token after each token, `[batch, tokens]`; `None` for a batch without labels."""
         name = "labels" if batch.get("shift_labels") is None else "shift_labels"
         labels = batch.get(name)
         if labels is None:
@@ -140,14 +146,14 @@ class BatchSharder:
             )
         if name == "labels" and not self.takes_loss_arguments:
             raise ValueError(
-                "the batch has labels, but the model is no causal language model of transformers that can be told that "
-                "they are cut: give shift_labels [batch, tokens], the label of each token's successor, and divide the "
+                "the batch has labels, but the model is no causal language model of transformers that accepts divided "
+                "labels: give shift_labels [batch, tokens], the label of each token's successor, and divide the "
                 "summed loss by the batch's num_items_in_batch"
             )
         return labels if name == "shift_labels" else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
     def _with_item_count(self, batch: Any) -> Any:
-        # One process that computes the loss of all tokens has its true mean already.
+        # A single rank that computes the loss of all tokens already has the true mean.
         if self.ranks == 1 or not isinstance(batch, MutableMapping):
             return batch
         targets = batch.get("shift_labels")
@@ -160,7 +166,7 @@ class BatchSharder:
         return whole
 
     def _item_count(self, targets: Tensor) -> Tensor:
-        """Labels of the whole batch, over all data-parallel processes, for each rank of the mean; fp32, `[]`."""
+        """Returns the number of labels over all data-parallel ranks divided by `ranks`, an fp32 scalar."""
         count = (targets != IGNORED).sum()
         if self.data_group is not None:
             dist.all_reduce(count, group=self.data_group)
@@ -169,9 +175,9 @@ class BatchSharder:
 
 
 def takes_loss_arguments(model: nn.Module) -> bool:
-    """Whether `shift_labels` and `num_items_in_batch` reach the loss of a Hugging Face model within `model`.
+    """Whether `shift_labels` and `num_items_in_batch` reach the loss of a Hugging Face model inside `model`.
 
-    Causal language models do, whose forward passes what it does not know to the loss; PEFT's wrappers pass it on.
+    They do in causal language models whose forward passes unknown arguments to the loss, also inside PEFT's wrappers.
     """
     host: Any = next(iter(find_hugging_face(model)), None)
     if host is None or host.loss_type is None or host.config.is_encoder_decoder:
@@ -185,15 +191,15 @@ def takes_loss_arguments(model: nn.Module) -> bool:
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> None:
-    """Makes sure that the processes that share a batch did get the same one; a collective of `group`.
+    """Checks that the ranks that share a batch got the same one. This is a collective of `group`.
 
     Args:
-        batch: What this process's loader gave.
-        group: Context- and tensor-parallel processes of one data-parallel index.
-        data_rank: That index.
+        batch: Batch from this rank's loader.
+        group: Context-parallel and tensor-parallel ranks of one data-parallel rank.
+        data_rank: Data-parallel rank of the group.
 
     Raises:
-        ValueError: The batches differ; on all processes of the group.
+        ValueError: The batches differ. It is raised on all ranks of the group.
     """
     if not same_on_all(batch, group):
         raise ValueError(
@@ -204,8 +210,8 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> No
 
 
 def same_on_all(batch: Any, group: dist.ProcessGroup) -> bool:
-    """Whether all processes of `group` hold the same tokens: one all-gather of a few integers, whatever the shapes."""
-    # Only CUDA tensors travel by NCCL, and batches may still be on the host.
+    """Whether all ranks of `group` have the same tokens. Uses one all-gather of a few integers, whatever the shapes."""
+    # NCCL sends CUDA tensors only, and batches may still be on the host.
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
     mine = _fingerprint(batch).to(device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -214,7 +220,7 @@ def same_on_all(batch: Any, group: dist.ProcessGroup) -> bool:
 
 
 def _fingerprint(batch: Any) -> Tensor:
-    """Dimensions and checksum of a batch's tokens, or of its first tensor; int64 `[5]`."""
+    """Returns dimensions and checksum of a batch's tokens, or of its first tensor; int64 `[5]`."""
     tensor = _first_tensor(batch)
     if tensor is None:
         return torch.zeros(5, dtype=torch.int64)
@@ -235,7 +241,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 
 def _token_tensor(batch: Any) -> Tensor | None:
-    """`input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, hidden]`; `None` if there is neither."""
+    """Returns `input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, hidden]`; `None` without both."""
     if not isinstance(batch, Mapping):
         return None
     ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
@@ -245,7 +251,7 @@ def _token_tensor(batch: Any) -> Tensor | None:
 
 
 def _size(batch: Any) -> tuple[int, int, torch.device]:
-    """Rows and tokens of a batch, and where it is."""
+    """Returns the rows, tokens and device of a batch."""
     tokens = _token_tensor(batch)
     if tokens is None or not isinstance(batch, MutableMapping) or 0 in tokens.shape:
         given = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
@@ -261,7 +267,7 @@ def _is_per_token(value: Any, rows: int, tokens: int) -> bool:
 
 
 def _check_tensors(batch: Batch, rows: int, tokens: int) -> None:
-    """Refuses masks and positions that no layout describes."""
+    """Raises for masks and positions that no layout can describe."""
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (rows, tokens)):
         given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -277,11 +283,11 @@ def _check_tensors(batch: Batch, rows: int, tokens: int) -> None:
         square = isinstance(value, Tensor) and value.ndim > 1 and value.shape[-2:] == (tokens, tokens)
         if square and name != "inputs_embeds" and value.shape != (rows, tokens):
             raise ValueError(
-                f"the batch's {name} {list(value.shape)} relates tokens to tokens, which no process holds all of: "
-                "leave it out, and describe padding by attention_mask [batch, tokens], documents by position_ids"
+                f"the batch's {name} {list(value.shape)} relates tokens to tokens, and no process holds all tokens: "
+                "omit it, and describe padding by attention_mask [batch, tokens] and documents by position_ids"
             )
 
 
 def _held(positions: Tensor, tokens: int) -> Tensor:
-    """Positions `[batch or 1, tokens]` padded on the right by the last one: tables of positions may end there."""
+    """Pads positions `[batch or 1, tokens]` on the right with the last one, because position tables may end there."""
     return torch.cat([positions, positions[:, -1:].expand(-1, tokens - positions.shape[1])], 1)

@@ -1,11 +1,10 @@
-"""Where the tokens of a batch are: which process holds which positions, and in which order.
+"""Layout of a batch's tokens: which rank holds which positions, and in which order.
 
-Two orders meet on every process of a context-parallel group. In *layer order* attention sees its tokens: zigzag over
-ring processes, so that causal work is even, then contiguous over all-to-all processes. In *fed order* the model gets
-them: under sequence parallelism each shard must hold its part of every slice, so that gathering a slice from all shards
-gives a contiguous range of the layer order. Where attention runs slice after slice, each slice is a range of the whole
-sequence and divided by itself, so that the earlier slices are the past of all processes. All permuting happens once, on
-the batch.
+Every context-parallel rank uses two orders of its tokens. Attention uses the *layer order*: zigzag over ring ranks, so
+that causal work is even, then contiguous over all-to-all ranks. The model gets tokens in *fed order*: with sequence
+parallelism each shard holds its part of every slice, so that gathering a slice from all shards gives a contiguous range
+of the layer order. If attention runs slice after slice, each slice is a range of the whole sequence and is divided by
+itself, so that earlier slices are the past of all ranks. All permutations are applied once, to the batch.
 """
 
 from __future__ import annotations
@@ -19,17 +18,20 @@ from torch import Tensor
 
 
 def multiple(ring: int, ulysses: int, shards: int) -> int:
-    """What the padded length must divide by: ring processes hold two chunks each, every shard as many tokens."""
+    """Returns the number that the padded length must be a multiple of.
+
+    Ring ranks hold two chunks each, and every shard has the same number of tokens.
+    """
     return ring * math.lcm(2 if ring > 1 else 1, ulysses * shards)
 
 
 def slice_multiple(ring: int, ulysses: int, shards: int) -> int:
-    """What the tokens of a shard in one slice must divide by, where every slice is divided over all processes."""
+    """Returns the number that a shard's tokens in a slice must be a multiple of, if ranks divide every slice."""
     return multiple(ring, ulysses, shards) // (ring * ulysses * shards)
 
 
 def zigzag(section: range, ring: int, ring_rank: int) -> tuple[range, ...]:
-    """Positions of a section that a ring rank holds, all its all-to-all processes together: head and tail, or all."""
+    """Returns the positions of a section that a ring rank and its all-to-all group hold: head and tail, or all."""
     if ring == 1:
         return (section,)
     size = len(section) // (2 * ring)
@@ -39,22 +41,26 @@ def zigzag(section: range, ring: int, ring_rank: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """The tokens of one process; context rank is `ring_rank * ulysses + ulysses_rank`.
+    """The tokens of one rank. Its context-parallel rank is `ring_rank * ulysses + ulysses_rank`.
 
     Attributes:
-        tokens: Length of the whole, padded sequence.
-        ring: Processes of a ring (the outer ones), and which of them this is.
-        ulysses: Processes that exchange heads and tokens all-to-all (the inner ones), and which of them this is.
-        shards: Sequence-parallel shards: the tensor-parallel size under sequence parallelism, else 1.
-        bounds: Where slices end on one shard, the last at `tokens / ring / ulysses / shards`; empty is one slice.
-        outside: Whether a slice is a range of the whole sequence, divided over the context-parallel processes; else
-            each of them cuts its own tokens.
-        documents: Of each batch row the positions at which documents start, the first at 0; `None`: one document a row.
-        lengths: Valid tokens of each batch row (right padding); `None` when all are.
-        largest_position: Of the batch, padding aside, by which some rotary frequencies go; `None`: `tokens - 1`.
+        tokens: Length of the whole padded sequence.
+        ring: Number of ranks in a ring (the outer group).
+        ring_rank: Rank in the ring.
+        ulysses: Number of ranks that exchange heads and tokens all-to-all (the inner group).
+        ulysses_rank: Rank in the all-to-all group.
+        shards: Number of sequence-parallel shards: the tensor-parallel size with sequence parallelism, otherwise 1.
+        bounds: Slice bounds on one shard, the last one at `tokens / ring / ulysses / shards`; empty for one slice.
+        outside: Whether a slice is a range of the whole sequence that is divided over the context-parallel ranks.
+            Otherwise each rank slices its own tokens.
+        documents: Positions in each batch row at which documents start, the first at 0; `None` for one document per
+            row.
+        lengths: Number of valid tokens in each batch row (right padding); `None` if all tokens are valid.
+        largest_position: Largest position of the batch without padding, on which some rotary frequencies depend;
+            `None` for `tokens - 1`.
 
     Raises:
-        ValueError: Numbers that do not go together; the text names them.
+        ValueError: The numbers are inconsistent. The message names them.
     """
 
     tokens: int
@@ -76,19 +82,19 @@ class TokenLayout:
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of this context rank, all its shards together."""
+        """Number of tokens of this context-parallel rank, over all its shards."""
         return self.tokens // (self.ring * self.ulysses)
 
     @property
     def sections(self) -> tuple[range, ...]:
-        """Positions that are divided over the context-parallel processes one section after the other."""
+        """Ranges of positions, each of which is divided over the context-parallel ranks."""
         if not (self.outside and self.bounds):
             return (range(self.tokens),)
         parts = self.ring * self.ulysses * self.shards
         return tuple(range(a * parts, b * parts) for a, b in pairwise((0, *self.bounds)))
 
     def layer_order(self) -> Tensor:
-        """Positions of this context rank's tokens as attention sees them, int64 `[local_tokens]`."""
+        """Returns the positions of this rank's tokens in the order of attention, int64 `[local_tokens]`."""
         return torch.cat([self._own_part(section) for section in self.sections])
 
     def _own_part(self, section: range) -> Tensor:
@@ -96,10 +102,10 @@ class TokenLayout:
         return torch.cat([torch.arange(c.start, c.stop) for c in chunks]).chunk(self.ulysses)[self.ulysses_rank]
 
     def fed_order(self) -> Tensor:
-        """Positions of this context rank's tokens as the model gets them, int64 `[local_tokens]`.
+        """Returns the positions of this rank's tokens in the order of the model's input, int64 `[local_tokens]`.
 
-        Shard `t` is the `t`-th contiguous part of `1 / shards`. Its tokens `[a, b)` of one slice, put behind those of
-        the shards before it, are the tokens `[shards * a, shards * b)` of the layer order.
+        Shard `t` is the `t`-th contiguous part of `1 / shards`. The tokens `[a, b)` of a slice, concatenated over the
+        shards, are the tokens `[shards * a, shards * b)` of the layer order.
         """
         layer = self.layer_order()
         edges = (0, *(self.bounds or (self.local_tokens // self.shards,)))

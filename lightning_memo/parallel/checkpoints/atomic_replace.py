@@ -1,9 +1,9 @@
-"""Files and folders that take their place whole: a reader sees the old one or the new one, after a crash as well.
+"""Atomic replacement of files and folders: readers see the old one or the new one, even after a crash.
 
-What is not finished, and what is being removed, lies in a folder `.unfinished` beside its target, so on the same file
-system, where a rename is atomic. A folder that is there already cannot be replaced by one rename; it waits as
-`last.previous.ckpt` (for `last.ckpt`) while the new one takes its place. That name still reads as a "last" checkpoint
-to Lightning, so that `ckpt_path="last"` finds it, too.
+Unfinished folders, and those being removed, are in a folder `.unfinished` next to their target. It is on the same file
+system, so a rename is atomic. An existing folder cannot be replaced by a single rename. It is renamed to
+`last.previous.ckpt` (for `last.ckpt`) until the new one is in place. Lightning also reads this name as a "last"
+checkpoint, so `ckpt_path="last"` finds it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _UNFINISHED = ".unfinished"
 
 
 def begin(target: Path) -> Path:
-    """Returns an empty folder to write to, after sweeping what killed processes left.
+    """Returns an empty folder to write to, after removing unfinished folders of killed processes.
 
     Args:
-        target: Where the folder will go; its parents are made.
+        target: Final path of the folder. Missing parents are created.
     """
     shutil.rmtree(target.parent / _UNFINISHED, ignore_errors=True)
     unfinished = _unfinished(target)
@@ -29,9 +29,9 @@ def begin(target: Path) -> Path:
 
 
 def commit(unfinished: Path, target: Path) -> None:
-    """Puts a folder that :func:`begin` gave in the place of `target`, whatever is there: file, folder or link.
+    """Replaces `target`, a file, folder or link or nothing, by a folder from :func:`begin`.
 
-    A link is replaced, not what it points to.
+    A link itself is replaced, not the file or folder it points to.
     """
     _sync(unfinished)
     previous = previous_of(target)
@@ -45,26 +45,26 @@ def commit(unfinished: Path, target: Path) -> None:
 
 
 def abort(target: Path) -> None:
-    """Removes the folder that :func:`begin` gave."""
+    """Removes the folder that :func:`begin` returned."""
     shutil.rmtree(_unfinished(target), ignore_errors=True)
     _sweep(target)
 
 
 def remove(target: Path) -> None:
-    """Removes a file, link or folder such that nobody sees half of it; nothing happens if there is none."""
+    """Removes a file, link or folder atomically. Does nothing if it does not exist."""
     _remove(target)
     _sweep(target)
 
 
 def find_complete(target: Path) -> Path | None:
-    """Returns `target`, or its predecessor if a killed process left only that; None without both."""
-    # The predecessor goes away after the target has come back, so look at the target twice.
+    """Returns `target`, or its predecessor if a killed process left only that one; None if neither exists."""
+    # The predecessor is removed after the new target is in place, so check the target twice.
     candidates = (target, previous_of(target), target)
     return next((path for path in candidates if path.exists()), None)
 
 
 def previous_of(target: Path) -> Path:
-    """Where the old one waits while the new one takes its place."""
+    """Returns the temporary name of the old target while it is replaced."""
     return target.with_name(f"{target.stem}.previous{target.suffix}")
 
 
@@ -84,12 +84,12 @@ def _remove(path: Path) -> None:
 
 
 def _sweep(target: Path) -> None:
-    with contextlib.suppress(OSError):  # not empty: another target's
+    with contextlib.suppress(OSError):  # not empty: in use by another target
         (target.parent / _UNFINISHED).rmdir()
 
 
 def _sync(folder: Path) -> None:
-    """Writes a folder to the disk, with all that it holds: a rename may else survive a power failure, its files not."""
+    """Flushes a folder and its contents to the disk. Otherwise a power failure could keep the rename but lose files."""
     for path in folder.rglob("*"):
         _sync_folder(path) if path.is_dir() else _sync_file(path)
     _sync_folder(folder)

@@ -1,7 +1,7 @@
-"""Checkpoints to read from: a folder that many processes wrote, or a file that one wrote, look alike.
+"""A common interface for reading checkpoints: a sharded folder of many processes, or a file of one process.
 
-Both are tables from a path of keys, like `("optimizer_0", "state", "model.norm.weight", "exp_avg")`, to tensors that
-are read by parts, and to other values. torch's planner decides which parts a sharded tensor needs.
+Both are tables that map a path of keys, like `("optimizer_0", "state", "model.norm.weight", "exp_avg")`, to tensors,
+which are read in parts, and to other values. torch's load planner decides which parts a sharded tensor needs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class CheckpointSource:
     """An opened checkpoint.
 
     Attributes:
-        path: Of the folder or file.
-        rest: What is neither weights nor optimizer state.
+        path: Folder or file of the checkpoint.
+        rest: Entries that are neither weights nor optimizer state.
         metadata: Sizes and types of the entries.
-        reader: Reads them.
+        reader: Reads the entries.
     """
 
     path: Path
@@ -51,19 +51,19 @@ class CheckpointSource:
     reader: dcp.StorageReader
 
     def entries(self, *prefix: Any) -> dict[KeyPath, TensorStorageMetadata | BytesStorageMetadata]:
-        """What lies below a path of keys."""
+        """Returns the metadata of all entries whose path starts with `prefix`."""
         paths, table = self.metadata.planner_data, self.metadata.state_dict_metadata
         return {path: table[key] for key, path in paths.items() if path[: len(prefix)] == prefix}
 
     def read(self, destinations: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-        """Reads entries; this process alone, without talking to others.
+        """Reads entries in this process, without communication.
 
         Args:
-            destinations: Tensors to read into: of one device, or DTensors, of which the local part is read. None makes
-                a new tensor in host memory, or stands for a value that is no tensor.
+            destinations: Tensors to read into by path: plain tensors, or DTensors whose local part is read. None
+                creates a new tensor in host memory, or reads a value that is no tensor.
 
         Returns:
-            The same, with the values read.
+            The values by path.
 
         Raises:
             ValueError: The files are damaged.
@@ -93,10 +93,10 @@ def open_checkpoint(path: Path, weights_only: bool | None = None) -> CheckpointS
     Args:
         path: A folder that :func:`~lightning_memo.parallel.checkpoints.sharded_checkpoint.save_sharded` or Lightning's
             `ModelParallelStrategy` wrote, or a file that `Trainer.save_checkpoint` wrote in one process.
-        weights_only: As `torch.load` takes it, for a file and for what a folder holds besides tensors.
+        weights_only: As for `torch.load`, for a file and for entries of a folder that are no tensors.
 
     Raises:
-        ValueError: It is no checkpoint, or an incomplete one.
+        ValueError: The path is no checkpoint, or an incomplete one.
     """
     if path.is_file():
         checkpoint = _load_file(path, weights_only, mmap=True)
@@ -116,10 +116,10 @@ def open_checkpoint(path: Path, weights_only: bool | None = None) -> CheckpointS
 
 
 def check_complete(folder: Path, metadata: Metadata) -> None:
-    """Looks for all parts of a folder.
+    """Checks that all files of a folder exist and have their full size.
 
     Raises:
-        ValueError: One is missing or too short.
+        ValueError: A file is missing or too short.
     """
     sizes: dict[str, int] = {}
     for part in metadata.storage_data.values():
@@ -147,7 +147,7 @@ def _load_file(path: Path, weights_only: bool | None, mmap: bool = False) -> Any
 
 
 def _table(checkpoint: dict[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
-    """Takes weights and optimizer states out of a checkpoint of one process, under the paths of a folder."""
+    """Moves weights and optimizer states out of a single-process checkpoint, yielding the paths of a folder."""
     for name, value in checkpoint.pop("state_dict").items():
         yield ("state_dict", name), value
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -175,7 +175,7 @@ def _key(path: KeyPath) -> str:
 
 
 class _TableReader(dcp.StorageReader):
-    """Serves a table of whole tensors by parts; of a file that is mapped, only these parts are read."""
+    """Reads parts of whole tensors. Of a memory-mapped file only these parts are read."""
 
     def __init__(self, table: Mapping[KeyPath, Any]) -> None:
         self._values = {_key(path): value for path, value in table.items()}

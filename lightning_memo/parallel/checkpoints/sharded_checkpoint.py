@@ -1,8 +1,8 @@
-"""Checkpoints of sharded training: every rank writes its part, and any topology reads them.
+"""Sharded checkpoints: every rank writes its part, and any parallel layout can read them.
 
-The layout is Lightning's: a folder of `torch.distributed.checkpoint` files, with all else in `meta.pt`, so
-`python -m lightning.pytorch.utilities.consolidate_checkpoint` reads it. Optimizer state goes by names of parameters;
-which rank held what is forgotten. A folder is a pickle, as a file is: load only those that you trust.
+The layout is that of Lightning, a folder of `torch.distributed.checkpoint` files with other entries in `meta.pt`, so
+`python -m lightning.pytorch.utilities.consolidate_checkpoint` reads it. Optimizer state is stored by parameter name,
+independent of ranks. A folder contains pickles, as a checkpoint file does: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from lightning_memo.parallel.checkpoints.open_checkpoint import (
 from lightning_memo.parallel.run_on_ranks import is_first_rank, on_every_rank, on_first_rank
 
 Sizes = Mapping[str, torch.Size | None]
-"""Of a state's tensors, by name; None where something else is saved."""
+"""Sizes of the tensors of a state dict by name; None for other values."""
 
 _SHOWN = 3  # names in an error
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper: part of no name
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper
 
 
 def sharded_model_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the model's state by names, sharded as it is and where it is: saving copies tensor by tensor."""
+    """Returns the model's state by name, with the sharding and device of its tensors. Saving copies them one by one."""
     return get_model_state_dict(model)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's state as it is, with the names of parameters in the place of their numbers.
+    """Returns the optimizer's state with parameter names instead of numbers.
 
-    torch's `get_optimizer_state_dict` does so, too, but would have an optimizer without state take a step.
+    torch's `get_optimizer_state_dict` does the same, but makes an optimizer without state take a step.
 
     Raises:
-        ValueError: The optimizer holds a parameter that is not the model's.
+        ValueError: The optimizer has a parameter that is not the model's.
     """
     names = _names(model, optimizer)
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
@@ -54,19 +54,19 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Writes a checkpoint, each rank its part, and puts it in the place of what is there; all ranks call it.
+    """Writes a checkpoint and atomically replaces an existing one. All ranks call it, and each writes its part.
 
-    A reader sees the old checkpoint or the new one, and a killed save leaves one that :func:`load_sharded` finds.
+    Readers see the old checkpoint or the new one. After a killed save, :func:`load_sharded` finds one of them.
 
     Args:
         checkpoint: Checkpoint as Lightning passes it to `Strategy.save_checkpoint`, with "state_dict" from
             :func:`sharded_model_state` and "optimizer_states" from :func:`optimizer_state`. Other entries are written
             by rank 0.
-        path: Folder to be, on a file system that all ranks share.
+        path: Folder to write, on a file system that all ranks share.
 
     Raises:
-        OSError: A rank could not write; raised on all, and nothing is replaced.
-        ValueError: `path` is a folder of other things, or remote.
+        OSError: A rank could not write. It is raised on all ranks, and nothing is replaced.
+        ValueError: `path` is a folder with other contents, or remote.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     state = {"state_dict": checkpoint["state_dict"]}
@@ -90,30 +90,30 @@ def load_sharded(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Reads a checkpoint of any topology into a model of any other; all ranks call it, or one process alone.
+    """Reads a checkpoint of any parallel layout into a model of any other. All ranks call it, or a single process.
 
     Args:
-        path: A folder that :func:`save_sharded` wrote, or a file that one process wrote.
-        model: Its parameters may be DTensors of any mesh, or plain.
-        optimizers: Those of the saved run, in the same order; none reads the weights only.
-        strict: Refuse names that only one of model and checkpoint has.
-        weights_only: As `torch.load` takes it.
+        path: Folder that :func:`save_sharded` wrote, or file that one process wrote.
+        model: Model whose parameters are DTensors on any mesh, or plain tensors.
+        optimizers: Optimizers in the order of the saved run; empty to read the weights only.
+        strict: Whether names that only the model or only the checkpoint has are an error.
+        weights_only: As for `torch.load`.
 
     Returns:
-        The rest of the checkpoint: all but weights and optimizer states.
+        Entries of the checkpoint other than weights and optimizer states.
 
     Raises:
-        ValueError: There is no checkpoint, or it is incomplete, or of another model or optimizer.
+        ValueError: There is no checkpoint, it is incomplete, or it is of another model or optimizer.
     """
     found = on_first_rank(lambda: existing_checkpoint(path))
     return on_every_rank(lambda: _read(found, model, optimizers, strict, weights_only))
 
 
 def existing_checkpoint(path: str | Path) -> Path:
-    """Returns `path`, or its predecessor where a save was killed just when the new one took its place.
+    """Returns `path`, or its predecessor if a save was killed while it replaced the old checkpoint.
 
     Raises:
-        ValueError: There is neither.
+        ValueError: Neither exists.
     """
     found = atomic_replace.find_complete(Path(path))
     if found is None:
@@ -124,26 +124,26 @@ def existing_checkpoint(path: str | Path) -> Path:
 
 
 def remove_checkpoint(path: str | Path) -> None:
-    """Removes a checkpoint, folder or file, such that nobody sees half of it; rank 0 calls it."""
+    """Atomically removes a checkpoint folder or file. Only rank 0 calls it."""
     atomic_replace.remove(Path(path))
 
 
 def tensor_sizes(state: Mapping[str, Any]) -> Sizes:
-    """Sizes of the tensors of a state dict, by name."""
+    """Returns the sizes of the tensors of a state dict by name."""
     return {name: value.size() if isinstance(value, Tensor) else None for name, value in state.items()}
 
 
 def refuse_other_model(path: str | Path, saved: Sizes, own: Sizes, strict: bool) -> None:
-    """Refuses the weights of a model that has others.
+    """Raises if a checkpoint's weights do not fit the model.
 
     Args:
-        path: Of the checkpoint.
-        saved: What it holds.
-        own: What the model has.
-        strict: Refuse names that only one of them has.
+        path: Path of the checkpoint.
+        saved: Sizes of the tensors in the checkpoint.
+        own: Sizes of the tensors of the model.
+        strict: Whether names that only one of them has are an error.
 
     Raises:
-        ValueError: Names or sizes differ; one line.
+        ValueError: Names or sizes differ. The message is one line.
     """
     if strict:
         _refuse(Path(path), "the model", missing=own.keys() - saved.keys(), unexpected=saved.keys() - own.keys())
@@ -170,7 +170,7 @@ def _target(path: str | Path) -> Path:
 
 def _write(state: dict[str, Any], rest: dict[str, Any], folder: Path) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process may be intended
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is intended
         metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
     if is_first_rank():
         torch.save(rest, folder / REST_FILE)
@@ -197,7 +197,7 @@ def _read_model(source: CheckpointSource, model: nn.Module, strict: bool) -> Non
     refuse_other_model(source.path, sizes, tensor_sizes(own), strict)
     shared = {name: value for name, value in own.items() if name in saved}
     read = source.read({("state_dict", name): value for name, value in shared.items()})
-    # The tensors are the model's own. This is for modules that do more on loading, and for other values.
+    # The tensors are already the model's own. This call is for modules with load hooks and for other values.
     set_model_state_dict(
         model, {path[1]: value for path, value in read.items()}, options=StateDictOptions(strict=False)
     )
@@ -232,7 +232,7 @@ def _read_groups(source: CheckpointSource, root: str) -> list[dict[str, Any]]:
 
 
 def _positions(path: Path, groups: list[dict[str, Any]], model: nn.Module, optimizer: Optimizer) -> dict[Any, int]:
-    """Maps what stands for a parameter in the checkpoint, name or number, to its number in the optimizer."""
+    """Maps the name or number of each parameter in the checkpoint to its number in the optimizer."""
     saved = [group["params"] for group in groups]
     names = _names(model, optimizer)
     own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -241,7 +241,7 @@ def _positions(path: Path, groups: list[dict[str, Any]], model: nn.Module, optim
         raise ValueError(
             f"{path}: of another optimizer: groups of {sizes} parameters in the checkpoint, of {own_sizes} here"
         )
-    if any(isinstance(key, int) for group in saved for key in group):  # of one process: numbers in the groups' order
+    if any(isinstance(key, int) for group in saved for key in group):  # single process: numbers in group order
         return {key: position for position, key in enumerate(key for group in saved for key in group)}
     for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         _refuse(path, f"the optimizer's group {number}", missing={*ours} - {*theirs}, unexpected={*theirs} - {*ours})
@@ -249,7 +249,7 @@ def _positions(path: Path, groups: list[dict[str, Any]], model: nn.Module, optim
 
 
 def _like(entry: Any, parameter: Tensor) -> Tensor | None:
-    """A tensor to read a state into: sharded as its parameter, if it has the shape of that."""
+    """Returns a tensor to read a state into, sharded like its parameter; None if the shapes differ."""
     if isinstance(entry, TensorStorageMetadata) and entry.size == parameter.size() and parameter.ndim:
         return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     return None

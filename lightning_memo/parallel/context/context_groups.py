@@ -1,4 +1,4 @@
-"""Context parallelism: the attention of a process that holds some of the tokens."""
+"""Process groups of context parallelism, and attention over the tokens of all their ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from lightning_memo.parallel.context.ulysses_attention import UlyssesAttention
 
 @dataclass(frozen=True, slots=True)
 class ContextGroups:
-    """The process groups over which tokens are split; `None` where there is no such splitting."""
+    """Process groups over which tokens are divided.
+
+    Attributes:
+        ring: Ring-attention group; `None` without ring attention.
+        ulysses: All-to-all group; `None` without Ulysses attention.
+    """
 
     ring: dist.ProcessGroup | None = None
     ulysses: dist.ProcessGroup | None = None
@@ -28,22 +33,24 @@ class ContextGroups:
         return 1 if self.ulysses is None else dist.get_world_size(self.ulysses)
 
     def ring_kernel(self, select: Select, bounds: tuple[int, ...] = ()) -> AttentionBackend:
-        """Attention over the processes of the ring, if any, after heads were exchanged for tokens.
+        """Returns attention over the ring, or local attention without a ring. Heads are already exchanged for tokens.
 
         Args:
-            select: As of :class:`ContextAttention`.
-            bounds: Where slices end among the tokens of a ring process; empty: all of them are one slice.
+            select: As for :class:`ContextAttention`.
+            bounds: Slice bounds among the tokens of a ring rank; empty for a single slice.
         """
         return EachCallsKernel(select) if self.ring is None else RingAttention(self.ring, select, bounds)
 
 
 class ContextAttention:
-    """Attention over the local tokens, in the order of :meth:`TokenLayout.layer_order`, that sees those of all.
+    """Attention of the local queries over the keys of all context-parallel ranks.
+
+    Local tokens are in the order of :meth:`TokenLayout.layer_order`.
 
     Args:
-        groups: A ring, an all-to-all group, or both (all-to-all inside, ring outside).
-        select: Gives the kernel for tensors, called with those that the kernel gets.
-        sliced: Whether slices run one after the other, each with all earlier keys; by other means than this class.
+        groups: A ring group, an all-to-all group, or both (all-to-all inside, ring outside).
+        select: Selects the kernel. It is called with the tensors that the kernel gets.
+        sliced: Whether slices run one after the other, each with all earlier keys. Another class implements this.
 
     Raises:
         ValueError: Neither group is given.
@@ -66,9 +73,12 @@ class ContextAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
-        """Output of the local queries `[batch, heads, local tokens, head_dim]`; see the parts for what they refuse.
+        """Returns the output of the local queries, `[batch, heads, local tokens, head_dim]`.
 
-        Lengths, documents and the window of `spec` are about positions in the whole sequence.
+        Lengths, documents and the window of `spec` refer to positions in the whole sequence.
+
+        Raises:
+            ValueError: The ring or the all-to-all exchange does not support the call.
         """
         return self._attention.forward(q, k, v, spec)
 
@@ -83,12 +93,16 @@ class ContextAttention:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the local q, k, v."""
+        """Returns the gradients of the local q, k and v."""
         return self._attention.backward(dout, q, k, v, result, spec)
 
 
 class EachCallsKernel:
-    """The kernels of the process itself, chosen for each call."""
+    """Attention by local kernels, selected for each call.
+
+    Args:
+        select: As for :class:`ContextAttention`.
+    """
 
     name = "local"
     blocks = True

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel around a group of processes, queries stay where they are.
+"""Ring attention: keys and values circulate around a group of ranks, queries stay local.
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), with tokens in head-tail
-("zigzag") order, by which all processes have the same causal work. Outputs of blocks are merged by their log-sum-exp.
+("zigzag") order, which gives all ranks the same causal work. Outputs of blocks are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from lightning_memo.kernels.attention_kernel import (
 from lightning_memo.kernels.packed_documents import sees_any
 from lightning_memo.parallel.batches.token_layout import zigzag
 
-# Gives the kernel for queries, keys and values, called with the very tensors that the kernel gets.
+# Selects the kernel for queries, keys and values; it is called with the tensors that the kernel gets.
 Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
 
 
 class RingAttention:
-    """Attention over the tokens of a group, each process holding its part of them in layer order; no autograd.
+    """Attention over the tokens of a group of which each rank holds a part in layer order; without autograd.
 
-    The next keys and values are under way while the present ones are computed with. In the backward a block's key and
-    value gradients travel behind it, in fp32, and come home from the last process.
+    The next keys and values are sent while the current ones are used. In the backward, the fp32 gradients of a block's
+    keys and values follow the block around the ring and return from the last rank.
 
-    Queries may also meet keys of earlier slices only: ranges of the sequence, each of which is divided over the ring by
-    itself, and of which every process brings its part.
+    Queries may also attend only to keys of earlier slices. A slice is a range of the sequence that is divided over the
+    ring by itself, and each rank contributes its part.
 
     Args:
-        group: The processes of the ring.
-        select: Gives the kernel of a block; it must compute blocks and give a log-sum-exp.
-        bounds: Where slices end among the local tokens; empty: all of them are one slice.
+        group: Process group of the ring.
+        select: Selects the kernel of a block. The kernel must support blocks and return a log-sum-exp.
+        bounds: Slice bounds among the local tokens; empty for a single slice.
     """
 
     name = "ring"
@@ -58,18 +58,19 @@ class RingAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
-        """Output and log-sum-exp of the local queries, `[batch, heads, tokens / ring, head_dim]`, over all keys.
+        """Returns output and log-sum-exp of local queries, `[batch, heads, tokens / ring, head_dim]`, for all keys.
 
         Args:
-            q: Local queries: of all tokens, or of one slice.
-            k: Local keys: the queries' own, or those of earlier slices.
-            v: Their values.
-            spec: Its rules are about positions in the whole sequence.
-            query_start: Where the queries begin among the local tokens.
-            key_start: Where the keys begin among them.
+            q: Local queries of all tokens or of one slice.
+            k: Local keys of the same tokens, or of earlier slices.
+            v: Local values of the same tokens as the keys.
+            spec: Attention rules, which refer to positions in the whole sequence.
+            query_start: Index of the first query among the local tokens.
+            key_start: Index of the first key among the local tokens.
 
         Raises:
-            ValueError: Attention dropout, an explicit mask, or a call that only a kernel without log-sum-exp computes.
+            ValueError: The call has attention dropout or an explicit mask, or only a kernel without a log-sum-exp
+                supports it.
         """
         blocks = functools.partial(self._blocks, q, k, spec, query_start, key_start)
         self._check(q, k, v, spec, blocks(self._rank))
@@ -94,7 +95,7 @@ class RingAttention:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the local q, k, v, given the output and log-sum-exp over all keys."""
+        """Returns the gradients of the local q, k and v from the output and log-sum-exp over all keys."""
         states = iter(result.state)
         dq = torch.zeros_like(q, dtype=sums_dtype(q))
         own = _zero_gradients(k, v)
@@ -108,7 +109,7 @@ class RingAttention:
             if step == 0:
                 _add_gradients(own, parts, k, v)
                 continue
-            # Processes before this one added their share first; it came while this one computed.
+            # Earlier ranks have added their gradients, which arrived while this rank computed.
             sums = _zero_gradients(k, v) if travelling is None else travelling.wait()
             _add_gradients(sums, parts, k, v)
             travelling = _Transfer(sums, self._group, tag=1)
@@ -118,7 +119,10 @@ class RingAttention:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Whose keys and values, and these, own ones first; they move on while the caller computes."""
+        """Yields a ring rank with its keys and values, this rank first.
+
+        They are sent to the next rank while the caller computes.
+        """
         packed = _pack(k, v)
         for step in range(self._size):
             is_last = step == self._size - 1
@@ -128,7 +132,7 @@ class RingAttention:
                 packed = transfer.wait()
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, own: list[KernelCall]) -> None:
-        """Refuse before anything is under way."""
+        """Raises before anything is sent."""
         if spec.dropout:
             raise ValueError(
                 f"ring attention cannot drop attention weights (attention dropout is {spec.dropout}): set it to 0, "
@@ -142,12 +146,12 @@ class RingAttention:
     def _blocks(
         self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int, source: int
     ) -> list[KernelCall]:
-        """The kernel calls of the local queries with the keys of ring rank `source`."""
+        """Returns the kernel calls of the local queries with the keys of ring rank `source`."""
         queries = self._chunks(query_start, q.shape[2], self._rank)
         return kernel_calls(spec, queries, self._chunks(key_start, k.shape[2], source))
 
     def _chunks(self, start: int, tokens: int, ring_rank: int) -> list[range]:
-        """Positions of a rank's tokens `[start, start + tokens)`, which are whole slices."""
+        """Returns the positions of a rank's tokens `[start, start + tokens)`, which are complete slices."""
         edges = (0, *(self._bounds or (start + tokens,)))
         slices = [(a, b) for a, b in pairwise(edges) if start <= a and b <= start + tokens]
         return [c for a, b in slices for c in zigzag(range(a * self._size, b * self._size), self._size, ring_rank)]
@@ -172,13 +176,13 @@ class RingAttention:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One kernel call.
+    """A kernel call on some of the local queries and some of the received keys.
 
     Attributes:
         queries: Range of the local queries.
-        keys: Range of the keys at hand.
-        spec: What these queries see of these keys.
-        starts: Positions of the first query and the first key, where the spec asks for them.
+        keys: Range of the received keys.
+        spec: Attention rules between these queries and keys.
+        starts: Positions of the first query and the first key, if the spec needs them.
     """
 
     queries: slice
@@ -194,12 +198,12 @@ class KernelCall:
 
 
 def kernel_calls(spec: AttentionSpec, queries: list[range], keys: list[range]) -> list[KernelCall]:
-    """The kernel calls of a process's queries with the keys of one process.
+    """Returns the kernel calls of one rank's queries with the keys of one rank.
 
     Args:
-        spec: What queries see.
-        queries: Positions of the queries, chunk by chunk.
-        keys: Those of the keys.
+        spec: Attention rules.
+        queries: Positions of the queries, one range per chunk.
+        keys: Positions of the keys, one range per chunk.
     """
     if spec.window is None and spec.lengths is None and spec.documents is None:
         return [_rectangle(spec, queries, keys)]
@@ -207,19 +211,22 @@ def kernel_calls(spec: AttentionSpec, queries: list[range], keys: list[range]) -
 
 
 def _rectangle(spec: AttentionSpec, queries: list[range], keys: list[range]) -> KernelCall:
-    """One call, as head-tail order allows: all chunks of the own block, else half of the queries or of the keys."""
+    """Returns the single call that head-tail order needs.
+
+    It covers all chunks of the rank's own keys; of other ranks' keys, half of the queries or half of the keys.
+    """
     count, keys_count = sum(map(len, queries)), sum(map(len, keys))
     everything, all_keys = slice(0, count), slice(0, keys_count)
     if not spec.causal or queries == keys:
         return KernelCall(everything, all_keys, spec)
     unmasked = replace(spec, causal=False)
-    if keys[0].start < queries[0].start:  # the head of the keys is before all queries, their tail after
+    if keys[0].start < queries[0].start:  # the first half of the keys is before all queries, the second half after
         return KernelCall(everything, slice(0, keys_count // 2), unmasked)
     return KernelCall(slice(count // 2, count), all_keys, unmasked)
 
 
 def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -> Iterator[KernelCall]:
-    """One call for each chunk of queries and chunk of keys that it sees any of, at their absolute positions."""
+    """Yields a call for each chunk of queries and each chunk of keys that it attends to, at absolute positions."""
     first_query = 0
     for query_chunk in queries:
         first_key = 0
@@ -237,11 +244,11 @@ def _chunk_pairs(spec: AttentionSpec, queries: list[range], keys: list[range]) -
 
 
 class _Transfer:
-    """A buffer on its way to the next process of the ring, and one coming from the process before."""
+    """Asynchronous send of a buffer to the next rank of the ring, and receive from the previous rank."""
 
     def __init__(self, buffer: Tensor, group: dist.ProcessGroup, tag: int) -> None:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self._sent = buffer  # must live until it is sent
+        self._sent = buffer  # must stay alive until it is sent
         self._received = torch.empty_like(buffer)
         self._works = dist.batch_isend_irecv(
             [
@@ -257,12 +264,12 @@ class _Transfer:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values in one flat buffer, token by token: one message, whatever their shapes."""
+    """Concatenates keys and values, in token order, to one flat buffer for a single message."""
     return torch.cat([t.transpose(1, 2).reshape(-1) for t in (k, v)])
 
 
 def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a packed buffer, shaped like `k` and `v`."""
+    """Returns views of a packed buffer with the shapes of `k` and `v`."""
     key, value = packed.split([k.numel(), v.numel()])
     return key.view_as(k.transpose(1, 2)).transpose(1, 2), value.view_as(v.transpose(1, 2)).transpose(1, 2)
 

@@ -1,8 +1,8 @@
-"""All-to-all attention: each process computes some heads over all tokens.
+"""All-to-all attention: each rank computes some heads over all tokens.
 
 Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
-Models" (2023). Any attention can be inside: a kernel, or a ring, in which case processes exchange heads inside and keys
-outside (Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024).
+Models" (2023). The inner attention is a kernel or a ring. With a ring, ranks exchange heads in the inner group and keys
+in the outer one (Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_memo.kernels.attention_kernel import (
 
 
 class HeadExchange:
-    """All-to-all between all heads of the own tokens and some heads of all tokens of a group.
+    """All-to-all between all heads of the local tokens and some heads of all tokens of a group.
 
     Args:
-        group: The processes; each holds a contiguous part of the tokens in its order.
+        group: Process group. Each rank holds a contiguous part of the tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -35,15 +35,15 @@ class HeadExchange:
         self._size = dist.get_world_size(group)
 
     def copies(self, q: Tensor, k: Tensor) -> int:
-        """How often each key and value head is sent: the fewest times by which every process gets those it needs.
+        """Returns the smallest number of copies of each key and value head with which every rank gets its heads.
 
         Raises:
-            ValueError: Heads do not divide by the number of processes.
+            ValueError: The number of ranks does not divide the number of query heads.
         """
         heads, kv_heads = q.shape[1], k.shape[1]
         if heads % self._size:
             raise ValueError(
-                f"{heads} attention heads do not divide over {self._size} all-to-all processes: take a number of "
+                f"{heads} attention heads cannot be divided over {self._size} all-to-all processes: use a number of "
                 'processes that divides the heads, or context_parallel_method="ring"'
             )
         return self._size // math.gcd(self._size, kv_heads)
@@ -54,12 +54,12 @@ class HeadExchange:
         return [part.movedim(0, 1).flatten(1, 2).transpose(1, 2) for part in self._exchange(split)]
 
     def to_tokens(self, *tensors: Tensor) -> list[Tensor]:
-        """The way back."""
+        """Inverse of :meth:`to_heads`."""
         split = [t.transpose(1, 2).unflatten(1, (self._size, -1)).movedim(1, 0) for t in tensors]
         return [part.movedim(0, 2).flatten(2, 3).contiguous().transpose(1, 2) for part in self._exchange(split)]
 
     def _exchange(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Part `i` of each tensor, `[ulysses, batch, tokens, heads, head_dim]`, to process `i`, in one message."""
+        """Sends part `i` of each tensor `[ulysses, batch, tokens, heads, head_dim]` to rank `i`, in one message."""
         sent = torch.cat([t.reshape(self._size, -1) for t in tensors], 1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -68,14 +68,14 @@ class HeadExchange:
 
 
 class UlyssesAttention:
-    """Attention over the tokens of a group, each process holding a contiguous part of them in its order; no autograd.
+    """Attention over the tokens of a group of which each rank holds a contiguous part; without autograd.
 
-    The log-sum-exp stays as the inner attention gives it, some heads of all tokens: as many numbers as the own tokens
-    of all heads.
+    The log-sum-exp keeps the layout of the inner attention, some heads of all tokens. It has as many entries as all
+    heads of the local tokens.
 
     Args:
-        group: The processes that exchange heads for tokens.
-        inner: What computes attention over all tokens of the group.
+        group: Process group that exchanges heads for tokens.
+        inner: Attention over all tokens of the group.
     """
 
     name = "ulysses"
@@ -91,7 +91,7 @@ class UlyssesAttention:
         """Output `[batch, heads, tokens / ulysses, head_dim]`; log-sum-exp `[batch, heads / ulysses, tokens]`.
 
         Raises:
-            ValueError: Heads that do not divide by the number of processes, or an explicit mask.
+            ValueError: The number of ranks does not divide the heads, or there is an explicit mask.
         """
         if spec.mask is not None:
             raise ValueError("all-to-all attention takes no explicit mask: use lengths, packed documents or a window")
@@ -112,7 +112,7 @@ class UlyssesAttention:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the local q, k, v, given the result of the forward."""
+        """Returns the gradients of the local q, k and v from the result of the forward."""
         copies = self._exchange.copies(q, k)
         k, v = repeat_heads(k, copies), repeat_heads(v, copies)
         dout, q, k, v, out = self._exchange.to_heads(dout, q, k, v, result.out)

@@ -1,4 +1,4 @@
-"""Gives every module that has parameters its style, by a tensor-parallel plan."""
+"""Assigns a tensor-parallel style to every module with parameters, according to a plan."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from lightning_memo.parallel.tensor.tensor_plan import COLWISE, REPLICATED, ROWW
 
 
 def assign_styles(plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> dict[str, TensorStyle]:
-    """A style for every module that has parameters or needs one, in the order of the model.
+    """Returns a style for every module that has parameters or needs one, in the order of the model.
+
+    Args:
+        plan: Tensor-parallel plan of the model.
+        sequence_parallel: Whether the tokens between blocks are split over the ranks.
+        loss_parallel: Whether the logits stay split in the vocabulary.
 
     Raises:
-        ValueError: A module cannot work with what its neighbours give it.
+        ValueError: The layout of a module's input does not fit its style.
     """
     return _Styling(plan, sequence_parallel, loss_parallel).collect()
 
 
 class _Styling:
-    """Turns a `TensorPlan` into styles."""
+    """Translates a `TensorPlan` to styles."""
 
     def __init__(self, plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> None:
         self._plan, self._loss_parallel = plan, loss_parallel
@@ -56,7 +61,7 @@ class _Styling:
         return PackedAttention(self._stream) if packing and packing.first == "qkv_proj" else Block(self._stream)
 
     def _split(self, name: str, m: nn.Module, style: str) -> dict[str, TensorStyle]:
-        """Styles of a module that the plan names, and of the low-rank adapters around it."""
+        """Returns the styles of a module that the plan names and of the low-rank adapters around it."""
         if hasattr(m, "modules_to_save"):
             copies = [("original_module", m.original_module)]
             copies += [(f"modules_to_save.{adapter}", copy) for adapter, copy in m.modules_to_save.items()]
@@ -86,16 +91,16 @@ class _Styling:
             return Colwise(source, "dtensor" if self._loss_parallel else "gathered")
         if block is None and self._stream.is_shard() and style == "colwise":
             raise ValueError(
-                f"sequence_parallel=True: {name} belongs to no attention or MLP module of its own, so its layer sees "
-                "this rank's tokens only: put it into such a module, or set sequence_parallel=False"
+                f"sequence_parallel=True: {name} is not inside an attention or MLP module, so it gets only this rank's "
+                "tokens: put it into such a module, or set sequence_parallel=False"
             )
         return Colwise(source, "gathered" if style == "colwise_gather_output" else "local")
 
     def _adapters(self, name: str, m: nn.Module, style: str) -> dict[str, TensorStyle]:
-        """LoRA beside a linear layer: `y = W x + B A x`.
+        """Returns the styles of LoRA next to a linear layer, `y = W x + B A x`.
 
-        Column-wise, every rank computes the few features of `A x`, and its rows of `B`. Row-wise, `A x` is added up
-        over the ranks, like `W x`, and `B` works on the stream.
+        If `W` is column-wise, every rank computes all of `A x` and its own rows of `B`. If `W` is row-wise, `A x` is
+        summed over the ranks like `W x`, and `B` is applied to the stream.
         """
         if getattr(m, "lora_variant", None) or not getattr(m, "lora_A", None):
             raise ValueError(f"tensor_parallel_size: of adapters only plain LoRA on linear layers is split, not {name}")
@@ -112,33 +117,33 @@ class _Styling:
         return styles
 
     def _unnamed(self, name: str, m: nn.Module) -> Replicated:
-        """A module that the plan does not name: its parameters stay whole."""
+        """Returns the style of a module that the plan does not name. Its parameters stay whole."""
         block, matrices = self._plan.block_of(name), any(p.dim() > 1 for p in m.parameters(recurse=False))
         if block is not None:
             return Replicated(self._gradient_inside(block, name, m, matrices))
         if self._stream.is_shard() and self._plan.in_layers(name) and matrices:
             raise ValueError(
-                f"sequence_parallel=True: the plan does not split {name}, which would see this rank's tokens only: set "
+                f"sequence_parallel=True: the plan does not split {name}, which would get only this rank's tokens: set "
                 'sequence_parallel=False, or name it "replicated" in tensor_parallel_plan if it works token by token'
             )
         return self._on_stream(m)
 
     def _on_stream(self, m: nn.Module) -> Replicated:
-        """A whole module outside of blocks; an embedding is given all ids."""
+        """Returns the style of a whole module outside of blocks. An embedding gets the ids of all tokens."""
         if isinstance(m, nn.Embedding):
             return Replicated(Replicate(), leaves=self._stream)
         return Replicated(gradient_of_replica(self._stream))
 
     def _gradient_inside(self, block: str, name: str, m: nn.Module, matrices: bool) -> Placement:
-        """What a rank's gradient is of a whole parameter of a block."""
+        """Returns the layout of the gradient of a replicated parameter in a block."""
         if self._plan.gathers(block) and not matrices:
-            return Replicate()  # a norm of what has been gathered
+            return Replicate()  # a norm of a gathered tensor
         holder = self._plan.blocks[block]
         head_dim = getattr(holder, "head_dim", None) or getattr(holder, "head_size", None)
         if not self._plan.gathers(block) and all(p.shape == (head_dim,) for p in m.parameters()):
-            return Partial()  # works on each head, of which every rank has its own
+            return Partial()  # applied to each head, and each rank has its own heads
         raise ValueError(
-            f"tensor_parallel_size: the plan does not say what becomes of {name} when {block} is split: name it in "
+            f"tensor_parallel_size: the plan splits {block} and does not name {name} inside it: name it in "
             "tensor_parallel_plan, or train with context_parallel_size or zero_stage=3 instead"
         )
 

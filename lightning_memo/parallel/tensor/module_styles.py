@@ -1,13 +1,13 @@
-"""How a module computes when its weights are split over the ranks of tensor parallelism.
+"""Tensor-parallel styles: the forward of a module whose weights are split over the tensor-parallel ranks.
 
 Note: [Parameters are DTensors, computation is local]
-A parameter is a `DTensor`, so that FSDP2, optimizers and checkpoints know which part of which whole it is. A module's
-own forward sees this rank's part as a plain tensor, and plain tensors are all that travels between modules: their code,
-fused kernels and the engine's slices run as on one device, without the cost of dispatching DTensors. Only `move`, at
-the entry of a block and behind its last projection, talks to other ranks.
+A parameter is a `DTensor`, so that FSDP2, optimizers and checkpoints know which part of the whole it is. A module's own
+forward gets this rank's part as a plain tensor, and only plain tensors pass between modules. Module code, fused kernels
+and the engine's slices therefore run as on one device, without the cost of dispatching DTensors. Only `move`, at the
+entry of a block and after its last projection, communicates with other ranks.
 
-The stream is what flows between blocks: `Replicate()`, the same on every rank, or with sequence parallelism
-`Shard(1)`, this rank's tokens (Korthikanti et al., "Reducing Activation Recomputation", section 4).
+The stream is the hidden state between blocks. Its layout is `Replicate()`, the same on every rank, or `Shard(1)` with
+sequence parallelism, this rank's tokens (Korthikanti et al., "Reducing Activation Recomputation", section 4).
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ Forward = Callable[..., Any]
 def move(
     x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
 ) -> Tensor:
-    """Bring a plain tensor that lies as `source` over the ranks into the layout `target`; differentiable.
+    """Redistribute a plain tensor from layout `source` to layout `target`; differentiable.
 
     Args:
-        x: This rank's part.
-        mesh: The ranks, 1-D.
-        source: How the parts make up the whole.
-        target: How they should.
-        gradient: Layout of the result's gradient, if it is not that of `target`.
+        x: This rank's part of the tensor.
+        mesh: One-dimensional mesh of the ranks.
+        source: Layout of the input over the ranks.
+        target: Layout of the result over the ranks.
+        gradient: Layout of the result's gradient; `None` for the layout of the result.
+
+    Returns:
+        This rank's part of the result.
     """
     whole = DTensor.from_local(x, mesh, [source], run_check=False)
     return whole.redistribute(placements=[target]).to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
-    """This rank's part of a parameter, a plain view of it; `gradient` as in `move`, for a replicated parameter."""
+    """Returns this rank's part of a parameter as a plain view. `gradient` is as in `move`, if it is replicated."""
     assert isinstance(parameter, DTensor)
     if gradient is None or not parameter.placements[0].is_replicate():
         return parameter.to_local()
@@ -55,7 +58,7 @@ def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
 
 
 def as_last_dim_shard(x: Tensor, mesh: DeviceMesh, size: int) -> DTensor:
-    """The `DTensor` whose last dimension, `size` in all, is split over the ranks, perhaps into unequal parts."""
+    """Returns the `DTensor` whose last dimension, of total size `size`, is split over the ranks, possibly unevenly."""
     shape = torch.Size((*x.shape[:-1], size))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, [Shard(x.dim() - 1)], run_check=False, shape=shape, stride=stride)
@@ -63,10 +66,10 @@ def as_last_dim_shard(x: Tensor, mesh: DeviceMesh, size: int) -> DTensor:
 
 @contextmanager
 def local_parameters(module: nn.Module, gradient: Placement | None = None) -> Iterator[None]:
-    """Inside, a module finds plain local tensors where it looks for its own parameters.
+    """Within this context the attributes of a module's own parameters are plain local tensors.
 
-    An instance's attributes hide what `nn.Module` finds in its tables, so that FSDP2, which replaces parameters there,
-    is not disturbed. What was hidden before comes back: a layer may run inside a call of itself.
+    Instance attributes hide the parameters in the tables of `nn.Module`, which FSDP2 replaces, so the two do not
+    conflict. Previous attributes are restored at exit, because a layer may run inside a call of itself.
     """
     attributes = module.__dict__
     hidden = {name: local(p, gradient) for name, p in module._parameters.items() if p is not None}
@@ -81,7 +84,7 @@ def local_parameters(module: nn.Module, gradient: Placement | None = None) -> It
 
 
 class Styled(nn.Module):
-    """Mixed into the class of a module that has a style; the style runs the module's own forward."""
+    """Mixed into the class of a module with a style. The style calls the module's own forward."""
 
     tensor_style: TensorStyle
 
@@ -95,7 +98,7 @@ def _styled_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class TensorStyle(ParallelStyle):
-    """Splits the parameters of one module, and computes with this rank's part of them."""
+    """Splits the parameters of one module and computes with this rank's part."""
 
     mesh: DeviceMesh
 
@@ -106,7 +109,7 @@ class TensorStyle(ParallelStyle):
                 module._parameters[name] = self._distribute(parameter, self.placement(name))
         self.prepare(module)
         module.tensor_style = self
-        # A class, unlike a replaced method, survives copies of the module and FSDP2's own subclass.
+        # Unlike a replaced method, a class survives copies of the module and FSDP2's subclassing.
         module.__class__ = _styled_class(type(module))
         return module
 
@@ -115,25 +118,25 @@ class TensorStyle(ParallelStyle):
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     def placement(self, name: str) -> Placement:
-        """How a parameter lies over the ranks."""
+        """Returns the placement of a parameter over the ranks."""
         return Replicate()
 
     def prepare(self, module: nn.Module) -> None:
-        """Adapt what the module knows about its size."""
+        """Adjust size attributes of the module to this rank's part."""
 
     @abstractmethod
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes; `original` is its own forward."""
+        """Compute the module's output. `original` is its own forward."""
 
 
 class Replicated(TensorStyle):
-    """Parameters are whole on every rank.
+    """Keeps whole parameters on every rank.
 
     Args:
-        gradient: What a rank's gradient of them is: `Replicate()` if all ranks compute the same, `Partial()` if each
-            sees its own tokens or heads.
-        enters: Layout of an input that comes from the stream, to be gathered; `None` takes it as it is.
-        leaves: Layout of the stream, for an output computed for all tokens; `None` leaves it as it is.
+        gradient: Layout of the parameters' gradients over the ranks: `Replicate()` if all ranks compute the same,
+            `Partial()` if each rank has its own tokens or heads.
+        enters: Layout of an input from the stream that has to be gathered; `None` uses the input unchanged.
+        leaves: Layout of the stream to which an output for all tokens is converted; `None` leaves it unchanged.
     """
 
     def __init__(self, gradient: Placement, enters: Placement | None = None, leaves: Placement | None = None) -> None:
@@ -149,9 +152,9 @@ class Replicated(TensorStyle):
 
 
 class Block(TensorStyle):
-    """An attention or MLP module: its input is gathered once for all its projections.
+    """An attention or MLP module. Its input is gathered once for all its projections.
 
-    In backward their gradients are added up on each rank before they meet: one all-reduce, or one reduce-scatter.
+    In the backward each rank first adds up the gradients of the projections. One all-reduce or reduce-scatter follows.
 
     Args:
         stream: Layout of the stream.
@@ -177,22 +180,22 @@ class Block(TensorStyle):
             self._input = before
 
     def check(self, x: Tensor, module: nn.Module) -> None:
-        """Refuse a projection of anything but the block's input: its gradient would miss the other ranks' parts."""
+        """Raise if a projection's input is not the block's input. Its gradient would lack the other ranks' parts."""
         if x is not self._input:
             raise ValueError(
-                f"tensor parallelism cannot split {module}: its input is not that of the module that holds it; give "
-                'it the style "replicated", or leave the module out of the plan'
+                f"tensor parallelism cannot split {module}: its input is not the input of the module that contains it; "
+                'give it the style "replicated", or remove the module from the plan'
             )
 
 
 class Colwise(TensorStyle):
-    """A linear layer that computes this rank's features of its output.
+    """A column-wise linear layer: each rank computes some output features.
 
     Args:
-        source: Where its input comes from: the block that it belongs to, the stream (its layout), or `None` for a
-            tensor that needs nothing, like the output of an adapter's first factor.
-        output: What becomes of the output: `"local"`, `"gathered"` on every rank, or `"dtensor"`, split in the last
-            dimension (for torch's `loss_parallel`).
+        source: Source of the input: the block of the layer, the layout of the stream, or `None` for a tensor that
+            needs no communication, like the output of an adapter's first factor.
+        output: Form of the output: `"local"`, `"gathered"` on every rank, or `"dtensor"`, split in the last dimension
+            (for torch's `loss_parallel`).
     """
 
     def __init__(self, source: Block | Placement | None, output: str = "local") -> None:
@@ -218,11 +221,11 @@ class Colwise(TensorStyle):
 
 
 class Rowwise(TensorStyle):
-    """A linear layer whose input features lie over the ranks; the outputs are added up.
+    """A row-wise linear layer: input features are split over the ranks, and outputs are summed.
 
     Args:
         stream: Layout of the output.
-        split_input: The input is whole, and each rank takes its features.
+        split_input: Whether the input is whole, so that each rank takes its features from it.
     """
 
     def __init__(self, stream: Placement, split_input: bool = False) -> None:
@@ -243,7 +246,7 @@ class Rowwise(TensorStyle):
 
 
 class VocabularyParallel(TensorStyle):
-    """An embedding table whose rows lie over the ranks: each looks up the tokens it knows, and the results are added.
+    """An embedding table whose rows are split over the ranks. Each rank looks up its ids, and the results are summed.
 
     Args:
         stream: Layout of the output.
@@ -271,7 +274,7 @@ class VocabularyParallel(TensorStyle):
 
 
 class LocalLoss(TensorStyle):
-    """The whole model under `loss_parallel`: its loss comes out as a plain tensor."""
+    """The whole model under `loss_parallel`. Converts its loss to a plain tensor."""
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -281,5 +284,5 @@ class LocalLoss(TensorStyle):
 
 
 def gradient_of_replica(stream: Placement) -> Placement:
-    """What a rank's gradient is of a whole parameter that works on the stream: each may see tokens of its own."""
+    """Returns the layout of the gradient of a replicated parameter that is applied to the stream."""
     return Replicate() if stream.is_replicate() else Partial()

@@ -1,4 +1,4 @@
-"""Projections that hold several matrices in one: `[q | k | v]` and `[gate | up]` of Phi-3 and GLM."""
+"""Packed projections, which hold several matrices in one: `[q | k | v]` and `[gate | up]` of Phi-3 and GLM."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_memo.parallel.tensor.module_styles import Block, Colwise, local
 
 
 class RowExchange:
-    """Brings to each rank its rows of every part of a packed matrix.
+    """Fetches for each rank its rows of every part of a packed matrix.
 
-    The parameter is split like any other, rank by rank from its first row to its last, so that checkpoints resume with
-    any number of ranks; so most rows that a rank computes with lie on others. Each row has one place to go: an
-    all-to-all there, and one back for its gradient.
+    The parameter is sharded by contiguous rows like any other, so that checkpoints resume with any number of ranks.
+    Most rows that a rank computes with are therefore stored on other ranks. Each row is used by one rank: one
+    all-to-all fetches the rows, and another returns their gradients.
 
     Args:
-        parts: Rows of each part; the ranks divide each of them.
-        mesh: The ranks.
-        device: Where the matrix is.
+        parts: Number of rows of each part. The number of ranks divides each of them.
+        mesh: One-dimensional mesh of the ranks.
+        device: Device of the matrix.
     """
 
     def __init__(self, parts: Sequence[int], mesh: DeviceMesh, device: torch.device) -> None:
@@ -37,17 +37,17 @@ class RowExchange:
         mine = mesh.get_local_rank()
         self._sent = torch.bincount(user[holder == mine], minlength=ranks).tolist()
         self._received = torch.bincount(holder[user == mine], minlength=ranks).tolist()
-        # Sorted by user, but in their order for each: what comes from ranks 0, 1, ... is in order then, part by part.
+        # Stable sort by user: rows received from ranks 0, 1, ... are then in order, part by part.
         self._order = torch.argsort(user[holder == mine], stable=True).to(device)
 
     def fetch(self, held: Tensor) -> Tensor:
-        """The rows that this rank computes with, part by part, from those that it holds."""
+        """Returns the rows that this rank computes with, part by part, from the rows that it stores."""
         rows = torch.empty_like(held)
         dist.all_to_all_single(rows, held[self._order], self._received, self._sent, group=self._group)
         return rows
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """The reverse of `fetch`."""
+        """Inverse of `fetch`, for gradients."""
         sorted_by_user = torch.empty_like(rows)
         dist.all_to_all_single(sorted_by_user, rows.contiguous(), self._sent, self._received, group=self._group)
         held = torch.empty_like(rows)
@@ -56,7 +56,7 @@ class RowExchange:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """`x @ weight.T` with fetched rows, which backward fetches again: kept, they would double the weights' memory."""
+    """`x @ weight.T` with fetched rows. Backward fetches them again, because saving them would double their memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: Tensor, exchange: RowExchange) -> Tensor:
@@ -90,11 +90,11 @@ class _Fetch(torch.autograd.Function):
 
 
 class PackedColwise(Colwise):
-    """A column-wise linear layer whose output features are several parts, each divided by the ranks.
+    """A column-wise linear layer whose output features are several parts, each split over the ranks.
 
     Args:
         source: As for `Colwise`.
-        parts: Output features of each part.
+        parts: Number of output features of each part.
     """
 
     def __init__(self, source: Block | Placement | None, parts: Sequence[int]) -> None:
@@ -114,9 +114,14 @@ class PackedColwise(Colwise):
 
 
 class LocalConfig:
-    """A module's configuration, but for the numbers of which each rank has its share.
+    """A module's configuration with some numbers replaced by this rank's share.
 
-    Everything else is asked of the whole configuration, which may change later (the attention implementation does).
+    Other attributes are read from the whole configuration when they are used, because some change later (for example
+    the attention implementation).
+
+    Args:
+        whole: Configuration of the whole module.
+        shares: Attributes that are replaced.
     """
 
     def __init__(self, whole: Any, **shares: int) -> None:
@@ -129,7 +134,7 @@ class LocalConfig:
 
 
 class PackedAttention(Block):
-    """An attention module that cuts its packed projection by the numbers of heads it knows: here, this rank's."""
+    """An attention module that splits its packed projection by head counts, which are set to this rank's share."""
 
     def prepare(self, module: nn.Module) -> None:
         super().prepare(module)

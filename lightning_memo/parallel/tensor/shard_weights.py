@@ -1,10 +1,11 @@
-"""Tensor parallelism: the weights of each layer are split over ranks, and with sequence parallelism the tokens too.
+"""Tensor parallelism: splits the weights of each layer over ranks, and with sequence parallelism the tokens, too.
 
 Note: [Who communicates when]
-Per attention or MLP block: forward, the outputs of its last projection are added up; backward, the gradients of its
-input. Without sequence parallelism each is one all-reduce; with it, forward gathers the block's input and
-reduce-scatters its output, and backward does the reverse (Korthikanti et al., "Reducing Activation Recomputation",
-section 4.2.2). `tensor_plan` says what is split, `assign_styles` how each module computes then, and `styles` does it.
+In each attention or MLP block, forward sums the outputs of the last projection over the ranks, and backward sums the
+gradients of the block's input. Without sequence parallelism each sum is one all-reduce. With it, forward gathers the
+block's input and reduce-scatters its output, and backward does the reverse (Korthikanti et al., "Reducing Activation
+Recomputation", section 4.2.2). `tensor_plan` reads what is split, `assign_styles` chooses a style for each module, and
+`module_styles` implements the styles.
 """
 
 from __future__ import annotations
@@ -27,38 +28,39 @@ def shard_tensors(
     loss_parallel: bool,
     plan: Mapping[str, str] | None = None,
 ) -> None:
-    """Split a model's weights over ranks, in place; every parameter becomes a `DTensor` on `mesh`.
+    """Split a model's weights over ranks, in place. Every parameter becomes a `DTensor` on `mesh`.
 
-    What travels between modules stays plain local tensors. With sequence parallelism these are, between the blocks of
-    layers, `1 / ranks` of the tokens; ids and positions are given for all tokens, and logits come out for all.
+    Modules pass plain local tensors to each other. With sequence parallelism each rank has `1 / ranks` of the tokens
+    between blocks. Ids and positions are given for all tokens, and logits are returned for all tokens.
 
     Args:
-        module: The model, or what holds it: a Hugging Face model, perhaps with LoRA by peft, or any module with `plan`.
-            The same weights on all ranks: each takes its part, nothing is sent.
-        mesh: The ranks, 1-D.
-        sequence_parallel: Split the tokens between blocks. Their number must be a multiple of the ranks.
-        loss_parallel: The logits are a `DTensor` split in the vocabulary, for the loss inside of torch's
-            `loss_parallel()`; else every rank has them whole.
-        plan: Style by dotted name, whole or from some dot on, `*` for a layer's number: `"colwise"`, `"rowwise"`,
-            `"colwise_gather_output"`, `"rowwise_split_input"` or `"replicated"`. It goes before the `tp_plan` of a
-            Hugging Face model. Attention of a plain model has to take the number of its heads from the projections'
-            outputs.
+        module: Hugging Face model, possibly with LoRA by peft, any module with `plan`, or a module that contains one.
+            All ranks have the same weights. Each keeps its part, and nothing is sent.
+        mesh: One-dimensional mesh of the ranks.
+        sequence_parallel: Whether to split the tokens between blocks. Their number must be a multiple of the number of
+            ranks.
+        loss_parallel: Whether the logits are a `DTensor` split in the vocabulary, for a loss inside torch's
+            `loss_parallel()`. Otherwise every rank has all logits.
+        plan: Styles by dotted module name or a suffix of it, with `*` for a layer's number: `"colwise"`, `"rowwise"`,
+            `"colwise_gather_output"`, `"rowwise_split_input"` or `"replicated"`. It takes precedence over the
+            `tp_plan` of a Hugging Face model. Attention of another model has to derive its number of heads from the
+            shapes of the projections' outputs.
 
     Raises:
-        ValueError: The model has no plan, or cannot be split by it evenly.
+        ValueError: The model has no plan, or the plan does not split it evenly.
     """
     tensor_plan = TensorPlan(module, plan)
     tensor_plan.check_sizes(mesh.size())
     styles = assign_styles(tensor_plan, sequence_parallel, loss_parallel)
     tied = _shared_parameters(module)
     for name, style in styles.items():
-        # One module at a time: a name may hold characters that patterns of parallelize_module would take for wildcards.
+        # One module at a time: parallelize_module would read some characters of a name as wildcards.
         parallelize_module(module.get_submodule(name), mesh, style, src_data_rank=None)
     _tie_again(module, tied)
 
 
 def check_divisible(module: nn.Module, ranks: int, plan: Mapping[str, str] | None = None) -> None:
-    """See that the weights of a model can be split evenly; needs no processes.
+    """Check that the weights of a model can be split evenly. Needs no process group.
 
     Args:
         module: As for `shard_tensors`.
@@ -66,13 +68,13 @@ def check_divisible(module: nn.Module, ranks: int, plan: Mapping[str, str] | Non
         plan: As for `shard_tensors`.
 
     Raises:
-        ValueError: They cannot; says what is in the way and which numbers of ranks would do.
+        ValueError: A size is not divisible. The message names it and the possible numbers of ranks.
     """
     TensorPlan(module, plan).check_sizes(ranks)
 
 
 def _shared_parameters(module: nn.Module) -> list[tuple[str, str]]:
-    """Names of parameters that are another one too, with the other's name, which comes first."""
+    """Returns the names of tied parameters, each with the first name of the same parameter."""
     first: dict[int, str] = {}
     shared = []
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan, Hugging Face's or the user's, read against a model: what is split, and in which blocks."""
+"""A tensor-parallel plan, from Hugging Face or the user, matched with the modules and blocks of a model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ADVICE = "train with context_parallel_size or zero_stage=3 instead, or give tens
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A block whose first projection holds several matrices.
+    """Names of the projections of a block whose first projection is packed.
 
     Attributes:
         first: Name of the packed projection.
-        last: Name of the one that takes what is made of its output.
+        last: Name of the last projection of the block.
     """
 
     first: str
     last: str
 
     def parts(self, block: nn.Module) -> tuple[int, ...]:
-        """Output features of each matrix."""
+        """Returns the number of output features of each packed matrix."""
         rows = inner_linear(getattr(block, self.first)).out_features
         if self.first == "gate_up_proj":
             return rows // 2, rows // 2
@@ -43,20 +43,20 @@ _PACKINGS = (Packing("qkv_proj", "o_proj"), Packing("gate_up_proj", "down_proj")
 
 
 class TensorPlan:
-    """Which modules of a model are split, and how.
+    """Styles of the modules of a model, and the blocks that they belong to.
 
     Args:
-        module: The model, or what holds it.
-        plan: Style by dotted name, whole or from some dot on; `*` stands for a layer's number. It goes before the
-            `tp_plan` of a Hugging Face model.
+        module: Model, or a module that contains it.
+        plan: Styles by dotted module name or a suffix of it, with `*` for a layer's number. It takes precedence over
+            the `tp_plan` of a Hugging Face model.
 
     Raises:
-        ValueError: There is no plan, or it has an entry that cannot be followed.
+        ValueError: There is no plan, or an entry of it cannot be applied.
     """
 
     def __init__(self, module: nn.Module, plan: Mapping[str, str] | None = None) -> None:
         self.module = module
-        # Asked of the class: peft's wrappers have every attribute of the model inside.
+        # Looked up in the class, because peft's wrappers forward every attribute to the inner model.
         self.model = next((m for m in module.modules() if hasattr(type(m), "tp_plan")), module)
         self.named = {name: m for name, m in module.named_modules() if name}
         plans = (plan or {}, getattr(self.model, "tp_plan", None) or {})
@@ -96,14 +96,14 @@ class TensorPlan:
                 )
 
     def _ends(self) -> tuple[str | None, str | None]:
-        """Names of the embedding of tokens and the output head, as far as the model tells."""
+        """Returns the names of the token embedding and the output head; `None` where the model does not define them."""
         names = {id(m): name for name, m in self.named.items()}
         ends = (getattr(self.model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
         embedding, head = (names.get(id(m)) for m in ends)
         return embedding, head
 
     def projections(self) -> dict[str, str]:
-        """The linear layers that are split, the head not among them, and their styles."""
+        """Returns the names and styles of the linear layers that are split, except the output head."""
         return {
             name: style
             for name, style in self.styles.items()
@@ -118,7 +118,10 @@ class TensorPlan:
         return path, list(layers)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        """The attention and MLP modules: those that hold column-wise layers, but for layers and what is around them."""
+        """Returns the attention and MLP modules: the parents of column-wise layers.
+
+        Transformer layers and modules that contain them are not blocks.
+        """
         outside = [*self.layers, self.module, self.model]
         outside += [m for name, m in self.named.items() if f"{self.layers_path}.".startswith(f"{name}.")]
         colwise = (name for name, style in self.projections().items() if style in COLWISE)
@@ -140,20 +143,20 @@ class TensorPlan:
                 raise ValueError(f"tensor_parallel_size: {block} has weights of its own ({', '.join(own)}): {ADVICE}")
 
     def block_of(self, name: str) -> str | None:
-        """Name of the block that a module is in, or `None`."""
+        """Returns the name of the block that contains a module, or `None`."""
         return next((block for block in self.blocks if name.startswith(f"{block}.")), None)
 
     def in_layers(self, name: str) -> bool:
-        """Whether a module is part of a layer."""
+        """Whether a module is part of a transformer layer."""
         return bool(self.layers_path) and name.startswith(f"{self.layers_path}.")
 
     def gathers(self, block: str) -> bool:
-        """Whether every rank computes the whole of a block, but for its projections."""
+        """Whether every rank computes the whole block except its projections."""
         inside = [style for name, style in self.styles.items() if self.block_of(name) == block]
         return self.packing(block) is None and all(style in (*_GATHERING, *REPLICATED) for style in inside)
 
     def packing(self, block: str) -> Packing | None:
-        """The packed projection of a block, where it is one whose parts are known."""
+        """Returns the packed projections of a block, or `None` if it has none of the known kinds."""
         for packing in _PACKINGS:
             first, last = f"{block}.{packing.first}", f"{block}.{packing.last}"
             if self.styles.get(first) == "colwise_gather_output" and self.styles.get(last) == "rowwise_split_input":
@@ -161,7 +164,7 @@ class TensorPlan:
         return None
 
     def split_sizes(self) -> Iterator[tuple[str, int]]:
-        """Everything that the number of ranks has to divide, with a name for it."""
+        """Yields the name and value of every size that the number of ranks has to divide."""
         config = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         shared = [b for b in self.blocks if not self.gathers(b)]
@@ -175,7 +178,7 @@ class TensorPlan:
             yield f"{side} of {name}", getattr(inner_linear(self.named[name]), side)
 
     def check_sizes(self, ranks: int) -> None:
-        """Refuse a number of ranks that does not divide everything; see `check_divisible`."""
+        """Raise if a number of ranks does not divide all sizes; see `check_divisible`."""
         sizes = list(self.split_sizes())
         common = math.gcd(*(size for _, size in sizes))
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -188,7 +191,7 @@ class TensorPlan:
 
 
 def _match(name: str, plan: Mapping[str, str]) -> str | None:
-    """The plan's style for a module: of the longest pattern that is its name, or the rest of it from some dot on."""
+    """Returns the plan's style for a module, by the longest pattern that matches its name or a suffix of it."""
     matching = [pattern for pattern in plan if _names(pattern, name)]
     return plan[max(matching, key=len)] if matching else None
 
@@ -199,7 +202,7 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def inner_linear(m: nn.Module) -> nn.Module:
-    """The layer inside of an adapter."""
+    """Returns the layer inside an adapter, or the module itself."""
     return getattr(m, "base_layer", m)
 
 

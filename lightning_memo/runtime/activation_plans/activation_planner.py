@@ -140,10 +140,10 @@ class ActivationPlanner(MetersSteps):
 
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""
-        kinds = self._engine.layer_classes
-        findings = self._ranks.gather((kinds.why_whole, kinds.schedule), everyone)
+        classes = self._engine.layer_classes
+        findings = self._ranks.gather((classes.why_whole, classes.schedule), everyone)
         schedules = [schedule for _, schedule in findings]
-        kinds.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
+        classes.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
 
     def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
         run, engine, device = self._run, self._engine, self._engine.device

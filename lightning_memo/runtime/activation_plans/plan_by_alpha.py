@@ -73,9 +73,9 @@ class _AlphaPlanner:
 
     def _slot_bytes(self, alpha: float) -> int:
         """Size of the largest host slot at an alpha."""
-        profile, kinds = self._step.profile, self._engine.layer_classes
-        slices = slice_tokens_by_alpha(profile.tokens, alpha, None if kinds.why_whole else self._slice_tokens)
-        return max(slot_bytes(call.saved, profile.tokens, slices, kinds.schedule) for call in profile.in_order())
+        profile, classes = self._step.profile, self._engine.layer_classes
+        slices = slice_tokens_by_alpha(profile.tokens, alpha, None if classes.why_whole else self._slice_tokens)
+        return max(slot_bytes(call.saved, profile.tokens, slices, classes.schedule) for call in profile.in_order())
 
     def _streamed_bytes(self, alpha: float) -> StreamedBytes:
         """Memory at an alpha if slices are swapped one by one."""

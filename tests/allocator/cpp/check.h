@@ -1,4 +1,4 @@
-// CHECK for test programs: ends with the place and the values' expression when it does not hold.
+// CHECK for test programs: if the expression is false, it prints the expression and its location, and exits.
 #pragma once
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// The allocator's core without torch: a comparison with a slow but obvious allocator, threads, and the edges.
+// The allocator's core without torch: a comparison with a slow but obvious allocator, threads, and edge cases.
 #include "allocator_core.h"
 
 #include <cstring>
@@ -24,7 +24,7 @@ struct Plan {
   }
 };
 
-// An arena that is never touched needs no memory.
+// An arena whose bytes are never accessed needs no memory.
 Arena arena_of(uint64_t bytes, bool* gone = nullptr) {
   return {reinterpret_cast<char*>(uint64_t{1} << 40), bytes, [=] {
             if (gone != nullptr) *gone = true;
@@ -50,7 +50,7 @@ Plan random_plan(std::mt19937& random, uint64_t arena_units) {
   return plan;
 }
 
-// What the core promises, in the plainest words.
+// A reference implementation of the core's behaviour.
 class Oracle {
  public:
   void load(const Plan& plan) { plan_ = plan; }
@@ -63,7 +63,7 @@ class Oracle {
     next_ = begin_;
     end_ = begin_ + static_cast<size_t>(plan_.counts[static_cast<size_t>(index)]);
   }
-  // The offset at which a request is served, -1 if it is not.
+  // Returns the offset at which a request is served; -1 if it is not served.
   int64_t serve(uint64_t size, Stats& stats) {
     size_t slot = end_;
     bool known = begin_ == end_;
@@ -165,7 +165,7 @@ int64_t fuzz(uint32_t seed) {
 void test_against_oracle(uint32_t rounds) {
   int64_t decided = 0;
   for (uint32_t seed = 0; seed < rounds; ++seed) decided += fuzz(seed);
-  CHECK(decided > 50 * static_cast<int64_t>(rounds));  // it did test something
+  CHECK(decided > 50 * static_cast<int64_t>(rounds));  // enough requests were compared
 }
 
 void test_bit_tree(uint32_t rounds) {
@@ -205,14 +205,14 @@ void test_release_waits() {
   CHECK(first != nullptr);
   CHECK(!core.release() && !gone);
   CHECK(core.serve(64) == nullptr);
-  CHECK(core.keep_arena(128));  // a new plan takes the arena over
+  CHECK(core.keep_arena(128));  // a new plan reuses the arena
   core.serve_plan(plan.view(), 1, unit);
   core.phase(0);
   CHECK(core.serve(64) == nullptr && core.serve(64) != nullptr);
   CHECK(core.free_planned(static_cast<char*>(first) + 64));
   CHECK(!core.release() && !gone);
   CHECK(core.free_planned(first) && gone);
-  CHECK(!core.free_planned(first));  // no longer ours
+  CHECK(!core.free_planned(first));  // not in the arena any more
   CHECK(core.stats().arena_bytes == 0 && core.stats().bad_frees == 0);
   core.leave();
 }
@@ -271,8 +271,8 @@ void test_fork_handlers() {
   core.leave();
 }
 
-// Eight threads ask, free each other's blocks, mark phases and record. Owners write to their blocks: the thread
-// sanitizer sees it when one is handed out twice.
+// Eight threads make requests, free each other's blocks, mark phases and record. Owners write to their blocks, so that
+// the thread sanitizer detects a block that is served twice.
 void test_threads(int rounds) {
   constexpr int64_t slots = 64, bytes = 256;
   std::vector<char> memory(static_cast<size_t>(slots * bytes) + 64);

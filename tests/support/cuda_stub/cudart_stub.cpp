@@ -123,7 +123,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
   return *entry ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Named by torch's library, not reached by the tests.
+// Required by torch's library, but not called by the tests.
 cudaError_t cudaMallocAsync(void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t cudaFreeAsync(void*, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t*, int) { return cudaErrorNotSupported; }

@@ -1,5 +1,5 @@
-// The memory of the stub device. Addresses rise and are never used again, and pages that nobody writes to take no
-// memory of the host: a replay of requests can take many times what the host has.
+// The memory of the stub device. Addresses increase and are never reused. Pages that are never written take no host
+// memory, so a replay can allocate many times the memory of the host.
 #pragma once
 #include <sys/mman.h>
 
@@ -33,7 +33,7 @@ inline void* take_addresses(size_t size) {
 
 inline void forget(void* address, size_t size) { madvise(address, size, MADV_DONTNEED); }
 
-// A function of the driver by its name; null if the stub does not have it.
+// Returns a function of the driver by its name, or null if the stub does not have it.
 void* driver_function(const char* name);
 
 }  // namespace device_memory

@@ -1,4 +1,4 @@
-// What torch's allocator calls of the CUDA driver for expandable segments. It looks the functions up by their names.
+// The functions of the CUDA driver that torch's allocator calls for expandable segments. Torch looks them up by name.
 #include <cuda.h>
 
 #include <cstring>
@@ -60,7 +60,7 @@ struct Entry {
   void* function;
 };
 
-// Torch demands all of these before it calls any.
+// Torch requires all of these functions before it calls any.
 const Entry entries[] = {
     {"cuDeviceGet", address_of(get_device)},
     {"cuDeviceGetAttribute", address_of(get_attribute)},

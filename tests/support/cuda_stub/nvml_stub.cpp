@@ -1,5 +1,5 @@
-// The functions of NVIDIA's management library that torch demands before it uses expandable segments. No package has
-// its header, so results are numbers, and functions that always fail do without their arguments.
+// The functions of NVIDIA's management library that torch requires before it uses expandable segments. No package has
+// its header. Results are therefore numbers, and functions that always fail have no arguments.
 namespace {
 constexpr int success = 0, not_supported = 3;
 }

@@ -1,4 +1,4 @@
-// Has torch's real caching allocator serve the requests of a training step again and again, on the stub runtime.
+// Replays the requests of a training step repeatedly with torch's real caching allocator, on the stub runtime.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/PeerToPeerAccess.h>
@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-// In no header: torch's larger CUDA library calls it when it is loaded.
+// Declared in no header; torch's larger CUDA library calls it when it is loaded.
 namespace c10::cuda::_internal {
 C10_CUDA_API void setHasPrimaryContext(bool (*)(DeviceIndex));
 }
@@ -28,7 +28,8 @@ class Step {
     }
   }
 
-  // Notes what is in use and reserved after each request. A buffer without a death lives until that of the next step.
+  // Records the bytes in use and reserved after each request. A buffer without a death is freed when its successor
+  // in the next step is allocated.
   void run(int64_t* allocated, int64_t* reserved) {
     for (int64_t row = 0; row < count_; ++row) {
       free(row);
@@ -54,7 +55,7 @@ class Step {
 
 }  // namespace
 
-// Before anything else, once.
+// Must be called once before any other function.
 extern "C" void start(int64_t total_bytes) {
   stub_set_total_bytes(total_bytes);
   c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
@@ -63,7 +64,7 @@ extern "C" void start(int64_t total_bytes) {
   cuda::init(1);
 }
 
-// The results are [steps][count]. Returns bytes that are reserved when all is over, which are 0, and -1 on errors.
+// The results are [steps][count]. Returns the bytes that are reserved at the end, which must be 0, or -1 on errors.
 extern "C" int64_t replay(int64_t steps, int64_t count, const int64_t* size, const int64_t* death,
                           int64_t resident_bytes, int64_t* allocated, int64_t* reserved) {
   try {

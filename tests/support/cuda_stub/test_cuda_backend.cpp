@@ -12,7 +12,7 @@
 #include "../cpp/check.h"
 #include "allocator_core.h"
 
-// In no header: torch's larger CUDA library calls it when it is loaded.
+// Declared in no header; torch's larger CUDA library calls it when it is loaded.
 namespace c10::cuda::_internal {
 C10_CUDA_API void setHasPrimaryContext(bool (*)(DeviceIndex));
 }
@@ -179,7 +179,7 @@ void test_side_streams() {
   CHECK(at(again) == base && stub_waits() == waits + 1 && stub_live_events() == events);
   again.clear();
   apart.clear();
-  // Delegated blocks, large enough for segments of their own: torch has to see the stream under our deleter too.
+  // Delegated blocks that are large enough for segments of their own: torch must see the stream despite our deleter.
   memo_leave();
   c10::DataPtr delegated = block(30 * mib);
   char* const address = at(delegated);
@@ -190,7 +190,7 @@ void test_side_streams() {
   stub_hold_events(0);
   c10::DataPtr last = block(30 * mib);
   CHECK(at(last) == address);
-  // An arena that goes back waits too.
+  // An arena that is freed waits too.
   memo_phase(0);
   first = block(mib);
   cuda::recordStream(first, side);

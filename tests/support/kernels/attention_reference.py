@@ -1,4 +1,4 @@
-"""Attention as the definition says it, in fp64, to compare kernels with."""
+"""Attention in fp64 by its definition, as a reference for kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_memo.kernels import AttentionBackend, AttentionSpec
 
 
 class Inputs(NamedTuple):
-    """q, k, v and the output's gradient, `[batch, heads, tokens, head_dim]`."""
+    """q, k, v and the gradient of the output, `[batch, heads, tokens, head_dim]`."""
 
     q: Tensor
     k: Tensor
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Output, log-sum-exp, and the gradients of q, k, v."""
+    """The output, the log-sum-exp, and the gradients of q, k and v."""
 
     out: Tensor
     lse: Tensor
@@ -40,7 +40,7 @@ def make_inputs(
     device: str = "cpu",
     seed: int = 0,
 ) -> Inputs:
-    """Normal tensors, laid out `[batch, tokens, heads, head_dim]` as projections give them."""
+    """Return normally distributed tensors in the memory layout of projections, `[batch, tokens, heads, head_dim]`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(queries, heads), (keys, key_heads), (keys, key_heads), (queries, heads)]
     tensors = [torch.randn(batch, tokens, n, head, generator=generator, dtype=torch.float64) for tokens, n in shapes]
@@ -48,7 +48,7 @@ def make_inputs(
 
 
 def visible(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Tensor:
-    """Which keys a query sees, bool `[batch, 1, queries, keys]`, by the rules of the spec."""
+    """Return the mask of the keys that each query sees, bool `[batch, 1, queries, keys]`."""
     i, j = torch.tensor(list(queries))[:, None], torch.tensor(list(keys))[None, :]
     seen = torch.ones(batch, len(queries), len(keys), dtype=torch.bool)
     if spec.causal:
@@ -64,7 +64,7 @@ def visible(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Ten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; zero and minus infinity for queries that see nothing."""
+    """Return output and log-sum-exp: zero and minus infinity for queries that see no key."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -75,7 +75,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None
 
 
 def reference(inputs: Inputs, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> Attended:
-    """The block's attention and gradients in fp64 on the CPU."""
+    """Return attention and gradients of a block in fp64 on the CPU."""
     q, k, v = (t.detach().to("cpu", torch.float64).requires_grad_() for t in inputs[:3])
     queries, keys = range(query_start, query_start + q.shape[2]), range(key_start, key_start + k.shape[2])
     out, lse = attention(q, k, v, visible(spec, q.shape[0], queries, keys), spec.scale)
@@ -86,7 +86,7 @@ def reference(inputs: Inputs, spec: AttentionSpec, query_start: int = 0, key_sta
 def attend(
     backend: AttentionBackend, inputs: Inputs, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
 ) -> Attended:
-    """What a back end makes of it."""
+    """Return attention and gradients as a back end computes them."""
     q, k, v, dout = inputs
     result = backend.forward(q, k, v, spec, query_start, key_start)
     grads = backend.backward(dout, q, k, v, result, spec, query_start, key_start)
@@ -94,16 +94,16 @@ def attend(
 
 
 def errors(found: Attended, expected: Attended) -> dict[str, float]:
-    """Relative error of each tensor, by norms.
+    """Return the relative error of each tensor, by norms.
 
-    Gradients of q and k vanish where a query sees one key: they count as no smaller than a tenth of all gradients.
+    Gradients of q and k vanish where a query sees one key. Their norms count as at least a tenth of all gradients.
     """
     gradients = float(sum(g.norm() ** 2 for g in expected[2:]) ** 0.5)
     result = {}
     for name, mine, truth in zip(Attended._fields, found, expected, strict=True):
         mine = mine.cpu().double()
         if name == "lse":
-            assert torch.equal(mine == -torch.inf, truth == -torch.inf)  # who sees nothing
+            assert torch.equal(mine == -torch.inf, truth == -torch.inf)  # the queries that see no key
             mine, truth = (t[truth != -torch.inf] for t in (mine, truth))
         norm = max(float(truth.norm()), gradients / 10 if name.startswith("d") else 0.0, 1e-30)
         result[name] = float((mine - truth).norm()) / norm

@@ -1,4 +1,4 @@
-"""A flash-attention kernel for the CPU."""
+"""A flash-attention kernel emulated on the CPU, according to the sources of flash kernels."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.flash_attention import BandedFlash
-from support.kernels.attention_reference import (
-    attention,
-)
+from support.kernels.attention_reference import attention
 
 
 def flash_sees(queries: int, keys: int, causal: bool, left: int, right: int) -> Tensor:
-    """What flash kernels make of flag and window, in `mha_fwd` and `set_params_fprop` of flash-attn and PyTorch."""
+    """The keys that flash kernels see for a flag and a window (`mha_fwd` and `set_params_fprop` of flash-attn)."""
     left, right = (-1 if side >= keys else side for side in (left, right))
     if causal:
         right = 0
@@ -30,7 +28,7 @@ def flash_sees(queries: int, keys: int, causal: bool, left: int, right: int) -> 
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """`[batch, tokens, heads, head_dim]` in and out."""
+    """Attention of inputs `[batch, tokens, heads, head_dim]`; the output has the same layout."""
     out, lse = attention(*(t.transpose(1, 2) for t in (q, k, v)), seen, scale)
     return out.transpose(1, 2), lse
 

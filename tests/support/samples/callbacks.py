@@ -15,7 +15,7 @@ from lightning_memo.allocator import AllocatorStats
 
 @dataclass
 class Watch(Callback):
-    """Waits for what goes on in the background, so that all runs switch at the same step, and notes the counters."""
+    """Waits for planning in the background, so that all runs switch at the same step, and records the counters."""
 
     stats: list[AllocatorStats] = field(default_factory=list)
 
@@ -29,7 +29,7 @@ class Watch(Callback):
 
 
 class Gradients(Callback):
-    """Notes the gradients of the last step, and what has found no room in the plan."""
+    """Records the gradients of the last step and the bytes that did not fit into the plan."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -10,7 +10,7 @@ TOKENS, VOCABULARY = 512, 96
 
 MIB = 2**20
 
-# Of plain training's own distance to fp64: slices round each weight gradient once more.
+# Largest distance to fp64, relative to plain training's: slices round each weight gradient once more.
 FARTHER = 1.25
 
 Batch = dict[str, Tensor]
@@ -19,7 +19,7 @@ Gradients = dict[str, Tensor]
 
 
 def make_model(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> nn.Module:
-    """A Llama, or with a window a Mistral, of six layers with grouped queries."""
+    """Return a Llama model, or a Mistral model if there is a window, of six layers with grouped queries."""
     torch.manual_seed(0)
     settings = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,

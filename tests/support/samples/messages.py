@@ -12,5 +12,5 @@ def assert_one_line(error: BaseException, *words: str) -> None:
 
 
 def imported(log):
-    """Top-level packages in the output of `-X importtime`."""
+    """Return the top-level packages in the output of `-X importtime`."""
     return {line.rpartition("|")[2].strip().partition(".")[0] for line in log.splitlines() if "|" in line}

@@ -34,7 +34,7 @@ def call_plan(rows: Rows) -> CallPlan:
 
 
 def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
-    """Layer calls are of the given classes in turns."""
+    """Return a plan whose layer calls cycle through the given classes."""
     return StoragePlan(
         tokens=TOKENS,
         call_classes=tuple(n % len(classes) for n in range(calls)),
@@ -47,7 +47,7 @@ def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
 
 
 def everything(names: list[str]) -> Rows:
-    """Every kind in every place, in eight slices; the first tokens' attention runs again."""
+    """Return rows with every kind in every place, in eight slices; attention of the first tokens is recomputed."""
     rows: Rows = {
         "input": [("keep", 0, 20), ("swap", 20, TOKENS)],
         "attention": [("swap", 16, 32), ("keep", 32, TOKENS)],
@@ -73,7 +73,7 @@ class ByKind(EngineUnderTest):
         return [product.name for product in self.profile.in_order()[1].products]
 
     def load_storage(self, *classes: Rows) -> tuple[list[int], list[int]]:
-        """Returns the bytes that each layer call is predicted to swap and to keep."""
+        """Load a plan, and return the predicted bytes that each layer call swaps and keeps."""
         profile = self.profile
         assert profile is not None
         plan = storage_plan(classes, len(profile.calls))

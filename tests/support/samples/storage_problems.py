@@ -43,7 +43,7 @@ ALWAYS = COSTS.fixed_device_bytes + COSTS.transient_device_bytes
 
 
 def rounded(unit: int) -> Any:
-    """Bytes of a plan whose ranges are aligned to `unit`."""
+    """Return a function for the bytes of a plan whose ranges are aligned to `unit`."""
 
     def of(plan: StoragePlan) -> StoredBytes:
         (stored,) = plan.calls

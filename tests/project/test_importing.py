@@ -24,7 +24,7 @@ def python(*arguments: str, folder: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=120, check=True,
+        text=True, timeout=600, check=True,
     )  # fmt: skip
     return done.stdout
 
@@ -59,3 +59,8 @@ def test_the_names_of_the_package_are_there(monkeypatch):
     assert package.__getattr__("Plan") is package.Plan
     with pytest.raises(AttributeError, match="no attribute 'Missing'"):
         _ = package.Missing
+
+
+def test_the_runtime_imports_no_lightning(tmp_path):
+    script = "import lightning_memo.runtime.training_runtime, sys; print(*sys.modules)"
+    assert not {"lightning", "pytorch_lightning"} & set(python("-c", script, folder=tmp_path).split())

@@ -1,4 +1,4 @@
-"""A plan tells the device memory of the steps that follow the profiled one."""
+"""A plan predicts the device memory of the steps after the profiled one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build() -> nn.Module:
 
 
 class PeakOfLaterSteps(Callback):
-    """Measures two steps that run by the plan; gradients live from the first into the second."""
+    """Measures the peak of two steps that run by the plan. Gradients of the first one live into the second."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -116,7 +116,7 @@ def test_a_profiler_of_the_user_leaves_an_estimate(monkeypatch):
 
 
 def test_only_the_first_step_is_metered():
-    """Where no layer is trained there is nothing to plan; others can meter."""
+    """If no layer is trained, nothing is planned, and other code can measure memory."""
 
     def frozen() -> nn.Module:
         model = build()

@@ -1,5 +1,6 @@
-"""Training with planned memory: the same numbers, every request at its place, and nothing left behind."""
+"""Planned memory serves every request at its offset, changes no result, and leaves nothing behind."""
 
+import functools
 import json
 import threading
 import warnings
@@ -29,7 +30,7 @@ def fresh_cache(monkeypatch, tmp_path):
 
 
 def run(plan_memory=True, family="llama", data=None, steps=14, strategy=None, **settings):
-    """A fit, and what its allocator counted after each batch since the plan was served."""
+    """A fit, and the allocator's counters after each batch that was served."""
     watch = Watch()
     callbacks = [*settings.pop("callbacks", ()), *([watch] if plan_memory else [])]
     memo = MemoStrategy(**{"alpha": 0.5, "plan_memory": plan_memory} | (strategy or {}))
@@ -146,7 +147,7 @@ def test_lengths_that_always_change_are_planned_for_too():
 
 
 class Failing(LanguageModel):
-    """A step in the middle fails."""
+    """Fails in a step in the middle."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 10:
@@ -166,7 +167,7 @@ def test_a_failed_step_leaves_pytorchs_allocator():
 
 
 class Skipping(LanguageModel):
-    """A step in the middle is given up in the forward."""
+    """Skips a step in the middle after a part of its forward."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx in (8, 11):
@@ -271,6 +272,19 @@ def test_a_placement_of_other_requests_is_replaced(tmp_path, monkeypatch):
     assert stats[-1].misses == 0
 
 
+@functools.cache
+def recorded():
+    """A run whose memory was planned; runs with plans made from its own do the same."""
+    return run()[0]
+
+
+@functools.cache
+def losses_and_weights():
+    """What 18 steps of its plan give without planned memory."""
+    recorded().plan.save("unplanned.json")
+    return run(plan_memory=False, strategy={"alpha": "auto", "plan": "unplanned.json"}, steps=18)[0]
+
+
 WRONG = {
     "an offset between alignments": lambda placement: placement["phases"][1]["offsets"].__setitem__(0, 1),
     "an arena that does not exist": lambda placement: placement.update(peak_bytes=2**61),
@@ -285,14 +299,14 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_plan_never_ends_training(tmp_path, monkeypatch, wrong):
-    first, _ = run()
+    first = recorded()
     document = json.loads(first.plan.to_json())
     WRONG[wrong](document["placement"])
     (tmp_path / "plan.json").write_text(json.dumps(document))
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "empty")
     strategy = {"alpha": "auto", "plan": tmp_path / "plan.json"}
     second, stats = run(strategy=strategy, steps=18)
-    assert_same(second, run(plan_memory=False, strategy=strategy, steps=18)[0])
+    assert_same(second, losses_and_weights())
     assert second.plan.placement.phases == first.plan.placement.phases
     assert (stats[-1].misses, stats[-1].bad_frees) == (0, 0)
 
@@ -370,7 +384,7 @@ def test_counters_go_to_the_logger(tmp_path):
 
 
 def test_a_process_that_ends_waits_for_the_solver(tmp_path):
-    """One that did not would be aborted when the solver comes back (status 134)."""
+    """A process that did not wait would be aborted when the solver returns (status 134)."""
     code = """
 import time, highspy, numpy
 from lightning_memo.utils.background_job import in_background
@@ -386,7 +400,7 @@ def solve():
     highs.maximize(sum(w * x for w, x in zip(rng.integers(1, 1000, 100).tolist(), chosen)))
 
 solving = []
-future = in_background(solve, "plan memory", to_its_end=True)
+future = in_background(solve, "plan memory", finish_at_exit=True)
 while not solving:
     time.sleep(0.01)
 time.sleep(0.1)
