@@ -37,7 +37,8 @@ not predicted. With FPDT's table 1: FPDT's memory, counted in hidden states and 
 (`estimate/step/resident_methods.py`: 8 and 20 hidden states, 4 GB for ZeRO). With appendix table 7: the three steps
 of the rule for alpha. With table 3: DeepSpeed's attention takes twice Megatron-LM's time
 (`estimate/request/training_methods.py`), and training waits for ZeRO's gathers. FlashAttention's first version
-takes twice the time, and so does a kernel that computes masked pairs. DeepSpeed's loss of a divided sequence keeps 14 bytes per
+takes twice the time, and
+so does a kernel that computes masked pairs. DeepSpeed's loss of a divided sequence keeps 14 bytes per
 logit, as its code shows; Megatron-LM's, which works in place, keeps 8. The rows of Megatron-LM and DeepSpeed in table
 3, and FPDT, are not part of any fit."""
 
