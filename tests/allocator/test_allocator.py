@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.compiler import needs_compiler
+from support.extras import needs_compiler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memo.allocator import FREE, MALLOC, PlannedAllocator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.compiler import needs_compiler
+from support.extras import needs_compiler
 from torch import Tensor
 
 from lightning_memo.allocator import PlannedAllocator

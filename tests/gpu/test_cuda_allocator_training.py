@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from lightning.pytorch import Callback
-from support.compiler import needs_compiler
+from support.extras import needs_compiler
 from support.families import VOCABULARY
 from support.trainer_harness import LanguageModel, Result, fit, loader
 from torch import Tensor, nn

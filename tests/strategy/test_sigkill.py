@@ -98,7 +98,7 @@ def test_kills_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     whole = fit(MemoStrategy(alpha=0.5), data=ResumableLoader(Sequences(14)), max_steps=STEPS)
     expected = {step: loss.hex() for step, loss in enumerate(whole.losses)}
     kills = runs = resumed = 0
-    while kills < KILLS:
+    while kills < KILLS or resumed < KILLS // 5:  # a kill may come before the first step of a resumed run
         folder = tmp_path / f"run {runs}"
         folder.mkdir(exist_ok=True)
         checkpoint = newest_complete(folder / "saved")
@@ -110,4 +110,3 @@ def test_kills_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert [step for step, _ in written] == list(range(step_of(checkpoint), stop)), f"seed {seed}"
         kills, runs = kills + (not over), runs + (over or stop == STEPS)
         resumed += bool(checkpoint and written)
-    assert resumed >= KILLS // 6
