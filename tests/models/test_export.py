@@ -177,7 +177,7 @@ def test_bad_input(tmp_path, capsys):
     assert "--help" in refusal(capsys, checkpoint)
     assert "no LoRA adapter" in refusal(capsys, checkpoint, out, "--merge")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    assert "not of lightning_memo.models.CausalLM" in refusal(capsys, tmp_path / "other.ckpt", out)
+    assert "not a checkpoint of lightning_memo.models.CausalLM" in refusal(capsys, tmp_path / "other.ckpt", out)
     checkpoint.write_bytes(b"not a checkpoint")
     assert "checkpoint" in refusal(capsys, checkpoint, out)
     assert not out.exists()
