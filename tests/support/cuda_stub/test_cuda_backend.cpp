@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "../cpp/check.h"
+#include "../../allocator/cpp/check.h"
 #include "allocator_core.h"
 
 // Declared in no header; torch's larger CUDA library calls it when it is loaded.
