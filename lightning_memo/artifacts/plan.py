@@ -141,5 +141,5 @@ class Plan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(
-                f"{os.fspath(path)}: not a plan: {error}; delete the file, and the next run will create it again"
+                f"{os.fspath(path)}: not a plan: {error}; delete it, and the next run will create it again"
             ) from None
