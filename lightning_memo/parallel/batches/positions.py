@@ -47,7 +47,7 @@ def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
     is_wrong, *counts = torch.cat([wrong[None].to(lengths.dtype), lengths]).tolist()  # the host waits once for all
     if is_wrong:
         raise ValueError(
-            "attention_mask has padding that is not on the right, or a row without tokens: pad on the right "
+            "attention_mask has padding that is not on the right, or a row without valid tokens: pad on the right "
             '(tokenizer.padding_side = "right")'
         )
     return None if min(counts) == valid.shape[-1] else tuple(counts)
