@@ -196,7 +196,7 @@ def test_alpha_is_lowered_where_the_device_has_no_room() -> None:
     own = ask(cluster=replace(load_cluster("a800"), device_bytes=31 * 2**30), seq_len=2**18)
     lowered = estimate(own, RING)
     assert lowered.status == "ok" and lowered.alpha is not None and 0 < lowered.alpha < 1
-    assert any(f"above alpha={lowered.alpha:.4g} the device budget of" in limit for limit in lowered.limits)
+    assert any(f"Device memory is the limit: above alpha={lowered.alpha:.4g} the" in limit for limit in lowered.limits)
     assert estimate(replace(own, alpha=lowered.alpha + 1e-4), RING).status == "oom"
     published = estimate(replace(own, constants=constants_of("a800")), RING)
     assert published.alpha in {alpha for _, alpha in PUBLISHED_ALPHAS} | {0.0}
