@@ -285,7 +285,7 @@ class MemoStrategy(DistributedStrategy):
     def _stop_engine(self) -> None:
         if self._runtime is not None:
             self._runtime.close(self.lightning_module)
-        elif self.engine is not None:
+        if self.engine is not None:  # an evaluation after the fit has an engine of its own
             self.engine.detach()
         if self.lightning_module is not None:
             callbacks = self.lightning_module.trainer.callbacks
