@@ -47,7 +47,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     both = only((tmp_path / "both" / "outputs" / "train" / "runs").iterdir())
     assert [p.name for p in (tmp_path / "both").iterdir()] == ["outputs"]
     assert len(re.findall("unigram entropy of the text", out)) == 1
-    assert err.count("compare=true compares runs in one process") == 1
+    assert err.count("compare=true needs a run in one process") == 1
 
     assert train(*settings, "name=alone", report=True)[0] == 0
     alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())

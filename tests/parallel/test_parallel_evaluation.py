@@ -237,7 +237,7 @@ def test_misuse_is_told_in_one_line() -> None:
         divided, averaging, own, positions, alibi = errors
         assert "divided this module as dp2-cp1-tp1-zero1" in divided and "dp2-cp1-tp1-zero3" in divided
         assert "WeightAveraging" in averaging and "one process" in averaging
-        assert "a forward of 32 tokens" in own and "the batches that the steps get" in own
+        assert "a forward of 32 tokens" in own and "the batches that its steps are given" in own
         assert "position_ids other than the batch's" in positions and "omit them" in positions
         assert "computes attention itself" in alibi and "train it with context_parallel_size=1" in alibi
         assert not any("\n" in error for error in errors)
