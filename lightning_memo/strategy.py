@@ -40,8 +40,8 @@ class MemoStrategy(DistributedStrategy):
     `import lightning_memo`. The first batch is profiled, and a plan is made from it. For a fraction alpha of the
     tokens, each layer's activations are then copied to host memory while later layers compute, and copied back before
     the backward pass needs them. For the other tokens they are recomputed, except those of attention (MEMO). Gradients
-    are those of plain training. The LightningModule stays as it is; its model may be built in `__init__` or in
-    `configure_model`.
+    match those of plain training up to rounding. The LightningModule stays as it is; its model may be built in
+    `__init__` or in `configure_model`.
 
     With several processes (`Trainer(devices=8)`, torchrun, SLURM), their number is the product of the data, context
     and tensor parallel sizes. The data loader gives whole batches. Each process keeps its part of the tokens, and the
@@ -52,10 +52,9 @@ class MemoStrategy(DistributedStrategy):
             divided by the other sizes.
         context_parallel_size: Number of processes that share the tokens of a sequence.
         tensor_parallel_size: Number of processes that share the weights of each layer.
-        zero_stage: What processes with the same weights shard (ZeRO, by FSDP2): 0 shards nothing, 1 the optimizer
-            state, 2 also the gradients, 3 also the parameters.
-        context_parallel_method: How attention crosses processes: "ring", "ulysses" (all-to-all), or "usp" (Ulysses
-            inside of rings).
+        zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+        context_parallel_method: How attention communicates between processes: "ring", "ulysses" (all-to-all), or "usp"
+            (Ulysses inside of rings).
         ulysses_size: With "usp", number of processes in each all-to-all. "auto" is as many as the heads allow.
         sequence_parallel: Whether tensor-parallel processes also share the tokens between the blocks of a layer
             (Megatron's sequence parallelism).
@@ -75,11 +74,12 @@ class MemoStrategy(DistributedStrategy):
             free space.
         slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
             only.
-        host_backed: What else is kept on the host. With "attention", slices are swapped one by one, and attention
-            reads the keys and values of earlier slices from the host in blocks, so that a layer works on no more than
-            `slice_tokens` at once (FPDT). With "all", the gradients of keys and values and the hidden states between
-            layers are on the host, too. With "none", nothing else is. "auto" is "attention" if `slice_tokens` is set
-            and attention is causal.
+        host_backed: What is kept on the host in addition to swapped activations:
+            "none": nothing else.
+            "attention": keys and values. Slices are swapped one by one, and attention reads the keys and values of
+            earlier slices from the host in blocks, so that a layer works on at most `slice_tokens` at once (FPDT).
+            "all": also the gradients of keys and values, and the hidden states between layers.
+            "auto": "attention" if `slice_tokens` is set and attention is causal, otherwise "none".
         storage: How a plan selects the activations to swap. "alpha" swaps a fraction of the tokens. "kinds" solves a
             linear program over kinds of tensors, which may also store single matrix products, keep some on the device,
             or run attention again instead of storing its output.
@@ -98,7 +98,7 @@ class MemoStrategy(DistributedStrategy):
             device. If they differ, the run ends with a `RestoredError` that names the layer, tensor and tokens, and
             counts NaN and Inf values. Everything that the engine moves is checked; weights and optimizer state are
             not. Results are unchanged, but steps are slower. For debugging.
-        test_mode: Random delays and poisoned buffers, which reveal copy races. Slow; for tests.
+        test_mode: Random delays of copies and poisoned buffers (filled with NaN), which reveal races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
         process_group_backend: Backend of `torch.distributed`. `None` is NCCL on GPUs and gloo on CPUs.
 

@@ -27,9 +27,9 @@ def reserved(report: Report) -> str:
         rows = [[name, format_bytes(size), f"{size / arena:.2f}"] for name, size in peaks.items()]
         bound = "equal to" if arena == row["lower_bound_bytes"] else "larger than"
         step = (
-            f"The recorded step `{row['trace']}` makes {row['requests']:,} memory requests, which are replayed on a "
-            f"stub of the CUDA runtime (torch\n{report['libc10_cuda']}). The size of the arena is {bound} the lower "
-            "bound."
+            f"A recorded step (`{row['trace']}`, {row['requests']:,} memory requests) is replayed through PyTorch's "
+            f"allocator (torch {report['libc10_cuda']})\non a stub of the CUDA runtime, so no GPU is needed. The size "
+            f"of the arena is {bound} the lower bound."
         )
         parts += [step, table(["", "bytes reserved", "relative to the arena"], rows)]
     title = "**Memory that PyTorch's allocator reserves for one step, compared with the planned arena**"

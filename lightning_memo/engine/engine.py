@@ -65,18 +65,19 @@ class Engine:
         model: The module that contains `layers`. Its Hugging Face attention, if any, is directed to the engine while
             the engine is attached.
         layers: Layers that run one after the other, each on the output of the one before.
-        device: Where the layers run.
-        settings: The settings that are requested.
-        sharing: The processes that share the tokens of a batch; by default this process holds all of them.
+        device: Device on which the layers run.
+        settings: Engine settings, such as slice length and schedule.
+        sharing: How the tokens of a batch are divided over processes. By default, this process holds all tokens.
 
     Attributes:
         profile: The profile of the running or the last step; `None` if that step ran by a plan.
         swap: The plan; `None` before the first step.
         memory: The memory of the plan; `None` if the plan swaps nothing.
         layer_classes: The traits of the layers.
-        on_mark: Called with the number of a layer call and the name of what begins or ends.
-        before_layer: Called before each forward and backward of a layer; may raise to end the step.
-        resting: Names of compiled modules that run as they were written while the engine is attached.
+        on_mark: Callback for events of layer calls: receives the call number and the event name, for example
+            "forward_begin".
+        before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
+        resting: Names of modules compiled with `torch.compile` that run uncompiled while the engine is attached.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Engine:
     # ---- life
 
     def attach(self) -> None:
-        """Replace the forward of the layers by the engine's."""
+        """Replace the forward methods of the layers with the engine's."""
         longest, current = self.settings.slice_tokens or 1, self.sharing.current_layout
         self.resting, self._undo = rest_compiled(self._model, self.layers)
         for layer in self.layers:
@@ -129,7 +130,7 @@ class Engine:
             self._undo.append(replace_forward(find_causal_lm(self._model), SlicedModel(self, longest)))
 
     def detach(self) -> None:
-        """Leave the model as it was, and give all memory back."""
+        """Restore the model, and release all memory."""
         while self._undo:
             self._undo.pop()()
         self.unload()
@@ -168,7 +169,7 @@ class Engine:
         self.swap = self.memory = self.profile = self._reader = None
 
     def reset(self) -> None:
-        """Give back whatever an interrupted step still holds."""
+        """Release everything that an interrupted step still holds."""
         self.offload_groups.release()
         if self.memory is not None:
             self.memory.abandon()
@@ -332,11 +333,11 @@ class Engine:
         return self.attention.streamed(slices, self._reader, host, layer)
 
     def mark(self, key: int, name: str, subject: Subject) -> None:
-        """Report that a layer call begins or ends something.
+        """Report an event of a layer call.
 
         Args:
             key: Number of the call among those that are alive.
-            name: What begins or ends, for example "forward_begin".
+            name: Name of the event, for example "forward_begin".
             subject: The position of the layer, which calls for several slices of a sequence share, and the slice if the
                 call is for one.
         """

@@ -53,7 +53,7 @@ class Processes:
     Attributes:
         sizes: Data, context and tensor parallel sizes.
         mesh: Device mesh `(data_parallel, context_parallel, tensor_parallel)`.
-        ranks: Ranks with which plans are agreed.
+        ranks: Ranks that must use the same plan.
         data_rank: Data-parallel rank of this process, below `sizes.data`.
         context_groups: Process groups of context-parallel attention; `None` without context parallelism and before
             :meth:`prepare_batches`.

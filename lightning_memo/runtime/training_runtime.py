@@ -79,7 +79,7 @@ class TrainingRuntime:
         return self._planner.plan
 
     def start(self, resumed_plan: str | None = None) -> None:
-        """Training starts.
+        """Prepare for training: load a plan or start without one, and compile the allocator in the background.
 
         Args:
             resumed_plan: The plan in the checkpoint from which the run is resumed, as JSON; `None` if there is none.
@@ -92,7 +92,7 @@ class TrainingRuntime:
             self.memory.start()
 
     def begin_batch(self) -> None:
-        """A training batch begins."""
+        """Begin a training batch."""
         self._planner.begin_batch()
         if self.memory is not None:
             self.memory.marks.begin_batch()
@@ -104,7 +104,7 @@ class TrainingRuntime:
         return self._retry.forward(forward)
 
     def before_backward(self, loss: Tensor) -> None:
-        """The backward of a loss is about to begin."""
+        """Prepare for the backward pass of a loss."""
         self._planner.before_backward()
         if self.memory is not None:
             self.memory.marks.before_backward(loss)
@@ -116,7 +116,7 @@ class TrainingRuntime:
         return self._retry.backward(backward)
 
     def after_backward(self) -> None:
-        """The backward is over."""
+        """Finish the backward pass."""
         self._planner.after_backward()
         if self.memory is not None:
             self.memory.marks.after_backward()
@@ -128,14 +128,17 @@ class TrainingRuntime:
         return self._retry.step(closure)
 
     def abandon_batch(self) -> None:
-        """The current batch does not go on. Checkpoints get the random state from its beginning."""
+        """Stop in the middle of a batch.
+
+        Checkpoints saved after this contain the random state from before the batch.
+        """
         self._retry.rewind()
 
     def end_batch(self) -> None:
-        """A training batch is over, and so is its optimizer step, if there is one.
+        """Finish a batch and, if one ran, its optimizer step. Makes the plan after the profiled step.
 
         Raises:
-            ValueError: There is no plan within the budget.
+            ValueError: No plan fits the budget.
         """
         if self._host is not None:
             self._host.end_batch(self._run.batch)
@@ -146,13 +149,13 @@ class TrainingRuntime:
             self._device.end_batch()
 
     def fail(self) -> None:
-        """Training ends with an exception: stop what is measured."""
+        """Stop all measurements after an exception."""
         self._planner.fail()
         if self._device is not None:
             self._device.fail()
 
     def end_training(self, model: nn.Module | None) -> None:
-        """The last batch is over: give the memory of steps back to PyTorch's allocator.
+        """End training after the last batch: return the planned memory to PyTorch's allocator.
 
         Args:
             model: The trained model, whose gradients leave the arena.
@@ -161,7 +164,7 @@ class TrainingRuntime:
             self.memory.close(model)
 
     def close(self, model: nn.Module | None) -> None:
-        """Leave the model as it was before, and give all memory back.
+        """Restore the model, and release all memory.
 
         Args:
             model: The trained model, whose gradients leave the arena.

@@ -14,7 +14,7 @@ from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.shapes.model_shape import ModelShape
 
 Status = Literal["ok", "oom", "oohm"]
-"""Whether the training fits ("ok"), or the device ("oom") or the host ("oohm") is out of memory."""
+"""Whether training fits ("ok"), the device is out of memory ("oom"), or the host is out of memory ("oohm")."""
 
 Method = Literal["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
 
@@ -24,11 +24,23 @@ class Question:
     """A training to estimate: model, cluster, method and batch, without the parallelism."""
 
     shape: ModelShape
+    """Sizes of the model."""
+
     cluster: Cluster
+    """GPUs, hosts and links."""
+
     constants: Constants
+    """Calibrated constants of the estimate, such as efficiencies."""
+
     method: Method
+    """Training method to estimate."""
+
     gpus: int
+    """Number of GPUs of the run."""
+
     seq_len: int
+    """Tokens per sequence."""
+
     batch_size: int
     """Sequences per optimizer step, over all devices."""
 
@@ -58,15 +70,29 @@ class Estimate:
     """Prediction for a question. If the status is not "ok", times are None, and sizes are what would be needed."""
 
     status: Status
+    """Whether training fits, or which memory is too small."""
+
     method: Method
+    """Method of the question."""
+
     model: str
+    """Name of the model."""
+
     seq_len: int
+    """Tokens per sequence."""
+
     gpus: int
+    """Number of GPUs of the run."""
+
     parallel: Parallelism
+    """Parallel sizes of the estimate."""
+
     alpha: float | None
     """Fraction of the tokens whose activations are swapped, or None if the method does not swap."""
 
     step_seconds: float | None
+    """Time of an optimizer step."""
+
     mfu: float | None
     """Model FLOPs utilization in percent: causal attention, without recomputation."""
 
@@ -74,6 +100,8 @@ class Estimate:
     """Hardware FLOPs utilization in percent: including recomputation."""
 
     tokens_per_gpu_per_second: float | None
+    """Tokens per second, divided by the number of GPUs."""
+
     device_bytes: dict[str, int]
     """Memory of the fullest device by category, with the sum as "total"."""
 

@@ -41,13 +41,13 @@ def plan_swap(
     Args:
         costs: Measured costs of all layer calls that are alive at once.
         budget: Device and host bytes of this process.
-        fingerprint: Run on which the costs were measured.
+        fingerprint: Identifies the run, so that a saved plan is reused only for an equal one.
         alpha: "auto", or a fraction of the tokens.
         schedule: Order in which the slices run.
         slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
         slot_bytes: Returns the exact host bytes of one layer call for an alpha, alignment included; must not decrease
             with alpha.
-        allowed: The only fractions that the layers support; None for all.
+        allowed: Fractions that the layers support; None if they support all.
         may_be_plain: Whether plain training may be chosen. It may not if it does not fit on another process.
         host_backed: Tensors that live on the host, see `lightning_memo.artifacts.swap_plan.SwapPlan`.
         streamed_bytes: Returns the exact bytes for an alpha if `host_backed` is not "none". `slot_bytes` is not
@@ -133,7 +133,10 @@ def _feasible_alpha(feasibility: Feasibility, limit: float, allowed: tuple[float
 
 
 def _fitting_tokens(feasibility: Feasibility, most: int) -> int | None:
-    """Largest number of tokens up to `most` that can be swapped; None if not even 0. Slots grow with the tokens."""
+    """Largest number of tokens up to `most` that can be swapped. None if not even zero tokens fit.
+
+    Slots grow with the tokens.
+    """
 
     def too_many(count: int) -> bool:
         alpha = count / feasibility.costs.tokens
