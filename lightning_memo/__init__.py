@@ -18,11 +18,14 @@ __all__ = ["MemoStrategy", "Plan"]
 __version__ = "0.1.0"
 
 _LAZY = {"MemoStrategy": "lightning_memo.strategy", "Plan": "lightning_memo.artifacts.plan"}
+_PACKAGES = {"callbacks", "config", "data", "engine", "estimate", "kernels", "models", "planner", "strategy"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -34,4 +37,5 @@ def _memo_strategy(**settings: Any) -> "MemoStrategy":
 
 @wrapt.when_imported("lightning.pytorch.strategies")  # at once, if Lightning is imported already
 def _register(strategies: ModuleType) -> None:
-    strategies.StrategyRegistry.register("memo", _memo_strategy, "Token-wise swapping and recomputation of activations")
+    description = "Token-wise swapping and recomputation of activations"
+    strategies.StrategyRegistry.register("memo", _memo_strategy, description, override=True)  # for a reload

@@ -57,6 +57,10 @@ def start_engine(
             processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
         )
     engine = Engine(model, list(layers), device, settings, sharing)
-    engine.attach()
-    warn_of_uncompiled(engine.resting)
+    try:
+        engine.attach()
+        warn_of_uncompiled(engine.resting)
+    except BaseException:
+        engine.detach()  # the caller has no engine yet, and the model has to be as before
+        raise
     return engine

@@ -50,7 +50,6 @@ class TrainingRuntime:
         alone = processes is None
         self.engine = engine
         self._attached = contextlib.ExitStack()
-        self._chunk_loss(model, config, processes)
         self._run = run
         self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
         self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
@@ -59,6 +58,7 @@ class TrainingRuntime:
         self._host = HostMemoryWatch(engine, self._planner) if alone else None
         budgeted = config.device_memory is not None
         self._device = DeviceMemoryWatch(engine, self._planner, run) if budgeted else None
+        self._chunk_loss(model, config, processes)
 
     def _chunk_loss(self, model: nn.Module, config: MemoConfig, processes: Processes | None) -> None:
         if config.loss_chunk_tokens is None:

@@ -317,7 +317,10 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["+cluster.price=1"], ["cluster.price"]),
         (["model.lora.r=-8"], ["model.lora.r=-8", "0 to train all weights"]),
         (["model.lora.r=8", "model.lora.lora_dropout=0.1"], ["model.lora.lora_dropout=0.1", "set it to 0"]),
-        (["model.lora.r=8", "model.lora.target_modules=[q]"], ["model.lora.target_modules: unknown module q", "q_proj", "all-linear"]),
+        (
+            ["model.lora.r=8", "model.lora.target_modules=[q]"],
+            ["model.lora.target_modules: unknown module q", "q_proj", "all-linear"],
+        ),
         (["model.lora.r=8", "+model.lora.use_dora=true"], ["model.lora.use_dora", "remove it"]),
         (["model=gpt_7b", "model.lora.r=8"], ["model: adapters", "Llama", "r to 0"]),
         (["method=megatron", "model.lora.r=8"], ["method=megatron", "train all weights", "model.lora.r=0"]),

@@ -11,8 +11,8 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 from support.harness import EngineUnderTest
-from support.samples.training_bytes import slot_bytes_by_alpha, step_bytes
 from support.trainer_harness import batches, make_trainer
+from support.training_bytes import slot_bytes_by_alpha, step_bytes
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts

@@ -478,6 +478,14 @@ def test_exception_leaves_process_and_model_usable(family, place, step):
     assert_as_plain(fit(MemoStrategy(alpha=alpha), LanguageModel(family)), plain(LanguageModel(family)), alpha)
 
 
+def test_a_refused_model_is_left_as_it_was():
+    module = LanguageModel("block_dropout")
+    own = forwards(module)
+    with pytest.raises(ValueError, match="has none: use schedule"):
+        fit(MemoStrategy(schedule="slice", slice_tokens=8), module)
+    assert forwards(module) == own
+
+
 def test_keyboard_interrupt():
     """Ctrl+C stops the copies, and gives the model back."""
 
