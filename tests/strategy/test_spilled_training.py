@@ -66,7 +66,7 @@ def test_a_saved_plan_is_used_where_the_disk_has_room(disk: Path) -> None:
     needs = format_bytes(made.plan.swap.spill_bytes)
     with (
         pytest.warns(UserWarning, match=f"profiled: it spills {needs} to the disk, and 1.0 KiB is available"),
-        pytest.raises(ValueError, match=r"and the disk 1.0 KiB: set a smaller alpha"),
+        pytest.raises(ValueError, match=r"plus 1.0 KiB of disk: set a smaller alpha"),
     ):
         train(plan="memo_plan.json", spill_memory="1KiB", **settings)
 
