@@ -238,8 +238,8 @@ def test_a_cached_plan_that_is_none_is_ignored_with_one_line(fresh_cache, spoil)
         path.write_text(json.dumps(document))
     with pytest.warns(UserWarning, match="ignoring the cached memory plan and planning memory again") as caught:
         second, stats = run()
-    assert sum("cached plan" in str(warning.message) for warning in caught) == 1
-    assert all("\n" not in str(w.message) for w in caught if "cached plan" in str(w.message))
+    assert sum("cached memory plan" in str(warning.message) for warning in caught) == 1
+    assert all("\n" not in str(w.message) for w in caught if "cached memory plan" in str(w.message))
     assert_same(first, second)
     assert_all_hit(stats)
     assert Plan.load(path) == second.plan

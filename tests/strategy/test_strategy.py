@@ -765,7 +765,7 @@ def test_model_is_left_as_it_was(family):
     around_the_loss = 0 if family == "block_dropout" else 2  # a Hugging Face model's head, and the norm before it
     assert len(set(during.forwards) - own) == 4 + around_the_loss
     assert during.threads == ["offload", "prefetch"]
-    assert (during.attention == "lightning_memo") == (attention is not None)
+    assert str(during.attention).startswith("lightning_memo") == (attention is not None)
     assert vars(layers[0]).pop("forward") is mine
     assert set(forwards(module)) == own
     assert getattr(getattr(module.model, "config", None), "_attn_implementation", None) == attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +21,12 @@ def load(name: str) -> Any:
 
 @contextlib.contextmanager
 def benchmark_modules() -> Iterator[None]:
-    """Make the modules importable in the context, and remove them from `sys.modules` afterwards."""
-    known = set(sys.modules)
+    """Make the modules importable in the context; remove them, and their handler of SIGTERM, afterwards."""
+    known, handler = set(sys.modules), signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         yield
+    signal.signal(signal.SIGTERM, handler)
     for name in set(sys.modules) - known:
         if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
