@@ -1,4 +1,4 @@
-"""Checks that the model can run by the engine, before it does."""
+"""Checks, before training starts, that the engine can run the model."""
 
 from __future__ import annotations
 

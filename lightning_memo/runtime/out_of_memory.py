@@ -20,7 +20,7 @@ T = TypeVar("T")
 _SHRUNK_SHARE: Final = 0.9  # of the device memory that a too large plan expected to use
 _ADVICE: Final = (
     "shorten the sequence or the batch, set slice_tokens (host_backed='all' takes the least), or lower "
-    "loss_chunk_tokens; python -m lightning_memo.estimate tells what fits"
+    "loss_chunk_tokens; python -m lightning_memo.estimate shows what fits"
 )
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people write them.
+"""Reads and writes sizes, durations and numbers with units.
 
 Pure: imports neither torch nor Lightning.
 """

@@ -1,4 +1,4 @@
-"""Tells mistakes in settings and input, which a user can correct, from bugs."""
+"""Distinguishes mistakes in settings and input, which a user can correct, from bugs."""
 
 from __future__ import annotations
 

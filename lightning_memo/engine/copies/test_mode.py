@@ -1,4 +1,4 @@
-"""The engine's test mode, which reveals copy races by random delays and poisoned buffers."""
+"""The engine's test mode, which reveals copy races with random delays and poisoned buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast around computations that PyTorch does not see as one: kernels called directly, and forwards run again."""
+"""Applies autocast where PyTorch does not: to kernels that are called directly, and to recomputed forwards."""
 
 from __future__ import annotations
 

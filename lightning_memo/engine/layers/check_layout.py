@@ -1,4 +1,4 @@
-"""Checks that layers run on the batch that was divided over processes, cut into the slices it was laid out for."""
+"""Checks that layers get the batch that was divided over processes, cut into the slices of its layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the calls of layers ask of the engine that runs them."""
+"""The part of the engine that layer calls use, as a Protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings with which layers are asked to run, before any of them has been probed."""
+"""The engine settings that were requested, before the layers have been probed."""
 
 from __future__ import annotations
 

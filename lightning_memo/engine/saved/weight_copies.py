@@ -1,4 +1,4 @@
-"""Autocast's copies of weights, of which a graph would hold 2 bytes per weight from the forward to the backward.
+"""Autocast's copies of weights. A graph would hold them, 2 bytes per weight, from the forward to the backward.
 
 Note: [Copies of frozen weights]
 The copy of a trained weight has a history that shows of which weight it was made. The copy of a frozen weight has no

@@ -1,4 +1,4 @@
-"""What the schedule "slice" asks of the engine that runs the model's layers."""
+"""The part of the engine that the schedule "slice" uses, as a Protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backward of an attention call needs."""
+"""The tensors and settings that the backward of an attention call needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The question, which is a training to estimate, and the estimate that answers it."""
+"""An estimate request, which describes a training run, and its result."""
 
 from __future__ import annotations
 

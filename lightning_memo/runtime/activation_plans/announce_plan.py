@@ -1,4 +1,4 @@
-"""What the user reads about a new plan."""
+"""Prints a new plan, and warns if it exceeds a budget."""
 
 from __future__ import annotations
 

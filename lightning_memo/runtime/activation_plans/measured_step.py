@@ -1,4 +1,4 @@
-"""What is known of a profiled step when its plan is made."""
+"""The measurements of a profiled step from which its plan is made."""
 
 from __future__ import annotations
 
