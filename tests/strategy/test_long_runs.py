@@ -26,6 +26,7 @@ from support.families import PlainBlock, PlainModel, make_batch
 from support.processes import forking
 from support.trainer_harness import LanguageModel, fit
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
@@ -59,7 +60,8 @@ def held(trainer: Trainer) -> Held:
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in gc.get_objects()
-        if issubclass(type(t), Tensor) and t.layout == torch.strided
+        # Fake tensors, which tests before may have left in PyTorch's caches, have no memory.
+        if issubclass(type(t), Tensor) and not issubclass(type(t), FakeTensor) and t.layout == torch.strided
     }
     return Held(
         rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
