@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,6 @@ from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange
-
-
-class SliceKeysValues(Protocol):
-    """Provides the keys and values of a slice, each `[batch, heads, tokens, head_dim]`."""
-
-    def peek(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values while the forward is running."""
-        ...
-
-    def load(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values in the backward."""
-        ...
-
-    def end_forward(self) -> None:
-        """End the layer's forward: `peek` will not be called again."""
-        ...
 
 
 class SlicedAttention:
