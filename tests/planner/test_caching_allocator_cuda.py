@@ -6,22 +6,18 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from lightning.pytorch import Callback
 from support import warm
 from support.cuda_stub.real_allocator import Replay
 from support.cuda_stub.real_allocator import replay as replay_real
 from support.paths import ROOT
-from support.trainer_harness import LanguageModel, fit, loader
+from support.samples.plans import record_step
 
-from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement.caching_allocator import replay
-from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 
 FETCHED = ROOT / ".cuda"
@@ -71,19 +67,7 @@ def random_trace(rng: np.random.Generator) -> Trace:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A recorded training step, unchanged and with the sizes of larger models."""
-
-    class Wait(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            deadline = time.monotonic() + 120
-            while trainer.strategy.memory.busy and time.monotonic() < deadline:
-                time.sleep(0.002)
-
-    strategy = MemoStrategy(alpha=0.5)
-    folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "cache_folder", lambda: folder / "plans")
-        fit(strategy, LanguageModel("llama"), loader(32), max_steps=10, callbacks=[Wait()], default_root_dir=folder)
-    trace = strategy.memory.trace
+    trace = record_step(tmp_path_factory.mktemp("run")).memory.trace
     return [replace(trace, size=trace.size * times) for times in (1, 100, 1_000, 10_000)]
 
 

@@ -6,25 +6,20 @@ import base64
 import hashlib
 import json
 import re
-import time
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from lightning.pytorch import Callback
 from PIL import Image
-from support.samples.plans import small_step, step_of
-from support.trainer_harness import LanguageModel, fit, loader
+from support.samples.plans import record_step, small_step, step_of
 
-from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.buffer_placement import PhasePlacement
 from lightning_memo.artifacts.trace import NEVER
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.reports.memory_page import memory_page
 from lightning_memo.reports.memory_pictures import memory_curve, memory_map
 from lightning_memo.reports.memory_step import PHASE_COLORS, request_offsets
-from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 NASTY = ("</script><script>alert(1)</script>", "<b onclick=x>&amp;\"'", "$x^{$ \u2028 %s {0}")
 EVERY = [memory_map, memory_curve, memory_page]
@@ -36,18 +31,7 @@ each_picture = pytest.mark.parametrize("draw", EVERY, ids=lambda draw: draw.__na
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """The trace and the placement of a step of training."""
-
-    class Wait(Callback):
-        def on_train_batch_end(self, trainer, *args):
-            deadline = time.monotonic() + 120
-            while trainer.strategy.memory.busy and time.monotonic() < deadline:
-                time.sleep(0.002)
-
-    strategy = MemoStrategy(alpha=0.5)
-    folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "cache_folder", lambda: folder / "plans")
-        fit(strategy, LanguageModel("llama"), loader(32), max_steps=10, callbacks=[Wait()], default_root_dir=folder)
+    strategy = record_step(tmp_path_factory.mktemp("run"))
     return strategy.memory.trace, strategy.plan.placement
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
 
+from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.trace import NEVER, Trace
+from lightning_memo.runtime.memory_plans import memory_planner as planning
+from support.trainer_harness import LanguageModel, fit, loader
 
 GIB = 2**30
 
@@ -116,3 +124,19 @@ def small_step(phases=("input", "layer 0 forward", "backward", "layer 0 backward
         ],
         phases,
     )
+
+
+def record_step(folder: Path) -> MemoStrategy:
+    """Train until memory is planned; the strategy has the trace and the placement of a step."""
+
+    class Wait(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            deadline = time.monotonic() + 120
+            while trainer.strategy.memory.busy and time.monotonic() < deadline:
+                time.sleep(0.002)
+
+    strategy = MemoStrategy(alpha=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "cache_folder", lambda: folder / "plans")
+        fit(strategy, LanguageModel("llama"), loader(32), max_steps=10, callbacks=[Wait()], default_root_dir=folder)
+    return strategy
