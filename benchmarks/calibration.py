@@ -27,7 +27,7 @@ from lightning_memo.estimate.calibration.fitting import LayerMeasurement, fit
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.planner.alpha.step_time import steady
 from lightning_memo.utils.files import replacing

@@ -24,7 +24,7 @@ from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.estimate.command import answer
 from lightning_memo.estimate.parallelism_search import search
 from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
-from lightning_memo.estimate.request.question import Estimate
+from lightning_memo.estimate.request.estimate_request import Estimate
 from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes

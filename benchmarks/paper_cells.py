@@ -12,7 +12,7 @@ from typing import Any
 from lightning_memo.estimate.inputs.constants import constants_of
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.request.question import Estimate, Method, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Method, Question
 from lightning_memo.estimate.step.device_bytes import model_state_bytes
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate

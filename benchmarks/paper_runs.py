@@ -10,7 +10,7 @@ from paper_cells import CORRECTED, Cell, appendix, question, rows
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.parallelism_search import Ranking, search
-from lightning_memo.estimate.request.question import Estimate, Method
+from lightning_memo.estimate.request.estimate_request import Estimate, Method
 from lightning_memo.estimate.step.step_estimate import estimate
 
 PEERS: Final[dict[str, Method]] = {"Memo": "memo", "Mega": "megatron", "DS": "deepspeed_ulysses"}

@@ -38,7 +38,7 @@ from rich.text import Text
 from lightning_memo.planner.placement import Placement, Problem, heuristics, place, validate
 from lightning_memo.planner.placement.csv_tables import ProblemTable, read_problem
 from lightning_memo.planner.placement.placement_core import available_library, load_library, opened
-from lightning_memo.planner.placement.sections import section
+from lightning_memo.planner.placement.time_sections import section
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.native_build import BuildError
 

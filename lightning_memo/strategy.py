@@ -26,7 +26,7 @@ from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.memory.spill_file import open_unnamed
 from lightning_memo.kernels.select_kernel import check_available
-from lightning_memo.parallel.rank_groups import explain_lost_process
+from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.start_engine import start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime

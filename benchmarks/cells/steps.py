@@ -17,7 +17,7 @@ from typing_extensions import override
 from cells import activity
 from cells.cell import Effort, Result
 from cells.memory import begin_peaks, of_device
-from lightning_memo.engine.copies.clock import Clock, Moment
+from lightning_memo.engine.copies.device_clock import Clock, Moment
 
 Stage = Literal["prime", "settling", "warmup", "timed", "observed"]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 
 from lightning_memo.utils import native_build as native
+
+SOURCE_FOLDER: Final = Path(__file__).parent / "csrc"
 
 MALLOC: Final = 0
 FREE: Final = 1
@@ -75,7 +78,7 @@ class AllocatorLibrary:
 
     def __init__(self, device_type: str) -> None:
         name = f"allocator_{device_type}"
-        sources = [native.SOURCE_FOLDER / f"{name}.cpp"]
+        sources = [SOURCE_FOLDER / f"{name}.cpp"]
         if device_type == "cuda" and torch.version.cuda is None:
             raise native.BuildError(f"torch {torch.__version__} is built without CUDA: install a build with CUDA")
         flags = native.torch_flags(cuda=device_type == "cuda")

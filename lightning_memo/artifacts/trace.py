@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 from lightning_memo.utils.files import replacing
 
 NEVER: Final = -1

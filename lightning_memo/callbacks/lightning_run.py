@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class LightningRun:
-    """Implements :class:`~lightning_memo.runtime.training_run.TrainingRun` for a `Trainer`.
+    """Implements :class:`~lightning_memo.runtime.training_run_protocol.TrainingRun` for a `Trainer`.
 
     Args:
         trainer: The trainer. Values are read when they are asked for, because callbacks may change them.

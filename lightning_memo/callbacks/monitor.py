@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.shapes.hf_config import shape_of
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.find_layers import find_hugging_face
@@ -52,7 +52,7 @@ class Monitor(Callback):
         self._shape: ModelShape | None = None
         self._trained = 1.0
         self._window = _Window()
-        self._recorder: StepRecorder | None = None
+        self._recorder: TimelineRecorder | None = None
         self._step = 0
         self._paused = 0.0
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.artifacts.timeline import Timeline
-from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.reports.schedule_picture import draw_schedule
 from lightning_memo.reports.schedule_trace import write_trace
 
@@ -44,7 +44,7 @@ class ScheduleRecorder(Callback):
         self.timeline: Timeline | None = None
         self._given_step, self._given_folder = step, folder
         self._step = step or 0
-        self._recorder: StepRecorder | None = None
+        self._recorder: TimelineRecorder | None = None
         self._folder = Path()
         self._first_step = 0
         self._written = False

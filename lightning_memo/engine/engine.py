@@ -17,37 +17,37 @@ from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
-from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
-from lightning_memo.engine.forward.activation_checkpointing import refuse_layer_in_backward
+from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.layers.alive_calls import AliveCalls
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_layer_in_backward
 from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
-from lightning_memo.engine.layers.check_layout import check_bounds, divided_by_slices
+from lightning_memo.engine.layers.check_token_layout import check_bounds, divided_by_slices
 from lightning_memo.engine.layers.layer_run import run_of_call
+from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.plan_limits import PlanLimits
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.layers.storage_slices import stored_slices
+from lightning_memo.engine.layers.storage_plan_slices import stored_slices
 from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.modules.disable_compile import rest_compiled
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forward
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.lazy_inputs import attach_lazy_inputs
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.modules.rotary_tables import attach_rotary
-from lightning_memo.engine.modules.torch_compile import rest_compiled
-from lightning_memo.engine.saved.offload_group import OffloadGroups
-from lightning_memo.engine.saved.parked_arguments import parkable
-from lightning_memo.engine.sequence.layer_calls import find_causal_lm, run_slice
-from lightning_memo.engine.sequence.sequence_run import SequenceRun
-from lightning_memo.engine.sequence.sliced_model import SlicedModel
+from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
+from lightning_memo.engine.saved_tensors.parked_arguments import parkable
+from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
+from lightning_memo.engine.sliced_model.sliced_layer_calls import find_causal_lm, run_slice
+from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
 from lightning_memo.engine.slices.slice_schedules import run_layer_schedule, run_nested, run_without_backward
 from lightning_memo.engine.slot_allocation import allocate_slots, open_reader, why_made_for_others
-from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
+from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
 
 _LAYER_CLASSES = 4
@@ -98,14 +98,14 @@ class Engine:
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self.before_layer: Callable[[], None] | None = None
-        self.recorder = StepRecorder(device)
+        self.recorder = TimelineRecorder(device)
         self.cutter = SequenceCutter(self.sharing, self.settings)
         self.attention = AttentionSelector(
             self.settings.attention, self.sharing.context, self.cutter.outside, self.sharing.ranks
         )
         self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings)
         self.limits = PlanLimits(self.settings)
-        self.calls = AliveCalls()
+        self.calls = PendingCalls()
         self.offload_groups = OffloadGroups()
         self.sequence: SequenceRun | None = None
         self.parked: list[SavedBytes] = []  # arguments of the first slice that wait on the host
@@ -217,9 +217,9 @@ class Engine:
     def streamed_bytes(
         self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
     ) -> StreamedBytes:
-        """Return the memory of a plan by which every slice has a slot of its own; see :func:`streamed_sizes`."""
+        """Return the memory of a plan by which every slice has a slot of its own; see :func:`host_backed_sizes`."""
         gradient_bytes = max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in self.layer_classes)
-        return streamed_sizes(
+        return host_backed_sizes(
             calls, slices, host_backed, gradient_bytes=gradient_bytes, block_tokens=self.attention.block_tokens,
             schedule=self.layer_classes.schedule, shared=self.parked,
         )  # fmt: skip

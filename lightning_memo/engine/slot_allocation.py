@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.engine.copies.step_recorder import StepRecorder
 from lightning_memo.engine.copies.test_mode import TestMode
-from lightning_memo.engine.layers.storage_slices import why_not_stored
+from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
+from lightning_memo.engine.layers.storage_plan_slices import why_not_stored
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill import Spill
@@ -20,7 +20,7 @@ def allocate_slots(
     device: torch.device,
     settings: RequestedSettings,
     test_mode: TestMode | None,
-    recorder: StepRecorder,
+    recorder: TimelineRecorder,
 ) -> SlotMemory:
     """Allocate the rounding buffers, the host memory and the spill file of a plan.
 

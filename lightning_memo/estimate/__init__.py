@@ -9,7 +9,7 @@ from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.parallelism_search import Alternative, Ranking, longest, longest_with, search
-from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.shapes.hf_config import load_shape
 from lightning_memo.shapes.model_shape import ModelShape

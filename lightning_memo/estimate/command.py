@@ -25,7 +25,7 @@ from lightning_memo.cli.hydra_command import (
 from lightning_memo.estimate.estimate_tables import print_answer
 from lightning_memo.estimate.parallelism_search import Ranking, Report, longest, longest_with, search
 from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
-from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
 from lightning_memo.estimate.sweep.job_estimates import JobEstimate

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.parallelism_search import Ranking
-from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.shapes.model_shape import ModelShape

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms, left_out_sentence
-from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.estimate.why_slower import why_slower
 from lightning_memo.utils.units import MOST_TOKENS

@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.parallelism_search import search
-from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MIN_SLICE_TOKENS: Final = 4096

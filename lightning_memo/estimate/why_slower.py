@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_memo.estimate.request.question import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds, layer_times
 from lightning_memo.estimate.step.planner_inputs import device_budget

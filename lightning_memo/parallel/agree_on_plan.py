@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 
 
 def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, everyone: bool) -> Plan:

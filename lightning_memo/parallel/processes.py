@@ -32,7 +32,7 @@ from lightning_memo.parallel.device_mesh import (
     sequence_group,
 )
 from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
-from lightning_memo.parallel.rank_groups import Ranks, processes_on_this_node
+from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.zero_sharding import forget_unfinished, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face

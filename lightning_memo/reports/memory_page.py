@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.reports.memory_step import MemoryStep
+from lightning_memo.reports.memory_picture_data import MemoryStep
 from lightning_memo.utils.files import replacing
 
 _TEMPLATE: Final = Path(__file__).with_name("memory_page.html")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.reports.memory_step import BOUND_COLOR, CURVES, PHASE_COLORS, Look, MemoryStep
+from lightning_memo.reports.memory_picture_data import BOUND_COLOR, CURVES, PHASE_COLORS, Look, MemoryStep
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 

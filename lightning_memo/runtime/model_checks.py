@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from lightning_memo.engine.forward.activation_checkpointing import TURN_IT_OFF
+from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -16,7 +16,7 @@ def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module])
     """Refuse activation checkpointing in or around the layers, which the engine recomputes itself.
 
     Modules outside of the layers may be checkpointed. What shows only when a layer runs is refused there: see
-    `engine/forward/activation_checkpointing.py`.
+    `engine/forward/refuse_checkpointing.py`.
 
     Raises:
         ValueError: A layer, a module in it, or a module around it would be recomputed as well.

@@ -13,7 +13,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
-from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.runtime.training_run_protocol import TrainingRun
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
-from lightning_memo.runtime.device_watch import DeviceMemoryWatch
-from lightning_memo.runtime.host_watch import HostMemoryWatch
+from lightning_memo.runtime.device_memory_watch import DeviceMemoryWatch
+from lightning_memo.runtime.host_memory_watch import HostMemoryWatch
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry
-from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.runtime.training_run_protocol import TrainingRun
 
 T = TypeVar("T")
 

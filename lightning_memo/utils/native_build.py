@@ -19,7 +19,6 @@ from typing import Final
 
 from lightning_memo.utils.files import replacing, user_cache
 
-SOURCE_FOLDER: Final = Path(__file__).parents[1] / "kernels" / "csrc"
 # Without -march=native, because machines with different processors often share home folders and thus this cache.
 _FLAGS: Final = ("-std=c++20", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 _COMPILERS: Final = ("c++", "g++", "clang++")

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memo.allocator.allocator_library import SOURCE_FOLDER
 from lightning_memo.utils import native_build as native
 
 FOLDER = Path(__file__).parent / "cpp"
-FLAGS = ["-std=c++20", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{native.SOURCE_FOLDER}"]
+FLAGS = ["-std=c++20", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{SOURCE_FOLDER}"]
 
 
 def compiler():

@@ -18,7 +18,7 @@ from support.samples.messages import imported
 from lightning_memo import place as command
 from lightning_memo.planner.placement import Problem, heuristics
 from lightning_memo.planner.placement.placement_core import PythonCore
-from lightning_memo.planner.placement.sections import section
+from lightning_memo.planner.placement.time_sections import section
 from lightning_memo.utils import native_build as native
 
 HEADER = "id,lower,upper,size\n"

@@ -27,7 +27,7 @@ from lightning_memo.kernels.attention_kernel import AttentionResult
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.time_kernels import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.reports.plan_tables import plan_table
 
 SPEC = AttentionSpec()

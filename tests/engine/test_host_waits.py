@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
-from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.engine.memory import slot_memory as memory
 from lightning_memo.engine.memory.host_arena import HostArena, host_memory
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -255,7 +255,7 @@ def test_streams_of_cuda_wait_among_themselves(
         expected = under_test.step(batch)
     monkeypatch.setattr(memory, "make_copy_stream", make)
     with under_test:
-        recorder = under_test.engine.recorder = StepRecorder(torch.device("cuda", 0))
+        recorder = under_test.engine.recorder = TimelineRecorder(torch.device("cuda", 0))
         under_test.load(way[1], way[2])
         assert_equal(under_test.step(batch), expected)
         recorder.start()

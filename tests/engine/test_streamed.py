@@ -28,8 +28,8 @@ from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
-from lightning_memo.engine.saved.offload_group import KeysValues, OffloadGroups
-from lightning_memo.engine.sequence.sliced_model import SlicedForward
+from lightning_memo.engine.saved_tensors.offload_group import KeysValues, OffloadGroups
+from lightning_memo.engine.sliced_model.sliced_model import SlicedForward
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.loss.attach_loss import attach_chunked_loss

@@ -17,7 +17,7 @@ import paper_runs
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.parallelism_search import longest
-from lightning_memo.estimate.request.question import Estimate
+from lightning_memo.estimate.request.estimate_request import Estimate
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.planner import solve_alpha

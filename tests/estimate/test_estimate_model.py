@@ -10,7 +10,7 @@ import pytest
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs

@@ -24,7 +24,7 @@ from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of, 
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
 from lightning_memo.estimate.memory.activations import LayerActivations, layer_activations, saved_tensors
 from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.models import CausalLM

@@ -33,7 +33,7 @@ from lightning_memo.planner.placement.placement_core import (
     opened,
 )
 from lightning_memo.planner.placement.problem import MAX_BYTES
-from lightning_memo.planner.placement.sections import independent_groups, section
+from lightning_memo.planner.placement.time_sections import independent_groups, section
 from lightning_memo.utils import native_build as native
 
 HORIZON = 8

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memo.artifacts.plan import AttentionTrial
 from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.copies.clock import Clock
+from lightning_memo.engine.copies.device_clock import Clock
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
@@ -20,8 +20,8 @@ from lightning_memo.kernels.select_kernel import candidate_kernels, check_availa
 from lightning_memo.kernels.time_kernels import ProbeInputs, Timer, agreed, fastest_kernel, try_kernels
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
 from lightning_memo.parallel.context.ulysses_attention import HeadExchange
-from lightning_memo.parallel.rank_groups import Ranks
-from lightning_memo.planner.alpha.streamed_sizes import BLOCK_TOKENS
+from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.planner.alpha.host_backed_sizes import BLOCK_TOKENS
 from lightning_memo.planner.token_slices import TokenRange
 
 

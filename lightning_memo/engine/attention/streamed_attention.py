@@ -14,7 +14,7 @@ from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention_kernel import merge, repeat_heads, sum_head_groups, sums_dtype
 from lightning_memo.parallel.context.ulysses_attention import HeadExchange
-from lightning_memo.planner.alpha.streamed_sizes import blocks_of
+from lightning_memo.planner.alpha.host_backed_sizes import blocks_of
 from lightning_memo.planner.token_slices import TokenRange
 
 # Blocks of earlier slices, with the keys that the queries see in them.

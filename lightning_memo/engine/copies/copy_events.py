@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightning_memo.engine.copies.step_recorder import StepRecorder
+from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 
 
 class CopyError(RuntimeError):
@@ -37,7 +37,7 @@ class LaterEvent:
         recorder: Records the computation's waits.
     """
 
-    def __init__(self, stream: str, recorder: StepRecorder) -> None:
+    def __init__(self, stream: str, recorder: TimelineRecorder) -> None:
         self._started = threading.Event()
         self._stream, self._recorder = stream, recorder
         self._copy: CopyEvent | None = None

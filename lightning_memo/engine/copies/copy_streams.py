@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
-from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.copies.test_mode import Delays
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 
 
 class CopyStream(Protocol):
@@ -57,7 +57,7 @@ class CopyStream(Protocol):
 
 
 def make_copy_stream(
-    device: torch.device, name: str, delays: Delays | None = None, recorder: StepRecorder | None = None
+    device: torch.device, name: str, delays: Delays | None = None, recorder: TimelineRecorder | None = None
 ) -> CopyStream:
     """Create a copy stream.
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
-from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.copies.test_mode import Delays
+from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 
 _CYCLES_PER_SECOND = 2e9  # approximately; the length of a delay need not be exact
 _HIGH = -1  # with high priority, a copy that is ready does not wait for thread blocks of a kernel that are not
@@ -16,7 +16,7 @@ _HIGH = -1  # with high priority, a copy that is ready does not wait for thread 
 class CudaCopyEvent:
     """The end of a copy on a CUDA stream."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, stream: str, recorder: StepRecorder) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, stream: str, recorder: TimelineRecorder) -> None:
         self.event = event
         self._device, self._stream, self._recorder = device, stream, recorder
 
@@ -39,10 +39,10 @@ class CudaCopyStream:
         device: torch.device,
         name: str = "copy",
         delays: Delays | None = None,
-        recorder: StepRecorder | None = None,
+        recorder: TimelineRecorder | None = None,
     ) -> None:
         self._device, self._name, self._delays = device, name, delays
-        self._recorder = recorder or StepRecorder(device)
+        self._recorder = recorder or TimelineRecorder(device)
         self._stream = torch.cuda.Stream(device, priority=_HIGH)
 
     def copy(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyError, CopyEvent, LaterEvent
-from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
 from lightning_memo.engine.copies.test_mode import Delays
+from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 
 
 class ThreadCopyEvent:
@@ -26,7 +26,7 @@ class ThreadCopyEvent:
         error: The error of a copy that failed.
     """
 
-    def __init__(self, stream: str, recorder: StepRecorder) -> None:
+    def __init__(self, stream: str, recorder: TimelineRecorder) -> None:
         self._done = threading.Event()
         self._stream, self._recorder = stream, recorder
         self.error: BaseException | None = None
@@ -62,9 +62,9 @@ class ThreadCopyStream:
     One thread copies with `memmove`, which uses one core and does not need Python's global interpreter lock.
     """
 
-    def __init__(self, name: str, delays: Delays | None = None, recorder: StepRecorder | None = None) -> None:
+    def __init__(self, name: str, delays: Delays | None = None, recorder: TimelineRecorder | None = None) -> None:
         self._name, self._delays = name, delays
-        self._recorder = recorder or StepRecorder(torch.device("cpu"))
+        self._recorder = recorder or TimelineRecorder(torch.device("cpu"))
         self._jobs: queue.SimpleQueue[_ThreadCopy | None] = queue.SimpleQueue()
         self._last: ThreadCopyEvent | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_memo.engine.forward.activation_checkpointing import refuse_without_grad, refusing_checkpoint
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import take_tokens
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_without_grad, refusing_checkpoint
 from lightning_memo.engine.memory.saved_storages import gapless_strides
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.batches.token_layout import TokenLayout

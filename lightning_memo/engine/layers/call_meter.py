@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_memo.engine.copies.step_recorder import Subject
+from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.kernels import AttentionSpec

@@ -12,7 +12,7 @@ from lightning_memo.engine.layers.call_meter import CallMeter
 from lightning_memo.engine.memory.checksums import TensorLabel
 from lightning_memo.engine.memory.resident_tensors import ResidentTensors
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved.offload_group import Handle, OffloadGroup, OffloadGroups
+from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup, OffloadGroups
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import TokenRange
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.copies.step_recorder import StepRecorder, Subject
-from lightning_memo.engine.layers.alive_calls import AliveCalls
+from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
+from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.saved.offload_group import OffloadGroups
+from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.planner.token_slices import TokenRange
 
 
@@ -27,9 +27,9 @@ class EngineServices(Protocol):
     """
 
     attention: AttentionSelector
-    recorder: StepRecorder
+    recorder: TimelineRecorder
     offload_groups: OffloadGroups
-    calls: AliveCalls
+    calls: PendingCalls
     profile: StepProfile | None
     before_layer: Callable[[], None] | None
 

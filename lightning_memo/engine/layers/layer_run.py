@@ -13,9 +13,9 @@ from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
-from lightning_memo.engine.saved.call_arguments import CallArguments
-from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
-from lightning_memo.engine.saved.forward_conditions import ForwardConditions
+from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
+from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
+from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
 
@@ -34,7 +34,7 @@ class LayerRun:
         storage: Stores the tensors that the layer saves.
         states: The hidden states.
         attention: The attention cores.
-        conditions: What a recomputation has to restore.
+        forward_context: What a recomputation has to restore.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class LayerRun:
         storage: CallStorage,
         states: WholeStates,
         attention: CallAttention,
-        conditions: ForwardConditions,
+        forward_context: ForwardContext,
     ) -> None:
         self.engine = engine
         self.slices = tuple(slices)
         self.meter, self.position = meter, meter.position
         self.arguments, self.storage = arguments, storage
-        self.states, self.attention, self.conditions = states, attention, conditions
+        self.states, self.attention, self.forward_context = states, attention, forward_context
         self._started = self._ended = False
 
     @property
@@ -181,7 +181,7 @@ def run_of_call(
     return LayerRun(
         engine, slices, meter, arguments, storage, states,
         CallAttention(engine, position.layer, attended, policy.per_slice),
-        ForwardConditions(
-            RngState.capture(x.device), ChangingBuffers(call.layer, changing), ambient_autocast(x.device.type)
+        ForwardContext(
+            RngState.capture(x.device), MutatedBuffers(call.layer, changing), ambient_autocast(x.device.type)
         ),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.copies.clock import Clock, Moment
+from lightning_memo.engine.copies.device_clock import Clock, Moment
 from lightning_memo.engine.forward.matrix_products import MeasuredProduct
 from lightning_memo.engine.memory.saved_storages import Registry
 from lightning_memo.parallel.local_tensors import local_part

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.layers.check_layout import check_tokens
+from lightning_memo.engine.layers.check_token_layout import check_tokens
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.token_layout import slice_multiple
 from lightning_memo.parallel.context.context_groups import ContextGroups
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.step_recorder import NOBODY, Subject
+from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject
 from lightning_memo.engine.memory.saved_storages import flat, gapless_strides, is_dense
 from lightning_memo.engine.memory.spill import SpillWrite
 from lightning_memo.planner.token_slices import aligned

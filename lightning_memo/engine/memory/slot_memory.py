@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_memo.artifacts.spill_layout import BLOCK_BYTES, whole_blocks
 from lightning_memo.engine.copies.copy_events import AllOf, CopyError, CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
-from lightning_memo.engine.copies.step_recorder import StepRecorder
 from lightning_memo.engine.copies.test_mode import TestMode, delays_of
+from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.host_arena import HostArena, HostBuffer
 from lightning_memo.engine.memory.rounding_buffers import RoundingBuffers
@@ -80,7 +80,7 @@ class SlotMemory:
     gradient_bytes: int = 0
     spill: Spill | None = None
     state_bytes: int = 0
-    recorder: StepRecorder | None = None
+    recorder: TimelineRecorder | None = None
     check_restored: bool = False
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)

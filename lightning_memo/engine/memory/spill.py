@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
 from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
-from lightning_memo.engine.copies.step_recorder import NOBODY, StepRecorder, Subject
 from lightning_memo.engine.copies.test_mode import Delays, TestMode, delays_of
+from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject, TimelineRecorder
 from lightning_memo.engine.memory.host_arena import host_memory
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.spill_file import SpillFile
@@ -210,7 +210,7 @@ class Spill:
         sizes: SpillLayout,
         device: torch.device,
         test_mode: TestMode | None = None,
-        recorder: StepRecorder | None = None,
+        recorder: TimelineRecorder | None = None,
     ) -> None:
         self.sizes = sizes
         self.file = SpillFile(folder, size_bytes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
+from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
@@ -111,7 +111,7 @@ def probe_layer(
         ValueError: The layer gives another output for the same input.
     """
     recorder = _Recorder(backend_of)
-    present, state = RngState.capture(x.device), ChangingBuffers(call.layer)
+    present, state = RngState.capture(x.device), MutatedBuffers(call.layer)
     try:
         tokens = min(call.tokens, longest or call.tokens)
         x = x.narrow(call.token_dim, 0, tokens)

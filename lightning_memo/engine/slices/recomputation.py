@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memo.engine.copies.step_recorder import Subject
+from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import AnsweredProduct, MeasuredProduct, ProductMode
 from lightning_memo.engine.layers.layer_run import LayerRun
@@ -111,7 +111,7 @@ class _Recomputation:
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
-            stack.enter_context(run.conditions.replayed())
+            stack.enter_context(run.forward_context.replayed())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
             stack.enter_context(handling(self._attend, run.call.layout))
             if run.needs_mode:

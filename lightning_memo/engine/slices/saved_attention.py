@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
-from lightning_memo.engine.saved.offload_group import Handle
+from lightning_memo.engine.saved_tensors.offload_group import Handle
 from lightning_memo.kernels import AttentionSpec
 
 

@@ -12,15 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
-from lightning_memo.engine.forward.activation_checkpointing import refuse_inner_backward
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
-from lightning_memo.engine.saved.offload_group import Handle, KeysValues
-from lightning_memo.engine.saved.parked_arguments import ParkedView
-from lightning_memo.engine.saved.weight_copies import WeightCopy
-from lightning_memo.engine.saved.wrapper_subclasses import is_wrapped, plain_parts
+from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
+from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
+from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped, plain_parts
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
 from lightning_memo.engine.slices.saved_attention import SavedAttention
 from lightning_memo.engine.slices.slice_storage import SliceStorage
@@ -125,7 +125,7 @@ class SliceRun:
         """Answer an attention call of the layer's forward in the schedule "layer"."""
         self.run.check_sliceable(spec)
         out: Tensor = _SliceAttention.apply(self, spec, q, k, v)
-        self.rng_after_attention.append(RngState.capture(q.device, self.run.conditions.rng))
+        self.rng_after_attention.append(RngState.capture(q.device, self.run.forward_context.rng))
         return out
 
     def attention_forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

@@ -64,7 +64,7 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
     parts, extras = [], []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         part = SliceRun(run, number, tokens, x_part)
-        run.conditions.rng.restore()
+        run.forward_context.rng.restore()
         with part.running(part.attend):
             y, extra = _split_output(part.call(x_part))
         run.states.write_output(part.range, y)
@@ -84,7 +84,7 @@ def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
         with run.meter.computing_slice(number):
             part = SliceRun(run, number, tokens, x_part)
             if not run.whole:
-                run.conditions.rng.restore()
+                run.forward_context.rng.restore()
             token, extra = _run_slice(part, x_part, token)
             extras.append(extra)
             part.end_forward()
@@ -122,7 +122,7 @@ class _Nest:
 
     def run(self, number: int) -> None:
         part = self._slices[number]
-        part.run.conditions.rng.restore()
+        part.run.forward_context.rng.restore()
 
         def handler(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             return self._attend(number, q, k, v, spec)

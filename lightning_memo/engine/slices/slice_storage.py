@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_memo.engine.layers.layer_run import LayerRun
-from lightning_memo.engine.saved.offload_group import Handle
-from lightning_memo.engine.saved.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped
+from lightning_memo.engine.saved_tensors.offload_group import Handle
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped
 from lightning_memo.planner.token_slices import TokenRange
 
 

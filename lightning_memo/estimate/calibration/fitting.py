@@ -13,7 +13,7 @@ from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.constants import Constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.step.layer_times import LayerTimes, head_seconds, layer_times
 from lightning_memo.planner.alpha.step_time import steady
 from lightning_memo.shapes.model_shape import ModelShape

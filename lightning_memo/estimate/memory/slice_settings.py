@@ -10,7 +10,7 @@ from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
 from lightning_memo.estimate.memory.activations import saved_tensors
-from lightning_memo.planner.alpha.streamed_sizes import streamed_sizes
+from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
 from lightning_memo.shapes.model_shape import Kernels, ModelShape
 
@@ -71,7 +71,7 @@ class Slices:
         shared = [tables_bytes(shape, sizes) // 2] * 2 + [_INT64] * 2
         if self.states_on_host:
             saved += [SavedBytes("other", self.tokens * size) for size in shared[:2]]
-        return streamed_sizes(
+        return host_backed_sizes(
             [(saved, self.tokens)] * shape.layers,
             slice_tokens_by_alpha(tokens, alpha, self.tokens),
             self.host_backed,

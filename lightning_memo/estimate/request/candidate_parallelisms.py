@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lightning_memo.estimate.inputs.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import why_not_by_method
 
 Sizes = Mapping[str, int]

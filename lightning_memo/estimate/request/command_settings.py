@@ -13,7 +13,7 @@ from lightning_memo.estimate.inputs.precision_bytes import Precision
 from lightning_memo.estimate.inputs.presets import cluster_of, model_of
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.request.candidate_parallelisms import nearest_counts
-from lightning_memo.estimate.request.question import Method, Question
+from lightning_memo.estimate.request.estimate_request import Method, Question
 from lightning_memo.estimate.request.training_methods import check_question
 from lightning_memo.utils.units import parse_bytes, read_length
 

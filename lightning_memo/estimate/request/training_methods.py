@@ -8,7 +8,7 @@ from typing import Final, Literal
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes, bytes_of, program_bytes
 from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
-from lightning_memo.estimate.request.question import Method, Question
+from lightning_memo.estimate.request.estimate_request import Method, Question
 from lightning_memo.shapes.model_shape import Kernels
 
 Recomputed = Literal["alpha", "all", "nothing"]

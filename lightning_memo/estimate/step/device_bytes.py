@@ -11,7 +11,7 @@ import numpy as np
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes, program_bytes
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
 from lightning_memo.estimate.step.layer_times import (
     BF16,

@@ -7,7 +7,7 @@ from typing import Final
 
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes
 from lightning_memo.shapes.model_shape import ModelShape
 

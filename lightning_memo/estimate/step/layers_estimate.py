@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_memo.estimate.request.question import Status
+from lightning_memo.estimate.request.estimate_request import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from lightning_memo.estimate.memory.activations import layer_activations
 from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
 from lightning_memo.estimate.memory.sliced_working_set import SlicedStep
 from lightning_memo.estimate.memory.working_set import HuggingFaceStep
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels, runs_here
 from lightning_memo.estimate.step.device_bytes import (
     backward_bytes,

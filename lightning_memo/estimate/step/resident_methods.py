@@ -8,7 +8,7 @@ from typing import Final
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.layer_times import FP32, layer_times

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.request.question import Estimate, Question, Status
+from lightning_memo.estimate.request.estimate_request import Estimate, Question, Status
 from lightning_memo.estimate.request.training_methods import (
     METHOD_TRAITS,
     check_question,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_memo.estimate.memory.activations import LayerActivations
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes
 from lightning_memo.estimate.step.layer_times import LayerTimes
 

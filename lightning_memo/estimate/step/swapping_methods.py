@@ -10,7 +10,7 @@ from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.request.question import Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.layer_times import layer_times

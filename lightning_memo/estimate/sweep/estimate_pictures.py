@@ -11,7 +11,7 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 
 from lightning_memo.cli.sweeps.job_settings import differing_settings
-from lightning_memo.estimate.request.question import Method
+from lightning_memo.estimate.request.estimate_request import Method
 from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 from lightning_memo.utils.files import replacing
 

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 _MIB: Final = 2**20
 _BLOCK: Final = 512

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 EDGE_LAYERS: Final = 3
 """Number of layers at each end that differ from those in between. The last two layers stay on the device."""

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memo.planner.placement.placement_core import NativeCore, PythonCore, Ranks
-from lightning_memo.planner.placement.sections import SectionedProblem
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.planner.placement.time_sections import SectionedProblem
+from lightning_memo.utils.array_types import Integers
 
 # Sort keys by letter: Z size, W width in time (duration), A area, T largest load during the life (contention), S start.
 ORDERS: Final = ("Z", "A", "W", "S", "WAT", "TAW", "TWA", "TZ")

@@ -9,8 +9,8 @@ from typing import Any, Final
 import highspy
 import numpy as np
 
-from lightning_memo.planner.placement.sections import SectionedProblem
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.planner.placement.time_sections import SectionedProblem
+from lightning_memo.utils.array_types import Integers
 
 MOST_PAIRS: Final = 4000
 """Maximum number of pairs of buffers alive together; larger problems gain nothing within a minute of HiGHS."""

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.sections import SectionedProblem
+from lightning_memo.planner.placement.time_sections import SectionedProblem
 from lightning_memo.utils import native_build as native
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 Ranks = npt.NDArray[np.int32]
 _SOURCE = Path(__file__).parent / "csrc" / "placement.cpp"

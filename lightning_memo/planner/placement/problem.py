@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 MAX_BYTES = 2**61
 """Maximum total size of all buffers, so that no sum of an offset and a size overflows 64 bits."""

@@ -21,9 +21,9 @@ from lightning_memo.planner.placement.placement_core import (
     opened,
 )
 from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes
-from lightning_memo.planner.placement.sections import SectionedProblem, independent_groups, section
+from lightning_memo.planner.placement.time_sections import SectionedProblem, independent_groups, section
 from lightning_memo.planner.placement.validate import validate
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 MOST_SEARCHED: Final = 5000
 """Groups with more buffers are not searched, because the time of a node is proportional to their number."""

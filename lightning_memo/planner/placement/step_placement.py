@@ -13,7 +13,7 @@ from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement import Placement, Problem, Progress, place
 from lightning_memo.planner.placement.problem import peak_bytes
 from lightning_memo.planner.placement.validate import validate
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 SHARES: Final = (1.0, 0.5, 0.25, 0.1)
 """Buffers that live for at least this share of their phase are placed individually in the second level."""

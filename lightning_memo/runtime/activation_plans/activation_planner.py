@@ -17,7 +17,7 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.spill_file import SpillError
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.parallel.run_on_ranks import on_first_rank
 from lightning_memo.profiler.measured_costs import (
     available_budget,
@@ -27,14 +27,14 @@ from lightning_memo.profiler.measured_costs import (
     state_bytes,
 )
 from lightning_memo.profiler.memory_meter import WorkingSet
-from lightning_memo.reports.shortage import plan_shortage
+from lightning_memo.reports.memory_shortage import plan_shortage
 from lightning_memo.runtime.activation_plans.announce_plan import announce_plan, announce_replanning, warn_of_shortage
 from lightning_memo.runtime.activation_plans.earlier_plan import EarlierPlan
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 from lightning_memo.runtime.activation_plans.plan_by_alpha import plan_by_alpha
 from lightning_memo.runtime.activation_plans.plan_by_kind import plan_by_kind
 from lightning_memo.runtime.activation_plans.step_meter import MetersSteps
-from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.runtime.training_run_protocol import TrainingRun
 from lightning_memo.utils.files import check_writable
 
 PLAN_FILE: Final = "memo_plan.json"

@@ -11,9 +11,9 @@ from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.profiler.measured_costs import available_budget, run_fingerprint, state_bytes
-from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.runtime.training_run_protocol import TrainingRun
 from lightning_memo.utils.units import format_bytes
 
 # Fields of a plan that may differ between the processes that run by it.

@@ -7,7 +7,7 @@ from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.agree_on_plan import agree_on_plan
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep

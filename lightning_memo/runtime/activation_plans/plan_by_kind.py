@@ -7,8 +7,8 @@ from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.storage_plan import StoragePlan
 from lightning_memo.artifacts.swap_plan import StoredBytes
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.layers.storage_slices import stored_bytes, stored_slices
-from lightning_memo.parallel.rank_groups import Ranks
+from lightning_memo.engine.layers.storage_plan_slices import stored_bytes, stored_slices
+from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.token_slices import TILE_TOKENS, TILED_FROM_TOKENS

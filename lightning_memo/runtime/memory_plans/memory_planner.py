@@ -25,11 +25,11 @@ from lightning_memo.planner.placement.step_placement import plan_memory
 from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.allocator_report import memory_metrics, memory_use, placement_summary
-from lightning_memo.runtime.memory_plans.hit_watch import HitWatch
+from lightning_memo.runtime.memory_plans.hit_rate_watch import HitRateWatch
 from lightning_memo.runtime.memory_plans.memory_state import MemoryState, PlacementCandidate
+from lightning_memo.runtime.memory_plans.request_recording import RequestRecording
 from lightning_memo.runtime.memory_plans.step_marks import StepMarks
-from lightning_memo.runtime.memory_plans.step_recording import StepRecording
-from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.runtime.training_run_protocol import TrainingRun
 from lightning_memo.utils.background_job import in_background
 
 MIN_BYTES: Final = 512
@@ -68,10 +68,10 @@ class MemoryPlanner:
         self._allocator: PlannedAllocator | None = None
         self._building: Future[PlannedAllocator] | None = None
         self._solving: Future[StepPlacement] | None = None
-        self._recording = StepRecording()
+        self._recording = RequestRecording()
         self._candidate: PlacementCandidate | None = None
         self._tries = 0
-        self._watch = HitWatch()
+        self._watch = HitRateWatch()
         self._last_stats: AllocatorStats | None = None
         self._swap: object = None
         self._plans_made = 0
@@ -208,7 +208,7 @@ class MemoryPlanner:
         assert self._allocator is not None
         self.marks.start(self._allocator.phase)
         self._allocator.record(MIN_BYTES)
-        self._recording = StepRecording()
+        self._recording = RequestRecording()
         self.state = MemoryState.RECORDING
 
     def _record_step(self) -> None:
@@ -276,7 +276,7 @@ class MemoryPlanner:
             placement.min_bytes,
         )
         self._allocator.reset_stats()
-        self._watch = HitWatch()
+        self._watch = HitRateWatch()
         self.state = MemoryState.SERVING
         plan = replace(self._activations.plan, placement=placement)
         self._activations.complete(plan)

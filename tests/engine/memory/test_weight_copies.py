@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.saved.weight_copies import WeightCopies
+from lightning_memo.engine.saved_tensors.weight_copies import WeightCopies
 
 BATCH = make_batch(2, 48)
 FEW = ("llama", "gpt2_dropout")

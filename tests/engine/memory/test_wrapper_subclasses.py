@@ -10,7 +10,7 @@ from support.wrapped_tensors import Opaque, Rounded, RoundedLinear
 from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.saved.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped, plain_parts
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped, plain_parts
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

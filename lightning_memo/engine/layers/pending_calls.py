@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 
-class AliveCall(Protocol):
+class PendingCall(Protocol):
     """A layer call from its forward to the end of its backward."""
 
     @property
@@ -21,16 +21,16 @@ class AliveCall(Protocol):
         """Whether the backward has begun and not ended."""
 
 
-class AliveCalls:
+class PendingCalls:
     """Layer calls in the order of the forward. A call whose graph is dropped leaves by itself."""
 
     def __init__(self) -> None:
-        self._calls: weakref.WeakValueDictionary[int, AliveCall] = weakref.WeakValueDictionary()
+        self._calls: weakref.WeakValueDictionary[int, PendingCall] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __iter__(self) -> Iterator[AliveCall]:
+    def __iter__(self) -> Iterator[PendingCall]:
         return iter([call for _, call in sorted(self._calls.items())])
 
     @property
@@ -44,11 +44,11 @@ class AliveCalls:
         inside = torch._C._current_graph_task_id() != -1
         return not inside and any(call.in_backward for call in self._calls.values())
 
-    def add(self, call: AliveCall) -> None:
+    def add(self, call: PendingCall) -> None:
         """Add a call that begins."""
         self._calls[call.key] = call
 
-    def remove(self, call: AliveCall) -> None:
+    def remove(self, call: PendingCall) -> None:
         """Remove a call whose backward has ended."""
         if self._calls.get(call.key) is call:
             del self._calls[call.key]

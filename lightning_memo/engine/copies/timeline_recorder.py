@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, SpanKind, Timeline
-from lightning_memo.engine.copies.clock import Clock, Moment
+from lightning_memo.engine.copies.device_clock import Clock, Moment
 
 _NOTHING = contextlib.nullcontext()
 
@@ -40,7 +40,7 @@ class _Note(NamedTuple):
     stream: str = ""
 
 
-class StepRecorder:
+class TimelineRecorder:
     """Records one step at a time, from `start` to `stop`. Otherwise it does nothing, unless waits are counted.
 
     The host never waits for the device before `stop`. Points in time are CUDA events on the stream whose work they

@@ -12,7 +12,7 @@ _LEAST_STEPS: Final = 3
 _MOST_STEPS: Final = 8
 
 
-class StepRecording:
+class RequestRecording:
     """The memory requests of consecutive steps."""
 
     def __init__(self) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
+from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import RngState
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardConditions:
+class ForwardContext:
     """What a recomputation has to restore so that it computes the same as the forward did.
 
     Attributes:
@@ -24,7 +24,7 @@ class ForwardConditions:
     """
 
     rng: RngState
-    buffers: ChangingBuffers
+    buffers: MutatedBuffers
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 
     @contextlib.contextmanager

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memo.engine.layers.layer_run import LayerRun
-from lightning_memo.engine.saved.offload_group import Handle, OffloadGroup
-from lightning_memo.engine.saved.parked_arguments import SliceArguments
-from lightning_memo.engine.sequence.layer_calls import slice_by_slice
-from lightning_memo.engine.sequence.model_inputs import (
+from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup
+from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
+from lightning_memo.engine.sliced_model.model_inputs import (
     IGNORED,
     check_sliceable,
     named_inputs,
@@ -26,8 +25,9 @@ from lightning_memo.engine.sequence.model_inputs import (
     token_tensor,
     without_labels,
 )
-from lightning_memo.engine.sequence.sequence_run import SequenceRun
-from lightning_memo.engine.sequence.sequence_services import SequenceServices
+from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
+from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
+from lightning_memo.engine.sliced_model.sliced_layer_calls import slice_by_slice
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.positions import largest_position, packed_documents
 from lightning_memo.parallel.batches.token_layout import TokenLayout

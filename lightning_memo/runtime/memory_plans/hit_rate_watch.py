@@ -12,7 +12,7 @@ _WATCHED_STEPS: Final = 10  # The first steps of a plan are all examined, later 
 _MISSED_SHARE: Final = 0.1
 
 
-class HitWatch:
+class HitRateWatch:
     """Compares the allocator's counters from step to step, from the step at which a plan begins to be served."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 
 _LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view, and two more
 

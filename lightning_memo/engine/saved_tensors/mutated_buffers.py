@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.saved.wrapper_subclasses import plain_parts
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Buffer:
         self.owner._buffers[self.name] = self.tensor
 
 
-class ChangingBuffers:
+class MutatedBuffers:
     """Copies of buffers of a layer, by which they can be restored.
 
     Args:
@@ -59,7 +59,7 @@ class ChangingBuffers:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restore the buffers inside the context, and put their present values back afterwards."""
-        present = ChangingBuffers(self._layer, self._buffers)
+        present = MutatedBuffers(self._layer, self._buffers)
         self.restore()
         try:
             yield

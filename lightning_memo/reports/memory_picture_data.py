@@ -15,7 +15,7 @@ from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement.caching_allocator import replay
 from lightning_memo.planner.placement.problem import Problem
 from lightning_memo.planner.placement.step_placement import problem_of
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 from lightning_memo.utils.units import format_bytes
 
 PHASE_COLORS: Final = {

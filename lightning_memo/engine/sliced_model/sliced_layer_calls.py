@@ -16,11 +16,11 @@ from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.hidden_states import WholeStates
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
-from lightning_memo.engine.saved.call_arguments import ParkedCallArguments
-from lightning_memo.engine.saved.changing_buffers import ChangingBuffers
-from lightning_memo.engine.saved.forward_conditions import ForwardConditions
-from lightning_memo.engine.sequence.sequence_run import SequenceRun
-from lightning_memo.engine.sequence.sequence_services import SequenceServices
+from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
+from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
+from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
+from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
 from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
 from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
 from lightning_memo.parallel.batches.token_layout import TokenLayout
@@ -128,7 +128,7 @@ def _run_of_slice(
         engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
         CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=False), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
-        ForwardConditions(
-            sequence.capture_rng(x.device), ChangingBuffers(call.layer, ()), ambient_autocast(x.device.type)
+        ForwardContext(
+            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()), ambient_autocast(x.device.type)
         ),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenShar
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
-from lightning_memo.engine.sequence.sequence_run import SequenceRun
+from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.planner.token_slices import SavedBytes
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memo.planner.placement.problem import Problem
-from lightning_memo.utils.arrays import Integers
+from lightning_memo.utils.array_types import Integers
 
 
 @dataclass(frozen=True)

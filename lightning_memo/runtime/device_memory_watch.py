@@ -6,10 +6,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine
-from lightning_memo.reports.shortage import step_shortage
+from lightning_memo.reports.memory_shortage import step_shortage
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.activation_plans.step_meter import MetersSteps
-from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.runtime.training_run_protocol import TrainingRun
 
 
 class DeviceMemoryWatch(MetersSteps):

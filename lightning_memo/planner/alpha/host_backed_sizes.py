@@ -17,7 +17,7 @@ BLOCK_TOKENS: Final = 2048
 outweigh its launch."""
 
 
-def streamed_sizes(
+def host_backed_sizes(
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
     host_backed: HostBacked,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.saved.not_activations import NonActivations
-from lightning_memo.engine.saved.parked_arguments import ParkedView, SliceArguments
-from lightning_memo.engine.saved.weight_copies import FrozenCasts, WeightCopies, WeightCopy
+from lightning_memo.engine.saved_tensors.non_activations import NonActivations
+from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView, SliceArguments
+from lightning_memo.engine.saved_tensors.weight_copies import FrozenCasts, WeightCopies, WeightCopy
 
 
 class CallArguments:
