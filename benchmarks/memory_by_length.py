@@ -43,8 +43,8 @@ _MEMO = {"alpha": 0.5, "plan_memory": False, "loss_chunk_tokens": _SLICE_TOKENS}
 _METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "gradient checkpointing": None,
-    "MemoStrategy": _MEMO,
-    f"MemoStrategy(slice_tokens={_SLICE_TOKENS})": {**_MEMO, "slice_tokens": _SLICE_TOKENS, "host_backed": "all"},
+    "MemoStrategy(alpha=0.5)": _MEMO,
+    f'MemoStrategy(alpha=0.5, slice_tokens={_SLICE_TOKENS}, host_backed="all")': {**_MEMO, "slice_tokens": _SLICE_TOKENS, "host_backed": "all"},
 }
 
 
@@ -112,9 +112,9 @@ def _draw(report: dict[str, Any], path: Path) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks(lengths, [f"{tokens // 1024}K" for tokens in lengths])
     axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.set_xlabel("tokens of the sequence")
+    axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("device memory, MiB (log scale)")
-    axes.set_title(f"Peak of a training step (Llama, {_LAYERS} layers of {_HIDDEN}, fp32, on a CPU)")
+    axes.set_title(f"Peak device memory of a training step (Llama, {_LAYERS} layers, hidden size {_HIDDEN}, fp32, on a CPU)")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=9)
     with replacing(path) as unfinished:

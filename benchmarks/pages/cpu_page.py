@@ -19,17 +19,17 @@ def reserved(report: Report) -> str:
     for row in report["results"]:
         arena = row["arena_bytes"]
         peaks = {
-            "the arena": arena,
-            "with the plan": row["with_plan"]["default"]["peak_reserved_bytes"],
+            "the arena alone": arena,
+            "with the plan: the arena, and requests outside of it": row["with_plan"]["default"]["peak_reserved_bytes"],
             "PyTorch alone, default settings": row["without_plan"]["default"]["peak_reserved_bytes"],
             "PyTorch alone, expandable segments": row["without_plan"]["expandable_segments"]["peak_reserved_bytes"],
         }
         rows = [[name, format_bytes(size), f"{size / arena:.2f}"] for name, size in peaks.items()]
-        bound = "equal to" if arena == row["lower_bound_bytes"] else "larger than"
+        bound = "is" if arena == row["lower_bound_bytes"] else "is larger than"
         step = (
             f"A recorded step (`{row['trace']}`, {row['requests']:,} memory requests) is replayed through PyTorch's "
-            f"allocator (torch {report['libc10_cuda']})\non a stub of the CUDA runtime, so no GPU is needed. The size "
-            f"of the arena is {bound} the lower bound."
+            f"allocator (torch {report['libc10_cuda']})\non a stub of the CUDA runtime, so no GPU is needed. The arena "
+            f"{bound} the lower bound: the largest number of bytes in use at the same time."
         )
         parts += [step, table(["", "bytes reserved", "relative to the arena"], rows)]
     title = "**Memory that PyTorch's allocator reserves for one step, compared with the planned arena**"
