@@ -44,7 +44,11 @@ _METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "gradient checkpointing": None,
     "MemoStrategy(alpha=0.5)": _MEMO,
-    f'MemoStrategy(alpha=0.5, slice_tokens={_SLICE_TOKENS}, host_backed="all")': {**_MEMO, "slice_tokens": _SLICE_TOKENS, "host_backed": "all"},
+    f'MemoStrategy(alpha=0.5, slice_tokens={_SLICE_TOKENS}, host_backed="all")': {
+        **_MEMO,
+        "slice_tokens": _SLICE_TOKENS,
+        "host_backed": "all",
+    },
 }
 
 
@@ -114,7 +118,9 @@ def _draw(report: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("device memory, MiB (log scale)")
-    axes.set_title(f"Peak device memory of a training step (Llama, {_LAYERS} layers, hidden size {_HIDDEN}, fp32, on a CPU)")
+    axes.set_title(
+        f"Peak device memory of a training step (Llama, {_LAYERS} layers, hidden size {_HIDDEN}, fp32, on a CPU)"
+    )
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=9)
     with replacing(path) as unfinished:

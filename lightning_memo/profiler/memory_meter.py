@@ -13,7 +13,7 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch.autograd.profiler import profile
 
-_ALLOCATION: Final = "Allocation"
+_ALLOCATION: Final = torch._C._profiler._EventType.Allocation
 # Training has no events of this scope. A recorded event that ends after the profiler, like a collective that is still
 # under way (of USER_SCOPE) when it is stopped, writes its end time into freed memory: PyTorch does not check for it.
 _SCOPE_WITHOUT_EVENTS: Final = torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL
@@ -83,7 +83,7 @@ class AllocationRecorder:
             event = waiting.pop()
             waiting.extend(event.children)
             tag, allocation = event.typed
-            if tag.name == _ALLOCATION and allocation.device.type == "cpu":
+            if tag == _ALLOCATION and allocation.device.type == "cpu":
                 requests.append(AllocationRequest(event.start_time_ns, allocation.ptr, allocation.alloc_size))
         return sorted(requests, key=lambda request: request.time_ns)
 
