@@ -17,8 +17,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement import Placement, validate
 from lightning_memo.planner.placement.extrapolate import ExtrapolationError, extrapolate, repeat_layers
-from lightning_memo.planner.placement.phase_offsets import place_step
-from lightning_memo.planner.placement.step_placement import SHARES, place_bilevel, plan_memory, problem_of
+from lightning_memo.planner.placement.step_placement import SHARES, place_bilevel, place_step, plan_memory, problem_of
 from lightning_memo.runtime.memory_plans import memory_planner as planning
 
 RECORDED = REFERENCE / "llama_7_layers.csv"

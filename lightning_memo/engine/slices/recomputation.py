@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import AnsweredProduct, MeasuredProduct, ProductMode
+from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.slices.saved_attention import SavedAttention
-from lightning_memo.engine.slices.slice_storage import SliceStorage
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
 

@@ -15,6 +15,7 @@ from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward
+from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
@@ -23,7 +24,6 @@ from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped, plain_parts
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
 from lightning_memo.engine.slices.saved_attention import SavedAttention
-from lightning_memo.engine.slices.slice_storage import SliceStorage
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 from lightning_memo.planner.token_slices import Action, TokenRange
@@ -48,7 +48,7 @@ class SliceRun:
     def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
         self.run, self.index, self.range = run, index, part
         self.subject = run.meter.slice_subject(index)
-        self.storage = SliceStorage(run, part, x)
+        self.storage = SliceStorage(run.storage, run.arguments, run.begin_backward, part, x)
         self.attentions: list[SavedAttention] = []
         self.rng_after_attention: list[RngState] = []
         self.saved = 0

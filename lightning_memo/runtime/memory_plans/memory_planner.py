@@ -19,9 +19,8 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.plan_cache import PlanCache, cache_folder
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.engine import Engine
-from lightning_memo.planner.placement.phase_offsets import place_step
 from lightning_memo.planner.placement.placement_core import load_library
-from lightning_memo.planner.placement.step_placement import plan_memory
+from lightning_memo.planner.placement.step_placement import place_step, plan_memory
 from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.allocator_report import memory_metrics, memory_use, placement_summary
