@@ -99,7 +99,7 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: 
     engine, memory = under_test.engine, under_test.engine.memory
     assert memory is not None
     swapped_calls = len(engine.layers) - 2
-    assert memory.arena._memory.nbytes == memory.arena.size_bytes == engine.host_bytes == swapped_calls * max(predicted)
+    assert memory.arena.size_bytes == engine.host_bytes == swapped_calls * max(predicted)
 
     model = under_test.model
     model.zero_grad()
