@@ -24,7 +24,7 @@ def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.de
         misses={
             "another size": stats.miss_size,
             "more than were recorded": stats.miss_end,
-            "their place was not free": stats.miss_overlap,
+            "the memory was not free": stats.miss_overlap,
             "outlived the step": stats.unplanned,
         },
         arena_bytes=stats.arena_bytes,
