@@ -1,9 +1,13 @@
+# ruff: noqa: E402
 import contextlib
 import gc
 import os
 import sys
 
 import pytest
+
+gc.disable()  # until all tests are collected: collections would visit all imported objects repeatedly
+
 import torch
 
 if not torch.cuda.is_available():  # Lightning imports Triton, which then reads this variable
@@ -20,6 +24,7 @@ def pytest_collection_finish():
     """Exempt all imported objects from garbage collection, each of which would otherwise take a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
