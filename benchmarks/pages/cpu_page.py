@@ -25,11 +25,11 @@ def reserved(report: Report) -> str:
             "PyTorch alone, expandable segments": row["without_plan"]["expandable_segments"]["peak_reserved_bytes"],
         }
         rows = [[name, format_bytes(size), f"{size / arena:.2f}"] for name, size in peaks.items()]
-        bound = "is" if arena == row["lower_bound_bytes"] else "is larger than"
+        bound = "as large as" if arena == row["lower_bound_bytes"] else "larger than"
         step = (
             f"A recorded step (`{row['trace']}`, {row['requests']:,} memory requests) is replayed through PyTorch's "
-            f"allocator (torch {report['libc10_cuda']})\non a stub of the CUDA runtime, so no GPU is needed. The arena "
-            f"{bound} the lower bound: the largest number of bytes in use at the same time."
+            f"allocator (torch {report['libc10_cuda']})\non a stub of the CUDA runtime, so no GPU is needed. Here, the "
+            f"arena is {bound} the lower bound: the largest number of bytes in use at the same time."
         )
         parts += [step, table(["", "bytes reserved", "relative to the arena"], rows)]
     title = "**Memory that PyTorch's allocator reserves for one step, compared with the planned arena**"
