@@ -46,12 +46,12 @@ class SeesLogits(Callback):
         LazyLogits.materialize = self._materialize
 
 
-def lora_on_head() -> nn.Module:
+def lora_on_head(**sizes: Any) -> nn.Module:
     import peft
 
     targets = ["q_proj", "lm_head"]
     adapters = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters)
+    return peft.get_peft_model(FAMILIES["llama_gqa"].build(**sizes), adapters)
 
 
 class OwnLoss(nn.Module):
@@ -68,8 +68,8 @@ class OwnLoss(nn.Module):
         return CausalLMOutput(loss=loss.full_tensor() if divided else loss)
 
 
-def own_loss() -> nn.Module:
-    return OwnLoss(FAMILIES["llama_gqa"].build())
+def own_loss(**sizes: Any) -> nn.Module:
+    return OwnLoss(FAMILIES["llama_gqa"].build(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def own_loss() -> nn.Module:
     ],
 )
 def test_equals_one_process_with_all_logits(size: int, family: Any, settings: dict[str, Any]) -> None:
-    run = Run(family=family, tokens=45, accumulate=2, clip=0.5, steps=2)
+    run = Run(family=family, tokens=45, accumulate=2, clip=0.5, steps=2, layers=2)
     chunked = train_together(size, run, {"alpha": 0.5, "loss_chunk_tokens": 5} | settings, watch=SeesLogits)
     assert chunked.notes["heads"] == [{"LazyLogits"}] * size
     errors = chunked.worst_error(train_alone(run))
@@ -97,7 +97,7 @@ def test_equals_one_process_with_all_logits(size: int, family: Any, settings: di
 
 @pytest.mark.parametrize("settings", [{"zero_stage": 0}, {"zero_stage": 3}, TENSOR])
 def test_loss_of_a_users_own(settings: dict[str, Any]) -> None:
-    run = Run(family=own_loss, tokens=45, ignore=0.0, steps=2)
+    run = Run(family=own_loss, tokens=45, ignore=0.0, steps=2, layers=2)
     chunked = train_together(2, run, {"alpha": 0.5, "loss_chunk_tokens": 5} | settings, watch=SeesLogits)
     errors = chunked.worst_error(train_alone(run))
     assert all(error <= BOUND for error in errors.values()), errors

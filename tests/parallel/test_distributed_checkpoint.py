@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -123,8 +124,15 @@ def load(topology, path, trained=0, strict=True, **changes):
     module, optimizer = build(topology, seed=1, **changes)
     train(module, optimizer, trained, seed=8)
     rest = load_sharded(path, module, [optimizer], strict)
+    return everything(module, optimizer), rest
+
+
+def load_and_go_on(topology, path):
+    """Loads, and trains one more step."""
+    module, optimizer = build(topology, seed=1)
+    rest = load_sharded(path, module, [optimizer])
     loaded = everything(module, optimizer)
-    train(module, optimizer, 2, seed=9)
+    train(module, optimizer, 1, seed=9)
     return loaded, rest, everything(module, optimizer)[0]
 
 
@@ -140,15 +148,33 @@ def run(topology, function, *args, **kwargs):
     size = TOPOLOGIES[topology][0]
     if size == 1:
         return function(topology, *args, **kwargs)
-    return run_in_processes(size, function, topology, *args, **kwargs)[0]
+    return run_in_processes(size, of_first, function, topology, *args, **kwargs)[0]
+
+
+def of_first(function, *args, **kwargs):
+    """Rank 0's answer, and of other ranks none, which would be sent for nothing."""
+    answer = function(*args, **kwargs)
+    return answer if dist.get_rank() == 0 else None
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory):
+    """Saves in a topology, once; the checkpoint, which no test may change, and what it is of."""
+
+    @functools.cache
+    def saved(topology, **changes):
+        path = tmp_path_factory.mktemp("saved") / "c.ckpt"
+        return path, run(topology, save, path, **changes)
+
+    return saved
 
 
 @pytest.mark.parametrize("source", TOPOLOGIES)
-def test_every_topology_loads_what_any_saved(tmp_path, source):
-    saved = run(source, save, tmp_path / "c.ckpt")
+def test_every_topology_loads_what_any_saved(saved_by, source):
+    path, saved = saved_by(source)
     after = {}
     for target in TOPOLOGIES:
-        loaded, rest, after[target] = run(target, load, tmp_path / "c.ckpt")
+        loaded, rest, after[target] = run(target, load_and_go_on, path)
         assert_same(loaded, saved)
         assert rest == {"global_step": STEPS, "hyper_parameters": {"a": [1, 2]}}
     for target, state in after.items():  # and training goes on alike
@@ -156,12 +182,12 @@ def test_every_topology_loads_what_any_saved(tmp_path, source):
             torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-5, msg=f"{target} {name}")
 
 
-def test_state_survives_a_tour_of_topologies(tmp_path):
+def test_state_survives_a_tour_of_topologies(saved_by, tmp_path):
     tour = ["zero3-dp2-tp2", "zero3-dp4", "one", "tp2", "zero0-dp2-tp2", "zero2-dp2"]
-    saved = run(tour[0], save, tmp_path / "0")
+    path, saved = saved_by(tour[0])
     for number, topology in enumerate(tour[1:]):
-        run(topology, relay, tmp_path / str(number), tmp_path / str(number + 1))
-    assert_same(run("one", load, tmp_path / str(len(tour) - 1))[0], saved)
+        run(topology, relay, path, path := tmp_path / str(number))
+    assert_same(run("one", load, path)[0], saved)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +196,21 @@ def test_state_survives_a_tour_of_topologies(tmp_path):
     ids=["bf16", "tied", "frozen", "unstepped"],
 )
 @pytest.mark.parametrize("target", ["one", "zero3-dp4", "zero0-dp2-tp2"])
-def test_special_models(tmp_path, changes, target):
+def test_special_models(saved_by, changes, target):
     model = {key: value for key, value in changes.items() if key != "trained"}
-    saved = run("zero3-dp2-tp2", save, tmp_path / "c.ckpt", **changes)
+    path, saved = saved_by("zero3-dp2-tp2", **changes)
     has_state = {name[0] for name in saved[0] if isinstance(name, tuple)}
     assert bool(has_state) == ("trained" not in changes)
     assert ("model.model.embed_tokens.weight" in has_state) == (has_state != set() and "frozen" not in changes)
-    loaded, *_ = run(target, load, tmp_path / "c.ckpt", trained=1, **model)
+    loaded, _ = run(target, load, path, trained=1, **model)
     assert_same(loaded, saved)
+
+
+@pytest.fixture(scope="module")
+def saved_file(tmp_path_factory):
+    """A file that no test may change, and what it is of."""
+    path = tmp_path_factory.mktemp("saved") / "c.ckpt"
+    return path, save_file(path)
 
 
 def save_file(path):
@@ -189,23 +222,23 @@ def save_file(path):
 
 
 @pytest.mark.parametrize("target", TOPOLOGIES)
-def test_file_of_one_process(tmp_path, target):
-    saved = save_file(tmp_path / "c.ckpt")
-    loaded, rest, _ = run(target, load, tmp_path / "c.ckpt", trained=1)
+def test_file_of_one_process(saved_file, target):
+    path, saved = saved_file
+    loaded, rest = run(target, load, path, trained=1)
     assert_same(loaded, saved)
     assert rest == {"global_step": STEPS}
 
 
-def test_replicated_weights_are_written_once(tmp_path):
-    for topology in ("one", "zero0-dp2", "zero3-dp4"):
-        run(topology, save, tmp_path / topology)
-    sizes = {folder.name: sum(file.stat().st_size for file in folder.glob("*.distcp")) for folder in tmp_path.iterdir()}
-    assert sizes["zero0-dp2"] < 1.1 * sizes["one"]
+def test_replicated_weights_are_written_once(saved_by):
+    one, replicated = (
+        sum(file.stat().st_size for file in saved_by(topology)[0].glob("*.distcp")) for topology in ("one", "zero0-dp2")
+    )
+    assert replicated < 1.1 * one
 
 
-def test_lightning_consolidates(tmp_path):
-    saved = run("zero3-dp2-tp2", save, tmp_path / "c.ckpt")
-    checkpoint = _load_distributed_checkpoint(tmp_path / "c.ckpt")
+def test_lightning_consolidates(saved_by):
+    path, saved = saved_by("zero3-dp2-tp2")
+    checkpoint = _load_distributed_checkpoint(path)
     assert checkpoint["global_step"] == STEPS
     for name, value in checkpoint["state_dict"].items():
         assert torch.equal(value, saved[0][name])
@@ -322,7 +355,7 @@ def test_kill_of_one_rank_leaves_the_old_checkpoint(tmp_path, rank, at):
     group = Group(2)
     with pytest.raises(ProcessError, match=f"rank {rank}\nthe process ended"):
         group.run(save_and_die, tmp_path / "last.ckpt", rank, at)
-    loaded, rest, _ = run("tp2", load, tmp_path / "last.ckpt")
+    loaded, rest = run("tp2", load, tmp_path / "last.ckpt")
     assert rest["epoch"] == "old"
     assert_same(loaded, saved)
 
@@ -425,8 +458,8 @@ def damage(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["short", "metadata", "part", "rest", "table"])
-def test_incomplete_checkpoints_are_refused(tmp_path, kind):
-    save("one", tmp_path / "c.ckpt")
+def test_incomplete_checkpoints_are_refused(saved_by, tmp_path, kind):
+    shutil.copytree(saved_by("one")[0], tmp_path / "c.ckpt")
     damage(tmp_path / "c.ckpt", kind)
     with pytest.raises(ValueError, match="incomplete checkpoint") as error:
         load("one", tmp_path / "c.ckpt")

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 
-RUN = Run(tokens=45, steps=2)
+RUN = Run(tokens=45, steps=2, layers=2)
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 ring": (2, {"context_parallel_size": 2}),
@@ -50,7 +50,7 @@ def _loader() -> DataLoader[dict[str, Tensor]]:
 
 
 def _evaluate(settings: dict[str, Any]) -> dict[str, float]:
-    module = Evaluated(RUN.family, lr=LR)
+    module = Evaluated(RUN.build, lr=LR)
     strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
     trainer: Trainer = make_trainer(
         strategy, devices=dist.get_world_size(), max_steps=2, num_sanity_val_steps=1, val_check_interval=1
@@ -79,7 +79,7 @@ def test_losses_of_all_stages(configuration: str) -> None:
     assert all(of_rank == losses[0] for of_rank in losses)
     # Batches of two data-parallel processes are weighted by their tokens together, those of one process one by one.
     rel = 2e-3 if configuration.startswith("dp2") else 1e-6
-    assert losses[0]["before"] == pytest.approx(_loss_of(LanguageModel(RUN.family)), rel=rel)
+    assert losses[0]["before"] == pytest.approx(_loss_of(LanguageModel(RUN.build)), rel=rel)
     assert losses[0]["before"] != losses[0]["after"]
     assert losses[0]["after"] == pytest.approx(losses[0]["in the fit"], rel=1e-6)
     assert losses[0]["after"] == pytest.approx(losses[0]["predicted"], rel=rel)
@@ -129,7 +129,7 @@ class TwoPasses(LanguageModel):
 
 def _first_losses(kind: type[LanguageModel], settings: dict[str, Any]) -> list[float]:
     """Losses of two steps, from the same weights; `settings` of no processes are plain training."""
-    module = kind(RUN.family, lr=LR)
+    module = kind(RUN.build, lr=LR)
     strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
     trainer = make_trainer(strategy, devices=dist.get_world_size(), max_steps=4, limit_train_batches=2, max_epochs=1,
                            use_distributed_sampler=False)  # fmt: skip
@@ -153,7 +153,7 @@ def _fit_again_after_half_an_accumulation(settings: dict[str, Any]) -> tuple[flo
     """The first gradient norm of a fit after one that stopped between two micro-batches, and of a fresh one."""
     norms = []
     for interrupted in (True, False):
-        module = LanguageModel(RUN.family, lr=0.0)
+        module = LanguageModel(RUN.build, lr=0.0)
         if interrupted:
             _fit(
                 module,
@@ -195,14 +195,14 @@ def test_an_interrupted_accumulation_leaves_nothing(configuration: str) -> None:
 def _errors_of_misuse() -> list[str]:
     """One line for each thing that cannot work with tokens or weights divided."""
     errors = []
-    module = LanguageModel(RUN.family, lr=LR)
+    module = LanguageModel(RUN.build, lr=LR)
     _fit(module, {"zero_stage": 1}, max_steps=1)
     for settings, callbacks in (({"zero_stage": 3}, []), ({"zero_stage": 1}, [WeightAveraging()])):
         try:
             _fit(module, settings, max_steps=1, callbacks=callbacks)
         except ValueError as error:
             errors.append(str(error))
-    for other in (OwnForward(RUN.family, lr=LR), OwnPositions(RUN.family, lr=LR), LanguageModel(_with_alibi, lr=LR)):
+    for other in (OwnForward(RUN.build, lr=LR), OwnPositions(RUN.build, lr=LR), LanguageModel(_with_alibi, lr=LR)):
         try:
             _fit(other, {"context_parallel_size": 2}, max_steps=1)
         except ValueError as error:

@@ -18,14 +18,14 @@ BOUND = 2e-6  # of a weight's gradient, relative; rounding only
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_are_those_of_one_process(stage: int) -> None:
-    run = Run(family="llama_gqa", tokens=29, accumulate=2, batch=2, steps=3, clip=0.1)
+    run = Run(family="llama_gqa", tokens=29, accumulate=2, batch=2, steps=2, clip=0.1)
     together = train_together(2, run, SETTINGS | {"zero_stage": stage, "slice_tokens": 8})
     errors = together.worst_error(train_alone(run))
     assert all(error <= BOUND for error in errors.values()), errors
 
 
 def test_gradients_in_mixed_precision() -> None:
-    run = Run(family="llama", tokens=29, batch=2, steps=2, precision="bf16-mixed")
+    run = Run(family="llama", tokens=29, batch=2, steps=2, precision="bf16-mixed", layers=2)
     sliced = train_together(2, run, SETTINGS | {"zero_stage": 1, "slice_tokens": 8})
     plain = train_alone(run)
     assert sliced.worst_error(plain)["gradients"] <= 0.05
@@ -51,6 +51,6 @@ def test_what_would_send_in_every_slice_is_refused(settings: dict[str, Any], nam
 
 def test_hidden_states_on_the_host_in_mixed_precision() -> None:
     """FSDP2 casts what layers get: hidden states and rotary tables that are not there yet."""
-    run = Run(family="llama_gqa", tokens=29, batch=2, steps=3, precision="bf16-mixed")
+    run = Run(family="llama_gqa", tokens=29, batch=2, steps=3, precision="bf16-mixed", layers=2)
     settings = {"slice_tokens": 8, "host_backed": "all", "zero_stage": 3, "alpha": 0.5}
     assert train_together(2, run, settings).worst_error(train_alone(run))["gradients"] <= 0.05

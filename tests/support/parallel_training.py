@@ -32,7 +32,7 @@ class Run:
     """The model, the data and the steps of a training run.
 
     Attributes:
-        family: Name in `FAMILIES` or in `MODELS`.
+        family: Name in `FAMILIES` or in `MODELS`, or a function that makes the model, with sizes as keyword arguments.
         tokens: Length of the sequences.
         lengths: Lengths of successive batches, repeated; if empty, all batches have `tokens` tokens.
         batch: Number of sequences of a batch, over all data-parallel processes.
@@ -42,9 +42,10 @@ class Run:
         packed: Whether rows hold several documents, which position ids separate.
         precision: Precision of Lightning's trainer.
         steps: Number of optimizer steps.
+        layers: Number of layers; if 0, that of the family.
     """
 
-    family: str = "llama"
+    family: str | Callable[..., nn.Module] = "llama"
     tokens: int = 48
     lengths: tuple[int, ...] = ()
     batch: int = 2
@@ -54,19 +55,26 @@ class Run:
     packed: bool = False
     precision: str = "32-true"
     steps: int = STEPS
+    layers: int = 0
+
+    def build(self) -> nn.Module:
+        """Return the model with random weights."""
+        family = self.family
+        build = family if callable(family) else MODELS[family] if family in MODELS else FAMILIES[family].build
+        return build(num_hidden_layers=self.layers) if self.layers else build()
 
 
-def _tied() -> nn.Module:
-    model = FAMILIES["llama_gqa"].build()
+def _tied(**sizes: Any) -> nn.Module:
+    model = FAMILIES["llama_gqa"].build(**sizes)
     model.config.tie_word_embeddings = True
     model.tie_weights()
     return model
 
 
-def _lora() -> nn.Module:
+def _lora(**sizes: Any) -> nn.Module:
     targets = ["q_proj", "v_proj", "down_proj"]
     adapters = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(FAMILIES["llama_gqa"].build(), adapters)
+    return peft.get_peft_model(FAMILIES["llama_gqa"].build(**sizes), adapters)
 
 
 class _Mean(nn.Module):
@@ -80,23 +88,23 @@ class _Mean(nn.Module):
         return self.mlp(x) + x.mean(1, keepdim=True)
 
 
-def _mixing() -> nn.Module:
-    model = FAMILIES["llama"].build()
+def _mixing(**sizes: Any) -> nn.Module:
+    model = FAMILIES["llama"].build(**sizes)
     for layer in model.model.layers:
         layer.mlp = _Mean(layer.mlp)
     return model
 
 
-def _frozen_below() -> nn.Module:
-    model = FAMILIES["llama_gqa"].build()
+def _frozen_below(**sizes: Any) -> nn.Module:
+    model = FAMILIES["llama_gqa"].build(**sizes)
     for module in (model.model.embed_tokens, *model.model.layers[:2]):
         module.requires_grad_(False)
     return model
 
 
-def _with_reference() -> nn.Module:
+def _with_reference(**sizes: Any) -> nn.Module:
     """Return a model that runs each forward again without gradients, like a reference model."""
-    model = FAMILIES["llama_gqa"].build()
+    model = FAMILIES["llama_gqa"].build(**sizes)
 
     class WithReference(type(model)):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,19 +124,27 @@ _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_
 _LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.5, 2.5, 4.0, 6.0]}
 
 
-def _dynamic_rope() -> nn.Module:
-    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=dict(_DYNAMIC))
+def _dynamic_rope(**sizes: Any) -> nn.Module:
+    return FAMILIES["llama"].build(max_position_embeddings=24, rope_parameters=dict(_DYNAMIC), **sizes)
 
 
-def _dynamic_rope_of_some_layers() -> nn.Module:
+def _dynamic_rope_of_some_layers(**sizes: Any) -> nn.Module:
     by_layer = {"full_attention": dict(_DYNAMIC), "sliding_attention": dict(_LONG)}
-    return FAMILIES["gemma3_mixed_windows"].build(max_position_embeddings=24, rope_parameters=by_layer)
+    return _mixed_windows(max_position_embeddings=24, rope_parameters=by_layer, **sizes)
 
 
-def _longrope() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+def _narrow_window(**sizes: Any) -> nn.Module:
+    return FAMILIES["mistral_window"].build(sliding_window=11, **sizes)
+
+
+def _mixed_windows(**sizes: Any) -> nn.Module:
+    return FAMILIES["gemma3_mixed_windows"].build(**{"num_hidden_layers": 4} | sizes)
+
+
+def _longrope(**sizes: Any) -> nn.Module:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = transformers.Phi3Config(
-        **sizes,
+        **small | sizes,
         vocab_size=VOCABULARY,
         max_position_embeddings=96,
         pad_token_id=0,
@@ -139,7 +155,7 @@ def _longrope() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama_tied": _tied,
     "llama_lora": _lora,
     "llama_mixing": _mixing,
@@ -148,6 +164,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama_dynamic_rope": _dynamic_rope,
     "gemma3_dynamic_rope": _dynamic_rope_of_some_layers,
     "phi3_longrope": _longrope,
+    "mistral_window": _narrow_window,  # that few tokens exceed
+    "gemma3_mixed_windows": _mixed_windows,  # three narrow ones and a wide one
 }
 
 
@@ -248,7 +266,7 @@ def train(
     """
     keep, watchers = Keep(), [] if watch is None else [watch()]
     strategy = MemoStrategy(**({"plan_memory": False} | settings))
-    module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
+    module = LanguageModel(run.build, lr=LR)
     trainer = make_trainer(
         strategy,
         devices=dist.get_world_size(),
@@ -294,7 +312,7 @@ def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = N
 def train_alone(run: Run) -> Outcome:
     """Run the same training in one process with plain PyTorch."""
     torch.set_num_threads(1)
-    module = LanguageModel(MODELS.get(run.family, run.family), lr=LR)
+    module = LanguageModel(run.build, lr=LR)
     if run.precision == "bf16-true":
         module.to(torch.bfloat16)
     optimizer = module.configure_optimizers()

@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import multiprocessing.context
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -114,7 +115,7 @@ class Group:
             for pipe in ready:
                 rank = pending.pop(pipe)
                 try:
-                    error, results[rank] = pipe.recv()
+                    error, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     error = "the process ended"
                 if error is not None:
@@ -199,4 +200,4 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
             answer = (None, function(*args, **kwargs))
         except BaseException:
             answer = (traceback.format_exc(), None)
-        pipe.send(answer)
+        pipe.send_bytes(pickle.dumps(answer))  # `send` shares every tensor, by a connection of its own

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from support.parallel_training import Run
 
-RUN = Run(family="llama", tokens=16, accumulate=2, steps=2, batch=4)
+RUN = Run(family="llama", tokens=16, accumulate=2, steps=2, batch=4, layers=2)
 
-LAYERS = 4  # of the model
+LAYERS = RUN.layers
 
 UNITS = LAYERS + 1  # and the root: embedding, last norm, head
 
