@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.commands import run
 from support.paths import ROOT
+
+from lightning_memo.cli import prepare_process
 
 REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('memo' in StrategyRegistry)"
 TRAINER = (
@@ -60,3 +63,14 @@ def test_the_names_of_the_package_are_there(monkeypatch):
 def test_packages_are_attributes_and_the_package_can_be_reloaded(tmp_path):
     script = "import importlib, lightning_memo as m; print(m.callbacks.Monitor.__name__); importlib.reload(m)"
     assert fork(f"{script}\n{TRAINER}", tmp_path).split() == ["Monitor", "MemoStrategy"]
+
+
+def test_a_command_collects_garbage_again_after_its_imports(monkeypatch):
+    monkeypatch.setattr(prepare_process, "exit_on_interrupt", lambda: None)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    gc.collect()  # so that no garbage is kept
+    frozen = gc.get_freeze_count()
+    prepare_process.prepare_process()
+    assert not gc.isenabled()
+    prepare_process.start_process()
+    assert gc.isenabled() and gc.get_freeze_count() > frozen
