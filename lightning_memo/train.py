@@ -1,7 +1,7 @@
 """Command line ``python -m lightning_memo.train [overrides]``: one training run, or a sweep with ``-m``."""
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from lightning_memo.cli.prepare_process import prepare_process
+    from lightning_memo.cli.prepare_process import prepare_process, start_process
 
     prepare_process()
 
@@ -225,8 +225,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # What launchers like submitit's send to other processes has to be found there by the module's own name.
     # Launchers such as submitit pickle the task, so that its functions must be importable by the module's real name.
     from lightning_memo.train import main as _main
 
+    start_process()
     _main()

@@ -62,13 +62,17 @@ def check_installed() -> None:
 
 def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
     """Loads files of one format: a `Dataset`, or if `streaming`, an `IterableDataset` in the order of the files."""
-    from datasets import disable_progress_bars, load_dataset  # takes seconds
+    from datasets import config, disable_progress_bars, load_dataset  # takes seconds
 
     if not is_rank_zero():
         disable_progress_bars()
     options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
     names = [str(file) for file in files]
-    return load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
+    counts, config.HF_UPDATE_DOWNLOAD_COUNTS = config.HF_UPDATE_DOWNLOAD_COUNTS, False  # waits for the network
+    try:
+        return load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
+    finally:
+        config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
 @contextmanager

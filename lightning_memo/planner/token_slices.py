@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -146,14 +147,12 @@ def slice_slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[
         slices: Slices of the plan.
     """
     always = ("input", "out", "lse", "key", "value", "shared")
-    return [
-        sum(
-            aligned(share(item, part.tokens, tokens))
-            for item in saved
-            if item.kind in always or part.action is Action.SWAP
-        )
-        for part in slices
-    ]
+
+    @functools.cache  # most of a layer's slices, of which there may be thousands, are alike
+    def size(part_tokens: int, swapped: bool) -> int:
+        return sum(aligned(share(item, part_tokens, tokens)) for item in saved if swapped or item.kind in always)
+
+    return [size(part.tokens, part.action is Action.SWAP) for part in slices]
 
 
 def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:

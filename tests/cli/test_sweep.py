@@ -1,5 +1,6 @@
 import contextlib
 import csv
+import shutil
 import signal
 import subprocess
 import time
@@ -136,10 +137,18 @@ def last_step(checkpoint):
     return int(checkpoint.stem.removeprefix("step-")) - 1
 
 
+SHORT = (
+    "callbacks.checkpoint.every_n_train_steps=2",
+    "trainer.max_steps=6",
+    "+callbacks.pause._target_=support.samples.callbacks.Pause",
+)
+"""Settings of jobs that have a checkpoint when they pause, see `interrupted`."""
+
+
 def interrupted(folder, number, *settings, job=1, cold=False):
-    """Starts a sweep and kills it once a job has a checkpoint; returns its exit status."""
+    """Starts a sweep and kills it once a job has a checkpoint and pauses; returns its exit status."""
     command = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, *settings]
-    environ = environment(cold)
+    environ = {**environment(cold), "PAUSED_JOB": str(job)}
     with (folder / "killed.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, executable=python(environ))
         deadline = time.monotonic() + 240
@@ -166,8 +175,7 @@ def root_of_whole(tmp_path_factory):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_sweep_goes_on(train, tmp_path, root_of_whole, number):
-    often = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=40"]
-    settings = ["strategy=plain", "optim.lr=0.001,0.002,0.003", *often]
+    settings = ["strategy=plain", "optim.lr=0.001,0.002,0.003", *SHORT]
     assert interrupted(tmp_path, number, *settings) != 0
     assert sorted(path.name for path in (tmp_path / SWEEP).iterdir() if path.is_dir()) == ["0", "1"]
     done = (tmp_path / SWEEP / "0" / "csv" / "metrics.csv").stat()
@@ -216,6 +224,12 @@ def test_new_values_are_new_jobs_and_failed_ones_are_tried_again(train, tmp_path
     assert (tmp_path / SWEEP).resolve() == tmp_path / "outputs/train/sweeps/mine"
 
 
+@pytest.fixture(scope="module")
+def failed_sweep(tmp_path_factory):
+    """Folder with a sweep of two jobs that failed at once: the first test runs it."""
+    return tmp_path_factory.mktemp("failed")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -231,9 +245,12 @@ def test_new_values_are_new_jobs_and_failed_ones_are_tried_again(train, tmp_path
         (["sweep=last"], "sweep=...: give -m as well; to resume a single run, give ckpt_path=last"),
     ],
 )
-def test_other_jobs_are_refused(train, tmp_path, arguments, message):
-    failing = ["strategy=plain", "data.path=nowhere"]  # at once
-    assert train("-m", *failing, "data.seq_len=16,24")[0] == 1
+def test_other_jobs_are_refused(train, tmp_path, failed_sweep, arguments, message):
+    failing = ["strategy=plain", "data.path=nowhere"]
+    if not (failed_sweep / "outputs").exists():
+        assert train("-m", *failing, "data.seq_len=16,24")[0] == 1
+        (tmp_path / "outputs").rename(failed_sweep / "outputs")
+    shutil.copytree(failed_sweep / "outputs", tmp_path / "outputs", symlinks=True)
     status, _, err = train(*failing, *arguments)
     assert status == 2
     (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -255,8 +272,7 @@ def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
 
 
 def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
-    often = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.max_steps=30"]
-    settings = ["trainer.devices=2", "strategy.context_parallel_size=2", "strategy.alpha=0.5", *often]
+    settings = ["trainer.devices=2", "strategy.context_parallel_size=2", "strategy.alpha=0.5", *SHORT]
     assert interrupted(tmp_path, signal.SIGKILL, *settings, job=0, cold=True) == -signal.SIGKILL
     deadline = time.monotonic() + 240
     while (left := commands_with(str(tmp_path))) and time.monotonic() < deadline:

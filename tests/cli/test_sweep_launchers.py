@@ -26,14 +26,23 @@ last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
     done
 ) > sbatch.log 2>&1 &
 """
+# In processes other than rank zero, mistakes are reported after 1 second instead of 15.
 SRUN = """#!/usr/bin/env bash
+submit="
+import runpy
+from lightning_memo.cli import launch
+launch._DELAY_SECONDS = 1.0
+runpy.run_module('submitit.core._submit', run_name='__main__', alter_sys=True)
+"
 while [[ $1 == --* || $1 == -* ]]; do
     [[ $1 == --output || $1 == --error ]] && shift
     shift
 done
+[[ "$2 $3 $4" == "-u -m submitit.core._submit" ]] || exit 3
 tasks=()
 for ((task = 0; task < SLURM_NTASKS; task++)); do
-    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=$SLURM_NTASKS "$@" &
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=$SLURM_NTASKS \\
+        "$1" -c "$submit" "${@:5}" &
     tasks+=($!)
 done
 wait "${tasks[@]}"

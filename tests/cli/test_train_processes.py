@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TINY_RUN, WITHOUT_REPORT, errors, lightning, run, torchrun
+from support.commands import HASTY_MODULE, ROOT, TINY_RUN, WITHOUT_REPORT, errors, lightning, run, torchrun
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
@@ -73,7 +73,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
 
 
 def test_fpdt_is_one_word(tmp_path, train):
-    status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path, cold=True)
+    status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path)
     assert status == 0, err
     both = only((tmp_path / "outputs" / "train" / "runs").iterdir())
     swap = Plan.load(next(both.rglob("memo_plan.json"))).swap
@@ -126,7 +126,7 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     for name in "abc":
         (tmp_path / "text0" / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
     # The other process waits for up to half an hour for this one to join.
-    ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}"), tmp_path)
+    ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}", module=HASTY_MODULE), tmp_path)
     assert ended == status  # torchrun's own is always 1
     assert "data.path=text1: no such folder" in only(errors(err))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
@@ -121,6 +122,18 @@ def test_rows_go_on_at_every_place(write: Callable[[Path], None], tmp_path: Path
         for (expected_place, expected), (mine_place, mine) in zip(whole[number + 1 :], resumed, strict=False):
             assert mine_place == expected_place
             assert_equal(mine, expected)
+
+
+def test_reading_files_needs_no_network(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def look_up(*address: Any, **_: Any) -> None:
+        asked.append(address)
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    stream(jsonl)
+    assert not asked
 
 
 # ---- training

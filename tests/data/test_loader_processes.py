@@ -82,4 +82,5 @@ def test_no_worker_outlives_a_kill(method: str) -> None:
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
+    multiprocessing.set_forkserver_preload(["pytest", "support.commands", "lightning_memo.data.resumable_loader"])
     load()

@@ -13,7 +13,7 @@ from pathlib import Path
 import datasets
 import pytest
 from lightning.fabric import Fabric
-from support.commands import ROOT, TINY_RUN, free_port, run
+from support.commands import ROOT, TINY_RUN, WITHOUT_REPORT, free_port, run
 
 from lightning_memo import MemoStrategy
 
@@ -57,7 +57,7 @@ def test_scripts_are_bash(script: Path) -> None:
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    status, out, err = run([EXAMPLES / "torchrun.sh", *TINY_RUN], tmp_path)
+    status, out, err = run([EXAMPLES / "torchrun.sh", *TINY_RUN, *WITHOUT_REPORT], tmp_path)
     assert status == 0, err
     (result,) = results(tmp_path)
     assert result["processes"] == 2
@@ -65,7 +65,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_two_hosts_end_with_the_loss_of_one_process(tmp_path: Path) -> None:
-    status, out, err = run([EXAMPLES / "two_hosts.sh"], tmp_path, PORT=free_port())
+    status, out, err = run([EXAMPLES / "two_hosts.sh", *WITHOUT_REPORT], tmp_path, PORT=free_port())
     assert status == 0, err
     assert "train loss: two_hosts " in out
     assert sorted(result["processes"] for result in results(tmp_path)) == [1, 2]
@@ -77,7 +77,7 @@ def test_slurm_job(tmp_path: Path) -> None:
     srun.write_text(FAKE_SRUN)
     srun.chmod(0o755)
     small = ["strategy.context_parallel_size=2", "trainer.precision=bf16-mixed"]
-    words = shlex.join([str(EXAMPLES / "slurm.sbatch"), *TINY_RUN, *small])
+    words = shlex.join([str(EXAMPLES / "slurm.sbatch"), *TINY_RUN, *WITHOUT_REPORT, *small])
     command = ["bash", "-c", f'PATH="{srun.parent}:$PATH" exec bash {words}']
     status, out, err = run(command, tmp_path, MASTER_PORT=free_port(), **JOB)
     assert status == 0, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.commands import run
 from support.paths import ROOT
+
+from lightning_memo.cli import prepare_process
 
 REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('memo' in StrategyRegistry)"
 TRAINER = (
@@ -17,6 +21,13 @@ TRAINER = (
     "trainer = Trainer(strategy='memo', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)\n"
     "print(type(trainer.strategy).__name__)"
 )
+
+
+def fork(script: str, folder: Path) -> str:
+    """Returns what a script prints in a process that has imported torch, but neither Lightning nor this package."""
+    status, out, err = run(["python", "-c", script], folder)
+    assert status == 0, err
+    return out
 
 
 def python(*arguments: str, folder: Path) -> str:
@@ -30,7 +41,8 @@ def python(*arguments: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("first", ["import lightning_memo", "import lightning.pytorch; import lightning_memo"])
 def test_a_trainer_finds_the_strategy_by_its_name(tmp_path, first):
-    assert python("-c", f"{first}\n{TRAINER}", folder=tmp_path).split() == ["MemoStrategy"]
+    found = fork(f"import sys\nassert 'lightning' not in sys.modules\n{first}\n{TRAINER}", tmp_path)
+    assert found.split() == ["MemoStrategy"]
 
 
 def test_a_module_with_a_commands_name_among_its_arguments_registers_the_strategy(tmp_path):
@@ -50,4 +62,15 @@ def test_the_names_of_the_package_are_there(monkeypatch):
 
 def test_packages_are_attributes_and_the_package_can_be_reloaded(tmp_path):
     script = "import importlib, lightning_memo as m; print(m.callbacks.Monitor.__name__); importlib.reload(m)"
-    assert python("-c", f"{script}\n{TRAINER}", folder=tmp_path).split() == ["Monitor", "MemoStrategy"]
+    assert fork(f"{script}\n{TRAINER}", tmp_path).split() == ["Monitor", "MemoStrategy"]
+
+
+def test_a_command_collects_garbage_again_after_its_imports(monkeypatch):
+    monkeypatch.setattr(prepare_process, "exit_on_interrupt", lambda: None)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    gc.collect()  # so that no garbage is kept
+    frozen = gc.get_freeze_count()
+    prepare_process.prepare_process()
+    assert not gc.isenabled()
+    prepare_process.start_process()
+    assert gc.isenabled() and gc.get_freeze_count() > frozen

@@ -11,14 +11,18 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
-from support.commands import ROOT, environment
+from support.commands import ROOT, TEXT_FOLDER, environment
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 MOST_BYTES = 300_000  # GitHub shows them, and everyone clones them
 SHORTER = {
-    "finetune": {"STEPS = 40": "STEPS = 12"},
-    "length_sweep": {"STEPS = 8": "STEPS = 5", "(512, 1024, 2048)": "(256, 512)"},
+    "finetune": {"STEPS = 40": "STEPS = 12", '"seq_len": 2048': '"seq_len": 512'},
+    "length_sweep": {
+        "STEPS = 8": "STEPS = 4",
+        "(512, 1024, 2048)": "(128, 256)",
+        "max_bytes=2**20": f"path='{TEXT_FOLDER}', max_bytes=2**17",
+    },
     "will_it_fit": {"range(16, 22)": "range(16, 19)", "gpus = (1, 2, 4, 8)": "gpus = (1, 4)"},
 }
 
@@ -133,28 +137,30 @@ PAUSE = {pause}
 strategy = MemoStrategy(alpha=0.5)
 trainer = Trainer(accelerator="cpu", strategy=strategy, max_steps=12, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0)
-trainer.fit(Slow({{"config": CONFIG}}), TextDataModule(seq_len=512, max_bytes=300000))
+trainer.fit(Slow({{"config": CONFIG}}), TextDataModule(seq_len=384, path="{text}", max_bytes=100000))
 print("loss", trainer.callback_metrics["train_loss"].item())
 """
 LEFT = """
 del trainer, strategy
 gc.collect()
-big = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.numel() >= 512 * 64]
+big = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.numel() >= 384 * 64]
 print("tensors", len(big), "threads", threading.active_count())
 """
 
 
 def test_interrupted_training_leaves_a_usable_kernel(kernel: Kernel) -> None:
     assert "Error" not in kernel.run(SETUP)
-    first = kernel.run(FIT.format(pause=None)).splitlines()[-1]
+    first = kernel.run(FIT.format(text=TEXT_FOLDER, pause=None)).splitlines()[-1]
     assert first.startswith("loss ")
-    assert kernel.run(FIT.format(pause=None)).splitlines()[-1] == first, "a cell that is run again does the same"
+    assert kernel.run(FIT.format(text=TEXT_FOLDER, pause=None)).splitlines()[-1] == first, (
+        "a cell that is run again does the same"
+    )
     left = kernel.run(LEFT)
     for step in (0, 9):  # the step that is profiled, and one whose memory is planned
-        printed = kernel.run(FIT.format(pause=step), interrupt_at="pause\n")
+        printed = kernel.run(FIT.format(text=TEXT_FOLDER, pause=step), interrupt_at="pause\n")
         assert "\nSystemExit: 1" in printed, printed  # Lightning's
         assert kernel.run(LEFT) == left, step
-        after = kernel.run(FIT.format(pause=None))
+        after = kernel.run(FIT.format(text=TEXT_FOLDER, pause=None))
         assert "memory plan ready" in after
         assert after.splitlines()[-1] == first, step
         assert kernel.run(LEFT) == left

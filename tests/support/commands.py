@@ -14,6 +14,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from lightning_memo.cli import launch
 from lightning_memo.cli.hydra_command import config_dir
 from support import warm
 from support.paths import ROOT, TESTS
@@ -45,6 +46,8 @@ WITHOUT_REPORT = ("callbacks.report=null",)
 """Leaves out `report.html`, because drawing its curves takes longer than a small training run."""
 
 MODULE = ["-m", "lightning_memo.train"]
+HASTY_MODULE = ["-m", "support.commands"]
+"""The training command, in which other processes than rank zero report a mistake after 1 second instead of 15."""
 _NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
 
 
@@ -80,15 +83,15 @@ def environment(cold: bool = False) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
 
 
-def lightning(*settings: str) -> list[str]:
+def lightning(*settings: str, module: Sequence[str] = MODULE) -> list[str]:
     """Return the training command with two processes, the second of which Lightning starts."""
-    return ["python", *MODULE, *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2", *settings]
+    return ["python", *module, *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2", *settings]
 
 
-def torchrun(*settings: str, report: bool = False) -> list[str]:
+def torchrun(*settings: str, report: bool = False, module: Sequence[str] = MODULE) -> list[str]:
     """Return the training command in two processes of torchrun, by default without a report."""
     tiny = TINY_RUN if report else (*TINY_RUN, *WITHOUT_REPORT)
-    return ["torchrun", "--standalone", "--nproc_per_node", "2", *MODULE, *tiny, "trainer.devices=2", *settings]
+    return ["torchrun", "--standalone", "--nproc_per_node", "2", *module, *tiny, "trainer.devices=2", *settings]
 
 
 def errors(stderr: str) -> list[str]:
@@ -116,3 +119,10 @@ def composed(name: str, *overrides: str) -> DictConfig:
     """Return a configuration of `conf/` with overrides."""
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return compose(name, list(overrides))
+
+
+if __name__ == "__main__":
+    from lightning_memo.train import main
+
+    launch._DELAY_SECONDS = 1.0
+    main()

@@ -27,7 +27,9 @@ from typing import Any
 _PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api",
     "torch.distributed.tensor.parallel", "torch.utils.tensorboard", "torchmetrics", "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama", "matplotlib.pyplot", "hydra", "rich.table",
+    "transformers.models.llama.modeling_llama", "transformers.optimization", "peft", "matplotlib.pyplot", "hydra",
+    "hydra.core.override_parser.overrides_visitor", "rich.table", "highspy", "huggingface_hub.hf_file_system",
+    "fsspec.implementations.local", "PIL.Image", "torch.distributed.checkpoint",
 )  # fmt: skip
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -26,6 +28,18 @@ class Watch(Callback):
             time.sleep(0.002)
         if memory.stats is not None:
             self.stats.append(memory.stats)
+
+
+class Pause(Callback):
+    """Waits for a signal in the fourth step of the job of a sweep whose number is `PAUSED_JOB` in the environment."""
+
+    @override
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        job = Path(trainer.checkpoint_callback.dirpath).parent.name
+        if job == os.environ.get("PAUSED_JOB") and trainer.is_global_zero and trainer.global_step == 3:
+            deadline = time.monotonic() + 300
+            while not trainer.received_sigterm and time.monotonic() < deadline:
+                time.sleep(0.01)
 
 
 class Gradients(Callback):
