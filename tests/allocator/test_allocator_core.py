@@ -39,7 +39,7 @@ def need_sanitizer(folder, flags):
     ("flags", "rounds"),
     [
         (["-O2"], 4000),
-        (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"], 600),
+        (["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"], 600),
         (["-O1", "-fsanitize=thread"], 300),
     ],
     ids=["plain", "address", "thread"],

@@ -25,12 +25,13 @@ LOSS_BOUND = {"fp32": 1e-6, "bf16-true": 2**-8, "bf16-mixed": 2**-8}
 
 @dataclass
 class Case:
-    """A model that is attached and profiled, its copy in fp64, and the result of plain training on a batch."""
+    """A model that is attached and profiled, and the result of plain training on a batch."""
 
     family: str
     precision: str
+    batch_size: int
+    padded: bool
     batch: Batch
-    double: nn.Module
     plain: Step
     under_test: EngineUnderTest
 
@@ -38,10 +39,21 @@ class Case:
     def amp(self) -> bool:
         return self.precision == "bf16-mixed"
 
-    @functools.cached_property
+    @property
     def exact(self) -> Step:
         """The gradient in fp64, of the weights as they are. Dropout draws the same masks in every precision."""
-        return loss_and_gradients(self.double, self.batch)
+        return exact(self.family, self.precision == "bf16-true", self.batch_size, self.padded)
+
+
+def build(family: str, rounded: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = FAMILIES[family].build().train()
+    return model.bfloat16() if rounded else model
+
+
+@functools.cache
+def exact(family: str, rounded: bool, batch_size: int, padded: bool) -> Step:
+    return loss_and_gradients(in_double(build(family, rounded)), make_batch(batch_size, TOKENS, padded))
 
 
 def _cases() -> Iterator[object]:
@@ -57,15 +69,10 @@ def _cases() -> Iterator[object]:
 @pytest.fixture(scope="module", params=_cases())
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     family, precision, batch_size, padded = request.param
-    torch.manual_seed(0)
-    model = FAMILIES[family].build().train()
-    if precision == "bf16-true":
-        model = model.bfloat16()
-    batch = make_batch(batch_size, TOKENS, padded)
+    model, batch = build(family, precision == "bf16-true"), make_batch(batch_size, TOKENS, padded)
     plain = loss_and_gradients(model, batch, precision == "bf16-mixed")
-    double = in_double(model)
     with EngineUnderTest(model) as under_test:
-        case = Case(family, precision, batch, double, plain, under_test)
+        case = Case(family, precision, batch_size, padded, batch, plain, under_test)
         under_test.profile_step(batch, case.amp)
         yield case
 

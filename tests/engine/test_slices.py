@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -48,7 +50,7 @@ from lightning_memo.planner.token_slices import (
 )
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
-SHAPES = [(1, 61, 5), (2, 64, 13)]  # batch, tokens, slice_tokens: none divides
+SHAPES = [(1, 61, 15), (2, 64, 13)]  # batch, tokens, slice_tokens: five slices, of which the last has one or 12 tokens
 # Farthest from fp64, in units of plain training's distance; see test_gradients.
 FARTHER = 1.25
 
@@ -58,12 +60,31 @@ def build(family: str) -> nn.Module:
     return FAMILIES[family].build().train()
 
 
-def assert_as_good(model: nn.Module, batch: Batch, actual: Step, plain: Step) -> None:
-    """The gradient is within 1e-6 of plain training, or as near to fp64: every slice rounds weight gradients again."""
-    torch.testing.assert_close(actual.loss, plain.loss, rtol=1e-6, atol=0)
-    if actual.distance(plain) > 1e-6:
-        exact = loss_and_gradients(in_double(model), batch)
-        assert actual.distance(exact) <= FARTHER * plain.distance(exact)
+@dataclass(frozen=True)
+class Trained:
+    """A family's model and a batch, and what plain training makes of them in fp32 and in fp64."""
+
+    family: str
+    batch: Batch
+
+    @functools.cached_property
+    def plain(self) -> Step:
+        return loss_and_gradients(build(self.family), self.batch)
+
+    @functools.cached_property
+    def exact(self) -> Step:
+        return loss_and_gradients(in_double(build(self.family)), self.batch)
+
+    def assert_as_good(self, actual: Step) -> None:
+        """The gradient is within 1e-6 of `plain`, or as near to `exact`: every slice rounds weight gradients again."""
+        torch.testing.assert_close(actual.loss, self.plain.loss, rtol=1e-6, atol=0)
+        if actual.distance(self.plain) > 1e-6:
+            assert actual.distance(self.exact) <= FARTHER * self.plain.distance(self.exact)
+
+
+@functools.cache
+def trained(family: str, batch: int, tokens: int) -> Trained:
+    return Trained(family, make_batch(batch, tokens))
 
 
 # ---- whole models
@@ -78,13 +99,12 @@ def _profiles() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module", params=_profiles())
-def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[EngineUnderTest, Batch, Step, int]]:
+def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[EngineUnderTest, Trained, int]]:
     name, schedule, (batch_size, tokens, slice_tokens) = request.param
-    model, batch = build(name), make_batch(batch_size, tokens)
-    plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, schedule) as under_test:
-        under_test.profile_step(batch)
-        yield under_test, batch, plain, slice_tokens
+    subject = trained(name, batch_size, tokens)
+    with EngineUnderTest(build(name), schedule) as under_test:
+        under_test.profile_step(subject.batch)
+        yield under_test, subject, slice_tokens
 
 
 def used_bytes(engine: Engine) -> tuple[int, ...]:
@@ -93,8 +113,8 @@ def used_bytes(engine: Engine) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
-def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: float) -> None:
-    under_test, batch, plain, slice_tokens = profiled
+def test_many_slices(profiled: tuple[EngineUnderTest, Trained, int], alpha: float) -> None:
+    under_test, subject, slice_tokens = profiled
     predicted = under_test.load(alpha, slice_tokens)
     engine, memory = under_test.engine, under_test.engine.memory
     assert memory is not None
@@ -104,7 +124,7 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: 
     model = under_test.model
     model.zero_grad()
     torch.manual_seed(5)
-    loss = model(**batch).loss
+    loss = model(**subject.batch).loss
     runs: list[Any] = list(engine.calls)
     assert all(len(run.slices) >= 5 for run in runs)
     assert used_bytes(engine) == predicted
@@ -113,15 +133,15 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: 
     under_test.assert_as_planned()
     under_test.assert_empty()
     assert memory.stats.peak_host_bytes == engine.host_bytes
-    assert_as_good(model, batch, Step(loss.detach(), gradients_of(model)), plain)
+    subject.assert_as_good(Step(loss.detach(), gradients_of(model)))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1 / 8, 1 / 2, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
-def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Batch, Step, int], alpha: float) -> None:
+def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Trained, int], alpha: float) -> None:
     """To the byte, also for routed experts: the sum of what they save is proportional to tokens."""
-    under_test, batch, _, _ = profiled
+    under_test, subject, _ = profiled
     predicted = under_test.load(alpha)
-    loss = under_test.model(**batch).loss
+    loss = under_test.model(**subject.batch).loss
     assert used_bytes(under_test.engine) == predicted
     del loss
     under_test.assert_as_planned()
@@ -145,22 +165,29 @@ MIXES = {
 }
 
 
+@pytest.fixture(scope="module")
+def mixed(family: str, schedule: str) -> Iterator[tuple[EngineUnderTest, Trained]]:
+    subject = trained(family, 2, 61)
+    with EngineUnderTest(build(family), schedule) as under_test:
+        under_test.profile_step(subject.batch)
+        yield under_test, subject
+
+
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("schedule", ["auto", "nest"])
-@pytest.mark.parametrize("family", ["llama_gqa", "mistral_window", "gpt2_dropout", "mixtral", "block_dropout"])
-def test_mixed_actions(family: str, schedule: str, mix: str) -> None:
-    model, batch = build(family), make_batch(2, 61)
-    plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, schedule) as under_test:
-        under_test.profile_step(batch)
-        predicted = under_test.load(0.5, script=MIXES[mix])
-        actual = under_test.step(batch)
-        assert_as_good(model, batch, actual, plain)
-        if len(MIXES[mix]) == 1 and not FAMILIES[family].grouped:
-            assert_equal(actual, plain)
-        memory = under_test.engine.memory
-        assert memory is not None and memory.stats.unplanned_slots == 0
-        assert (memory.stats.overflow_bytes, max(predicted)) == (0, memory.slot_bytes)
+@pytest.mark.parametrize("schedule", ["auto", "nest"], scope="module")
+@pytest.mark.parametrize(
+    "family", ["llama_gqa", "mistral_window", "gpt2_dropout", "mixtral", "block_dropout"], scope="module"
+)
+def test_mixed_actions(mixed: tuple[EngineUnderTest, Trained], family: str, mix: str) -> None:
+    under_test, subject = mixed
+    predicted = under_test.load(0.5, script=MIXES[mix])
+    actual = under_test.step(subject.batch)
+    subject.assert_as_good(actual)
+    if len(MIXES[mix]) == 1 and not FAMILIES[family].grouped:
+        assert_equal(actual, subject.plain)
+    under_test.assert_as_planned()
+    memory = under_test.engine.memory
+    assert memory is not None and max(predicted) == memory.slot_bytes
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2_dropout"])

@@ -1,24 +1,27 @@
 """Planned memory serves every request at its offset, changes no result, and leaves nothing behind."""
 
-import functools
 import json
+import shutil
 import threading
 import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from support import commands
 from support.samples.callbacks import Watch
-from support.trainer_harness import LanguageModel, Sequences, batches, fit, loader, shorten_measurements
+from support.trainer_harness import LanguageModel, Result, Sequences, batches, fit, loader, shorten_measurements
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy, Plan
-from lightning_memo.allocator import PlannedAllocator
+from lightning_memo.allocator import AllocatorStats, PlannedAllocator
 from lightning_memo.runtime.memory_plans import memory_planner as planning
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import user_cache
 
 CPU = torch.device("cpu")
+STEPS = 12  # of which the first are recorded, and the last are served
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,7 @@ def fresh_cache(monkeypatch, tmp_path):
     return tmp_path / "plans"
 
 
-def run(plan_memory=True, family="llama", data=None, steps=14, strategy=None, **settings):
+def run(plan_memory=True, family="llama", data=None, steps=STEPS, strategy=None, **settings):
     """A fit, and the allocator's counters after each batch that was served."""
     watch = Watch()
     callbacks = [*settings.pop("callbacks", ()), *([watch] if plan_memory else [])]
@@ -41,6 +44,47 @@ def run(plan_memory=True, family="llama", data=None, steps=14, strategy=None, **
             **settings,
         )  # fmt: skip
     return result, watch.stats
+
+
+class Recorded(NamedTuple):
+    """A run whose memory was planned, its counters, and the folder in which its plan was cached."""
+
+    result: Result
+    stats: list[AllocatorStats]
+    cache: Path
+
+    def saved(self, folder):
+        """Save the plan in a folder without its trace; returns the settings of a run that uses it."""
+        self.result.plan.save(folder / "plan.json")
+        return {"alpha": "auto", "plan": folder / "plan.json"}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(planning, "cache_folder", lambda: folder / "plans")
+        return Recorded(*run(), folder / "plans")
+
+
+@pytest.fixture
+def recorded_here(recorded, fresh_cache):
+    """The same, as if it had run in this folder."""
+    shutil.copytree(recorded.cache, fresh_cache)
+    return recorded
+
+
+@pytest.fixture(scope="module")
+def unplanned():
+    """What the same run gives without planned memory."""
+    return run(plan_memory=False)[0]
+
+
+@pytest.fixture(scope="module")
+def unplanned_by_plan(recorded, tmp_path_factory):
+    """What a run by the plan of `recorded` gives without planned memory."""
+    return run(plan_memory=False, strategy=recorded.saved(tmp_path_factory.mktemp("unplanned")))[0]
 
 
 def assert_same(planned, unplanned):
@@ -58,22 +102,23 @@ def assert_all_hit(stats):
 
 def test_what_compares_restored_tensors_is_planned_too():
     settings = {"host_backed": "all", "slice_tokens": 16}
-    unplanned, _ = run(False, strategy=settings)
-    checked, stats = run(strategy=settings | {"check_restored": True})
+    unplanned, _ = run(False, strategy=settings, steps=9)
+    checked, stats = run(strategy=settings | {"check_restored": True}, steps=9)
     assert_same(checked, unplanned)
     assert_all_hit(stats)
 
 
 @pytest.mark.parametrize(
-    ("alpha", "precision"),
-    [(0.0, "32-true"), (0.5, "32-true"), (1.0, "32-true"), (0.5, "bf16-true"), (0.5, "bf16-mixed")],
+    ("alpha", "precision", "steps"),
+    [(0.0, "32-true", 20), (0.5, "32-true", 40), (1.0, "32-true", 20), (0.5, "bf16-true", 20), (0.5, "bf16-mixed", 20)],
 )
-def test_fifty_planned_steps_equal_unplanned_ones(alpha, precision):
-    settings = {"steps": 50, "precision": precision, "strategy": {"alpha": alpha}}
+def test_many_planned_steps_equal_unplanned_ones(alpha, precision, steps):
+    """Forty are enough that they are no longer examined one by one."""
+    settings = {"steps": steps, "precision": precision, "strategy": {"alpha": alpha}}
     planned, stats = run(**settings)
     unplanned, _ = run(plan_memory=False, **settings)
     assert_same(planned, unplanned)
-    assert len(stats) > 40
+    assert len(stats) > steps - 10
     assert_all_hit(stats)
 
 
@@ -91,8 +136,8 @@ def test_plain_mode_is_planned_too():
     assert_all_hit(stats)
 
 
-def test_the_plan_says_what_was_placed(tmp_path):
-    result, stats = run()
+def test_the_plan_says_what_was_placed(recorded, tmp_path):
+    result, stats, _ = recorded
     placement = result.plan.placement
     assert placement.peak_bytes == stats[-1].arena_bytes
     assert placement.lower_bound_bytes <= placement.peak_bytes
@@ -117,10 +162,10 @@ def test_validation_in_between_is_left_to_pytorch():
     assert_all_hit(stats)
 
 
-def test_workers_that_load_data():
+def test_workers_that_load_data(unplanned):
     data = DataLoader(Sequences(256), batch_size=2, num_workers=2)
     planned, stats = run(data=data)
-    assert_same(planned, run(plan_memory=False)[0])
+    assert_same(planned, unplanned)
     assert_all_hit(stats)
 
 
@@ -155,7 +200,7 @@ class Failing(LanguageModel):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_failed_step_leaves_pytorchs_allocator():
+def test_a_failed_step_leaves_pytorchs_allocator(unplanned):
     watch = Watch()
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(MemoStrategy(alpha=0.5), Failing("llama"), loader(), max_steps=20, callbacks=[watch])
@@ -163,7 +208,7 @@ def test_a_failed_step_leaves_pytorchs_allocator():
     allocator = PlannedAllocator(CPU)
     assert not allocator.installed
     assert allocator.stats().arena_bytes == 0
-    assert_same(run()[0], run(plan_memory=False)[0])
+    assert_same(run()[0], unplanned)
 
 
 class Skipping(LanguageModel):
@@ -208,17 +253,16 @@ def test_nothing_is_left_after_training():
     assert (allocator.stats().live_blocks, allocator.stats().arena_bytes) == (0, 0)
 
 
-def test_no_planning_if_not_wished():
-    result, _ = run(plan_memory=False)
-    assert result.trainer.strategy.memory is None
-    assert result.plan.placement is None
+def test_no_planning_if_not_wished(unplanned):
+    assert unplanned.trainer.strategy.memory is None
+    assert unplanned.plan.placement is None
 
 
 # ---- plans of earlier runs
 
 
-def test_the_same_run_uses_the_cached_plan(fresh_cache):
-    first, stats = run()
+def test_the_same_run_uses_the_cached_plan(recorded_here, fresh_cache):
+    first, stats, _ = recorded_here
     second, again = run()
     assert_same(first, second)
     assert len(list(fresh_cache.glob("*.json"))) == 1
@@ -227,8 +271,7 @@ def test_the_same_run_uses_the_cached_plan(fresh_cache):
 
 
 @pytest.mark.parametrize("spoil", ["garbage", "foreign"])
-def test_a_cached_plan_that_is_none_is_ignored_with_one_line(fresh_cache, spoil):
-    first, _ = run()
+def test_a_cached_plan_that_is_none_is_ignored_with_one_line(recorded_here, fresh_cache, spoil):
     path = next(fresh_cache.glob("*.json"))
     if spoil == "garbage":
         path.write_text("{")
@@ -240,49 +283,30 @@ def test_a_cached_plan_that_is_none_is_ignored_with_one_line(fresh_cache, spoil)
         second, stats = run()
     assert sum("cached memory plan" in str(warning.message) for warning in caught) == 1
     assert all("\n" not in str(w.message) for w in caught if "cached memory plan" in str(w.message))
-    assert_same(first, second)
+    assert_same(recorded_here.result, second)
     assert_all_hit(stats)
     assert Plan.load(path) == second.plan
 
 
-def test_a_given_plan_is_served_after_the_first_step(tmp_path, monkeypatch):
-    first, _ = run()
-    first.plan.save(tmp_path / "plan.json")
-    monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "empty")
-    strategy = {"alpha": "auto", "plan": tmp_path / "plan.json"}
-    second, stats = run(strategy=strategy)
-    assert_same(second, run(plan_memory=False, strategy=strategy)[0])
-    assert len(stats) == 14
+def test_a_given_plan_is_served_after_the_first_step(recorded, unplanned_by_plan, tmp_path):
+    second, stats = run(strategy=recorded.saved(tmp_path))
+    assert_same(second, unplanned_by_plan)
+    assert len(stats) == STEPS
     assert_all_hit(stats)
 
 
-def test_a_placement_of_other_requests_is_replaced(tmp_path, monkeypatch):
-    first, _ = run()
-    document = json.loads(first.plan.to_json())
+def test_a_placement_of_other_requests_is_replaced(recorded, unplanned_by_plan, tmp_path):
+    strategy = recorded.saved(tmp_path)
+    document = json.loads((tmp_path / "plan.json").read_text())
     for phase in document["placement"]["phases"]:
         phase["sizes"] = [size + 64 for size in phase["sizes"]]
         phase["offsets"] = [0] * len(phase["offsets"])
     document["placement"]["peak_bytes"] *= 2
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "empty")
-    strategy = {"alpha": "auto", "plan": tmp_path / "plan.json"}
     second, stats = run(strategy=strategy)
-    assert_same(second, run(plan_memory=False, strategy=strategy)[0])
-    assert second.plan.placement.phases == first.plan.placement.phases
+    assert_same(second, unplanned_by_plan)
+    assert second.plan.placement.phases == recorded.result.plan.placement.phases
     assert stats[-1].misses == 0
-
-
-@functools.cache
-def recorded():
-    """A run whose memory was planned; runs with plans made from its own do the same."""
-    return run()[0]
-
-
-@functools.cache
-def losses_and_weights():
-    """What 18 steps of its plan give without planned memory."""
-    recorded().plan.save("unplanned.json")
-    return run(plan_memory=False, strategy={"alpha": "auto", "plan": "unplanned.json"}, steps=18)[0]
 
 
 WRONG = {
@@ -298,42 +322,38 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_plan_never_ends_training(tmp_path, monkeypatch, wrong):
-    first = recorded()
-    document = json.loads(first.plan.to_json())
+def test_a_wrong_plan_never_ends_training(recorded, unplanned_by_plan, tmp_path, wrong):
+    strategy = recorded.saved(tmp_path)
+    document = json.loads((tmp_path / "plan.json").read_text())
     WRONG[wrong](document["placement"])
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "empty")
-    strategy = {"alpha": "auto", "plan": tmp_path / "plan.json"}
-    second, stats = run(strategy=strategy, steps=18)
-    assert_same(second, losses_and_weights())
-    assert second.plan.placement.phases == first.plan.placement.phases
+    second, stats = run(strategy=strategy)
+    assert_same(second, unplanned_by_plan)
+    assert second.plan.placement.phases == recorded.result.plan.placement.phases
     assert (stats[-1].misses, stats[-1].bad_frees) == (0, 0)
 
 
-def test_a_cached_trace_of_another_run_is_ignored(fresh_cache):
-    first, _ = run()
+def test_a_cached_trace_of_another_run_is_ignored(recorded_here, fresh_cache):
     path = next(fresh_cache.glob("*.csv"))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]))
     with pytest.warns(UserWarning, match="ignoring the cached memory plan"):
         second, _ = run()
-    assert_same(first, second)
+    assert_same(recorded_here.result, second)
 
 
-def test_a_given_plan_has_its_trace_if_it_was_made_here(tmp_path):
-    first, _ = run()
-    first.plan.save(tmp_path / "plan.json")
-    second, _ = run(strategy={"alpha": "auto", "plan": tmp_path / "plan.json"})
-    assert second.trainer.strategy.memory.trace.same_requests(first.trainer.strategy.memory.trace)
+def test_a_given_plan_has_its_trace_if_it_was_made_here(recorded_here, tmp_path):
+    second, _ = run(strategy=recorded_here.saved(tmp_path))
+    trace = recorded_here.result.trainer.strategy.memory.trace
+    assert second.trainer.strategy.memory.trace.same_requests(trace)
     files = second.trainer.strategy.memory.draw(str(tmp_path / "pictures"))
     assert len(files) == 3 and all(file.stat().st_size for file in files)
 
 
-def test_counters_stay_those_of_the_run():
-    first, stats = run()
+def test_counters_stay_those_of_the_run(recorded):
+    first, stats, _ = recorded
     memory = first.trainer.strategy.memory
-    run(steps=20)
+    run()
     assert memory.stats.hits == stats[-1].hits == memory.use.hits
 
 
@@ -350,25 +370,25 @@ def test_a_user_without_a_home_still_trains(monkeypatch, tmp_path):
     assert str(user_cache("plans")).startswith(str(tmp_path))
 
 
-def test_without_a_compiler_training_goes_on_and_says_so(monkeypatch):
+def test_without_a_compiler_training_goes_on_and_says_so(unplanned, monkeypatch):
     def no_compiler(*args, **kwargs):
         raise native.BuildError("no C++ compiler: install g++")
 
     monkeypatch.setattr(planning, "load_library", no_compiler)
     with pytest.warns(UserWarning, match=r"memory is not planned.*install g\+\+.*plan_memory=False"):
         result, stats = run()
-    assert_same(result, run(plan_memory=False)[0])
+    assert_same(result, unplanned)
     assert not stats
 
 
-def test_a_planner_that_fails_is_no_reason_to_stop(monkeypatch):
+def test_a_planner_that_fails_is_no_reason_to_stop(unplanned, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(planning, "plan_memory", fail)
     with pytest.warns(UserWarning, match="memory is not planned: a bug"):
         result, stats = run()
-    assert_same(result, run(plan_memory=False)[0])
+    assert_same(result, unplanned)
     assert not stats
 
 
@@ -392,7 +412,7 @@ from lightning_memo.utils.background_job import in_background
 def solve():
     rng, highs = numpy.random.default_rng(0), highspy.Highs()
     highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("time_limit", 2.0)
+    highs.setOptionValue("time_limit", 1.0)
     chosen = [highs.addBinary() for _ in range(100)]
     for weights in rng.integers(1, 1000, (50, 100)).tolist():
         highs.addConstr(sum(w * x for w, x in zip(weights, chosen)) <= sum(weights) // 2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from typing_extensions import Self
 
 from lightning_memo.engine.forward.autocast import autocast_inputs
@@ -61,16 +61,26 @@ def _answer(
     v: Tensor,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Call a handler, whose own attention calls are not intercepted again."""
+    """Call a handler, whose own calls are not intercepted again."""
     if trained:
         refuse_without_grad("attention")
     if layout is not None:  # the model knows documents and padding only for its own part of the tokens
         spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
-    token = _handler.set(None)
+    token, modes = _handler.set(None), _leave_own_modes()
     try:
         return handler(*autocast_inputs(q, k, v), spec)
     finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
         _handler.reset(token)
+
+
+def _leave_own_modes() -> list[TorchFunctionMode]:
+    """Leave the innermost modes of this package, which would pass on every call inside a handler; returns them."""
+    modes = []
+    while isinstance(_get_current_function_mode(), OwnMode):
+        modes.append(_pop_mode())
+    return modes
 
 
 @contextmanager
