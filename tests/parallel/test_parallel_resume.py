@@ -14,7 +14,7 @@ from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
 from transformers import AutoModelForCausalLM
 
-RUN = Run(family="llama_gqa", tokens=45, batch=4, clip=0.5, steps=4, layers=2)
+RUN = Run(family="llama_gqa", tokens=45, batch=4, clip=0.5, steps=4, layers=3)
 SAVED_AFTER = 2
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 x tp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
