@@ -28,8 +28,8 @@ def reserved(report: Report) -> str:
         bound = "as large as" if arena == row["lower_bound_bytes"] else "larger than"
         step = (
             f"A recorded step (`{row['trace']}`, {row['requests']:,} memory requests) is replayed through PyTorch's "
-            f"allocator (torch {report['libc10_cuda']})\non a stub of the CUDA runtime, so no GPU is needed. Here, the "
-            f"arena is {bound} the lower bound: the largest number of bytes in use at the same time."
+            f"allocator (torch {report['libc10_cuda']}) on a stub of\nthe CUDA runtime, so no GPU is needed. Here, the "
+            f"arena is {bound} the lower bound: the largest number of bytes in use at the\nsame time."
         )
         parts += [step, table(["", "bytes reserved", "relative to the arena"], rows)]
     title = "**Memory that PyTorch's allocator reserves for one step, compared with the planned arena**"
