@@ -115,4 +115,4 @@ def _legend(figure: Any, axes: Any) -> None:
 
     groups = [Patch(color=color, label=group) for group, color in PHASE_COLORS.items()]
     figure.legend(handles=groups, loc="outside lower center", ncols=len(groups), frameon=False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
