@@ -122,7 +122,7 @@ def _draw(report: dict[str, Any], path: Path) -> None:
         f"Peak device memory of a training step (Llama, {_LAYERS} layers, hidden size {_HIDDEN}, fp32, on a CPU)"
     )
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=110)
 
