@@ -39,12 +39,13 @@ _MODEL = {
     "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "vocab_size": _VOCABULARY,
     "max_position_embeddings": 2**20,
 }  # fmt: skip
-_MEMO = {"alpha": 0.5, "plan_memory": False, "loss_chunk_tokens": _SLICE_TOKENS}
+_ALPHA = 0.5
+_MEMO = {"alpha": _ALPHA, "plan_memory": False, "loss_chunk_tokens": _SLICE_TOKENS}
 _METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "gradient checkpointing": None,
-    "MemoStrategy(alpha=0.5)": _MEMO,
-    f'MemoStrategy(alpha=0.5, slice_tokens={_SLICE_TOKENS}, host_backed="all")': {
+    f"MemoStrategy(alpha={_ALPHA})": _MEMO,
+    f'MemoStrategy(alpha={_ALPHA}, slice_tokens={_SLICE_TOKENS}, host_backed="all")': {
         **_MEMO,
         "slice_tokens": _SLICE_TOKENS,
         "host_backed": "all",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from lightning_memo.cli.prepare_process import prepare_process, start_process
+    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
 
     prepare_process()
 
@@ -163,5 +163,5 @@ def _print_result(placement: Placement, capacity_bytes: int | None) -> None:
 
 
 if __name__ == "__main__":
-    start_process()
+    finish_imports()
     sys.exit(main())

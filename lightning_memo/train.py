@@ -1,7 +1,7 @@
 """Command line ``python -m lightning_memo.train [overrides]``: one training run, or a sweep with ``-m``."""
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from lightning_memo.cli.prepare_process import prepare_process, start_process
+    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
 
     prepare_process()
 
@@ -228,5 +228,5 @@ if __name__ == "__main__":
     # Launchers such as submitit pickle the task, so that its functions must be importable by the module's real name.
     from lightning_memo.train import main as _main
 
-    start_process()
+    finish_imports()
     _main()

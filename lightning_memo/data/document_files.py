@@ -68,7 +68,8 @@ def load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
         disable_progress_bars()
     options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
     names = [str(file) for file in files]
-    counts, config.HF_UPDATE_DOWNLOAD_COUNTS = config.HF_UPDATE_DOWNLOAD_COUNTS, False  # waits for the network
+    # The Hub's counter of downloads would be asked for every data set, and waited for where there is no network.
+    counts, config.HF_UPDATE_DOWNLOAD_COUNTS = config.HF_UPDATE_DOWNLOAD_COUNTS, False
     try:
         return load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
     finally:

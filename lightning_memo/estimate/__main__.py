@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":
-    from lightning_memo.cli.prepare_process import prepare_process, start_process
+    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
 
     prepare_process()  # before the imports that take seconds
     if sys.argv[1:2] == ["calibrate"]:
@@ -12,5 +12,5 @@ if __name__ == "__main__":
         del sys.argv[1]
     else:
         from lightning_memo.estimate.command import main
-    start_process()
+    finish_imports()
     main()

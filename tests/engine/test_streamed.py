@@ -223,12 +223,12 @@ def test_nothing_on_the_device_grows_with_the_sequence(
     model = build("llama_gqa")
     del model.model.layers[2:]
     detach = attach_chunked_loss(model, 128)
-    peaks = {tokens: peak_bytes(model, schedule, tokens, amp) for tokens in (512, 1536)}
+    peaks = {tokens: peak_bytes(model, schedule, tokens, amp) for tokens in (512, 2048)}
     for undo in detach:
         undo()
     # Schedule "layer" keeps the positions, of 8 bytes each. A table for rotary embedding would be 32 bytes a token.
-    assert peaks[1536] - peaks[512] <= (4 if schedule == "slice" else 12) * 1024, peaks
-    assert peaks[1536] <= 1.05 * peaks[512], peaks
+    assert peaks[2048] - peaks[512] <= (4 if schedule == "slice" else 12) * 1536, peaks
+    assert peaks[2048] <= 1.05 * peaks[512], peaks
 
 
 def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:

@@ -21,7 +21,7 @@ from lightning_memo.engine.memory import slot_memory as memory
 SEEDS = draws(4)
 DELAY_SECONDS = 0.005  # about what the backward of a layer takes
 # A copy begins a whole layer before it is needed: only a longer delay brings out that nobody waits for it.
-LONG_DELAY_SECONDS = 0.1
+LONG_DELAY_SECONDS = 0.2
 BATCHES = [make_batch(2, 48, seed=seed) for seed in range(2)]
 
 

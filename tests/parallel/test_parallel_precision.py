@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -28,15 +27,12 @@ def test_distance_to_fp32(configuration: str, precision: str) -> None:
     bf16, residual stream included, with weights that are cast once: its gradients are those of bf16-true.
     """
     run = Run(family="llama_gqa", tokens=45, precision=precision, steps=2)
-    exact, alone = _alone(replace(run, precision="32-true")), _alone(replace(run, precision="bf16-true"))
+    exact, alone = train_alone(replace(run, precision="32-true")), train_alone(replace(run, precision="bf16-true"))
     size, settings = CONFIGURATIONS[configuration]
     together = train_together(size, run, settings | {"alpha": 0.5})
     assert _distance(together, exact) <= 1.25 * _distance(alone, exact)
     for loss, reference in zip(together.losses, exact.losses, strict=True):
         assert loss == pytest.approx(reference, rel=4e-3)  # bf16 keeps 8 bits
-
-
-_alone = functools.cache(train_alone)
 
 
 def _distance(outcome: Outcome, exact: Outcome) -> float:

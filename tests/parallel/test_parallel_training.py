@@ -10,7 +10,6 @@ divides by the size of each gradient, amplifies the rounding of the smallest one
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from support.parallel_training import Outcome, Run, train_alone, train_together
+from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
 from typing_extensions import override
 
@@ -27,15 +26,10 @@ from lightning_memo.engine import TestMode
 PARTS = ("loss", "norm", "gradients", "weights")
 
 
-@functools.lru_cache(maxsize=8)
-def alone(run: Run) -> Outcome:
-    return train_alone(run)
-
-
 def check(configuration: str, run: Run, parts: Sequence[str] = PARTS, **settings: Any) -> None:
     """Train, and compare these parts of what comes out."""
     size, of_configuration = CONFIGURATIONS[configuration]
-    errors = train_together(size, run, of_configuration | settings).worst_error(alone(run))
+    errors = train_together(size, run, of_configuration | settings).worst_error(train_alone(run))
     assert all(errors[part] <= BOUND for part in parts), f"{configuration} {settings}: {errors}"
 
 
@@ -120,7 +114,7 @@ def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> 
         assert use.hits > 1000 and sum(use.misses.values()) < use.hits / 50, use
     assert disturbed.losses == undisturbed.losses
     assert all(torch.equal(t, undisturbed.weights[name]) for name, t in disturbed.weights.items())
-    errors = undisturbed.worst_error(alone(run))
+    errors = undisturbed.worst_error(train_alone(run))
     assert all(error <= BOUND for error in errors.values()), errors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def test_finetuning_code_on_the_pages_runs(page: Path, own_folder: None, monkeyp
     Path("corpus").mkdir()
     tiny.write_documents(Path("corpus"), 120)
     names: dict[str, Any] = {"Trainer": Trainer, "MemoStrategy": MemoStrategy}
-    short = {"131072": "128", "max_epochs=1": "max_epochs=1, max_steps=3", "max_steps=1000": "max_steps=3"}
+    short = {"131072": "128", "max_steps=1000": "max_steps=3"}
     for block in (block for block in blocks(page) if "DocumentsDataModule" in block):
         for written, small in (short | {"val_check_interval=100": "val_check_interval=3"}).items():
             block = block.replace(written, small)
@@ -70,6 +71,15 @@ def test_imports_on_the_pages_exist(page: Path) -> None:
             if isinstance(node, ast.ImportFrom):
                 module = importlib.import_module(str(node.module))
                 assert not [name.name for name in node.names if not hasattr(module, name.name)]
+
+
+def test_the_readme_states_the_measured_memory_by_length() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "memory_by_length.json").read_text())
+    peaks = {row["method"]: row["peak_bytes"] for row in report["results"] if row["tokens"] == 8192}
+    del peaks["gradient checkpointing"]  # described in words
+    text = (ROOT / "README.md").read_text()
+    assert len(peaks) == 3
+    assert not [name for name, peak in peaks.items() if f"{peak / 2**20:,.0f} MiB" not in text]
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])

@@ -72,5 +72,5 @@ def test_a_command_collects_garbage_again_after_its_imports(monkeypatch):
     frozen = gc.get_freeze_count()
     prepare_process.prepare_process()
     assert not gc.isenabled()
-    prepare_process.start_process()
+    prepare_process.finish_imports()
     assert gc.isenabled() and gc.get_freeze_count() > frozen

@@ -32,6 +32,7 @@ from support.trainer_harness import (
     make_trainer,
     mixing_model,
     plain,
+    plain_of,
 )
 
 from lightning_memo import MemoStrategy
@@ -60,12 +61,6 @@ def _nothing_stays_behind():
     """Every test leaves no copy thread, whatever happens in it."""
     yield
     assert copy_threads() == []
-
-
-@functools.cache
-def plain_of(make=LanguageModel, *arguments, **settings):
-    """Plain training of the module that `make(*arguments)` returns, once for all tests that compare with it."""
-    return plain(make(*arguments), **settings)
 
 
 def largest_difference(losses: list[float], expected: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -309,8 +310,9 @@ def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = N
     return first
 
 
+@functools.lru_cache(maxsize=16)
 def train_alone(run: Run) -> Outcome:
-    """Run the same training in one process with plain PyTorch."""
+    """Run the same training in one process with plain PyTorch. Tests that compare with it share the outcome."""
     torch.set_num_threads(1)
     module = LanguageModel(run.build, lr=LR)
     if run.precision == "bf16-true":

@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,6 +237,12 @@ def plain(module: LightningModule | None = None, data: Iterable[Any] | None = No
     return fit("auto", module, data, **settings)
 
 
+@functools.cache
+def plain_of(make: Callable[..., LightningModule] = LanguageModel, *arguments: Any, **settings: Any) -> Result:
+    """Run `plain` on the module that `make(*arguments)` returns, once for all tests that compare with it."""
+    return plain(make(*arguments), **settings)
+
+
 def copy_threads() -> list[str]:
     """Return the names of the engine's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name in ("offload", "prefetch")]
@@ -246,12 +252,7 @@ def assert_usable_again() -> None:
     """Assert that training in this process works as if no failure had occurred."""
     gc.collect()
     assert copy_threads() == []
-    assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == _two_plain_losses()
-
-
-@functools.cache
-def _two_plain_losses() -> list[float]:
-    return plain(max_steps=2).losses
+    assert fit(MemoStrategy(alpha=1.0), max_steps=2).losses == plain_of(max_steps=2).losses
 
 
 def forwards(model: nn.Module) -> list[str]:

@@ -5,7 +5,7 @@ Note: [Schedules]
 scalar token passes through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that the backward
 begins with the last slice and finishes each slice before it begins the one before.
 
-"slice": as "layer", but each layer call gets one slice of the sequence; see `sequence/sliced_model.py`.
+"slice": as "layer", but each layer call gets one slice of the sequence; see `sliced_model/sliced_model.py`.
 
 "nest": the forward of slice 2 runs inside the attention call of slice 1, and so on. Attention runs once over all
 tokens, and then the calls return in reverse order. This is for attention that is not causal or that draws dropout.
