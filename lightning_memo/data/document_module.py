@@ -8,13 +8,17 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.data.corpus import entropy
 from lightning_memo.data.document_files import read_documents
 from lightning_memo.data.document_stream import DocumentReader, DocumentStream
 from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
-from lightning_memo.data.row_stream import Document, RowStream, read_block
+from lightning_memo.data.resumable_loader import ResumableLoader
+from lightning_memo.data.row_stream import Document, RowStream, StreamLoader, read_block
+from lightning_memo.data.separate_documents import refuse_mixed_documents
 from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -27,8 +31,9 @@ class DocumentsDataModule(SequenceDataModule):
     """Documents packed into rows of ``seq_len`` tokens, or one document in each row.
 
     Batches are ``{"input_ids", "labels", "position_ids"}``, ``[batch, seq_len]`` each. Positions restart at 0 in each
-    document. With ``packing=False`` batches are ``{"input_ids", "labels", "attention_mask"}``, padded on the right.
-    Their order is that of `lightning_memo.data.sequence_module.SequenceDataModule`.
+    document, which confines attention to it. With ``packing=False``, which some models need, batches
+    are ``{"input_ids", "labels", "attention_mask"}``, padded on the right. Their order is that of
+    `lightning_memo.data.sequence_module.SequenceDataModule`.
 
     Tokens are stored in the disk cache of `datasets` and memory-mapped, so another run with the same files and
     tokenizer starts at once.
@@ -87,6 +92,21 @@ class DocumentsDataModule(SequenceDataModule):
         self._streaming, self._buffer_rows, self._val_documents = streaming, buffer_rows, val_documents
         if streaming:
             self.more_text = "path, val_documents"
+
+    @override
+    def train_dataloader(self) -> ResumableLoader | StreamLoader:
+        self._check_packing()
+        return super().train_dataloader()
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        self._check_packing()
+        return super().val_dataloader()
+
+    def _check_packing(self) -> None:
+        """Refuse a model to which packed rows are not several documents. The model exists when loaders are made."""
+        if self._rows is PackedRows and self.trainer is not None and self.trainer.lightning_module is not None:
+            refuse_mixed_documents(self.trainer.lightning_module)
 
     @override
     def load(self) -> Loaded:

@@ -43,7 +43,7 @@ def random_documents(lengths: list[int]) -> list[dict[str, Any]]:
 # ---- rows
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, 40), max_size=30), seq_len=st.integers(2, 16))
 def test_every_token_has_one_place(lengths: list[int], seq_len: int) -> None:
     pieces = best_fit(np.array(lengths, dtype=np.int64), seq_len)
