@@ -32,7 +32,7 @@ from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.profiler.memory_meter import PeakMeter
 from lightning_memo.utils.files import replacing
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 from lightning_memo.utils.units import format_bytes
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[st
     batch = {"input_ids": ids, "labels": ids}
     attach_chunked_loss(model, longest)
     settings = RequestedSettings(schedule=schedule, slice_tokens=longest, host_backed="all")
-    engine = Engine(model, find_layers(model)[1], CPU, settings)
+    engine = Engine(model, find_stacks(model)[0].layers, CPU, settings)
     engine.attention.block_tokens = options.block_tokens
     engine.attach()
     # Two slices show what a layer saves; values that depend on the number of slices are computed.

@@ -16,7 +16,7 @@ from lightning_memo.kernels import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.select_kernel import candidate_kernels
 from lightning_memo.models import ModelConfig, build_model
-from lightning_memo.utils.find_layers import find_hugging_face, find_layers
+from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 _WORDS = 256  # vocabulary of the model; its embedding and head are not measured
 Works = Iterator[tuple[str, str, Callable[[], "Work"]]]
@@ -97,7 +97,7 @@ class _Layer:
                 x = torch.randn(1, tokens, network.config.hidden_size)
         finally:
             torch.set_default_dtype(before)
-        layer = find_layers(network)[1][0]
+        layer = find_stacks(network)[0].layers[0]
         return cls(layer, x, *_arguments(network, layer, x))
 
     def forward(self) -> None:

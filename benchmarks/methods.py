@@ -19,7 +19,7 @@ from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 
 PLAIN = "plain"
 CHECKPOINTING = "checkpointing"
@@ -96,7 +96,7 @@ class Workload:
         self.model = model
         self.device = device
         self._batch = batch
-        self._engine = Engine(model, find_layers(model)[1], device, RequestedSettings("sdpa"))
+        self._engine = Engine(model, find_stacks(model)[0].layers, device, RequestedSettings("sdpa"))
 
     def step(self) -> None:
         """Runs a forward and a backward pass."""

@@ -3,6 +3,7 @@
     python benchmarks/overhead.py
     python benchmarks/overhead.py --shapes 4x64 --lengths 128 --rounds 200
     python benchmarks/overhead.py --methods memo unplanned monitor
+    python benchmarks/overhead.py --base unchecked --methods checked --turn-steps 64 --shapes 4x256 --lengths 1024
 
 Each method trains the same model with its own `Trainer` in its own process. Once the plan is active and memory is
 planned, the processes take turns: one trains briefly while the others sleep, and a round has one turn of each. A step
@@ -11,6 +12,9 @@ a turn is the median of its steps. Ratios are computed within a round, so that a
 affects both. Their median is reported with the 95 % interval of a bootstrap, for the wall time and for the time that
 the process ran on a core, which other programs disturb less. "again" is plain Lightning a second time: its ratio should
 be 1, and its deviation shows the accuracy of the others.
+
+"checked" and "unchecked" swap half of the tokens, with and without `check_slices`. A layer is compared with itself in
+every 64th step, so a turn needs 64 steps, and its number is their mean.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -43,6 +47,7 @@ from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _PLAIN, _METHODS = "plain", ("again", "memo", "unplanned", "monitor")
+_CUT = ("checked", "unchecked")
 _MOST_WARMUP_STEPS = 2000
 _VOCABULARY = 1024
 Batch = dict[str, torch.Tensor]
@@ -90,10 +95,11 @@ class TakeTurns(Callback):
         orders: Connection that sends "go" and receives medians: seconds, and seconds on a core. Any other word ends
             training.
         turn_seconds: Length of a turn, which has at least one step in addition to one that warms up and is not counted.
+        turn_steps: Number of steps of a turn, of which the mean is reported; 0 lets `turn_seconds` decide.
     """
 
-    def __init__(self, orders: Connection, turn_seconds: float) -> None:
-        self._orders, self._turn_seconds = orders, turn_seconds
+    def __init__(self, orders: Connection, turn_seconds: float, turn_steps: int) -> None:
+        self._orders, self._turn_seconds, self._turn_steps = orders, turn_seconds, turn_steps
         self._ready = False
         self._steps: list[tuple[float, float]] = []  # of this turn, measured by `_clocks`
         self._started: tuple[float, float] | None = None
@@ -108,7 +114,9 @@ class TakeTurns(Callback):
         if self._started is not None:  # otherwise the warm-up step has just ended
             self._steps.append((now[0] - self._started[0], now[1] - self._started[1]))
         self._started = _clocks()
-        if sum(seconds for seconds, _ in self._steps) >= self._turn_seconds:
+        if self._turn_steps and len(self._steps) >= self._turn_steps:
+            self._wait(trainer, tuple(mean(column) for column in zip(*self._steps, strict=True)))
+        elif not self._turn_steps and sum(seconds for seconds, _ in self._steps) >= self._turn_seconds:
             self._wait(trainer, tuple(median(column) for column in zip(*self._steps, strict=True)))
 
     def _wait(self, trainer: Trainer, answer: Any) -> None:
@@ -136,7 +144,9 @@ def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection,
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     strategies = {_PLAIN: "auto", "again": "auto", "unplanned": MemoStrategy(plan_memory=False)}
-    callbacks: list[Callback] = [TakeTurns(orders, options.turn_seconds)]
+    for cut in _CUT:
+        strategies[cut] = MemoStrategy(alpha=0.5, check_slices=cut == "checked")
+    callbacks: list[Callback] = [TakeTurns(orders, options.turn_seconds, options.turn_steps)]
     if method == "monitor":
         callbacks.append(Monitor())
     trainer = Trainer(
@@ -145,7 +155,7 @@ def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection,
     )  # fmt: skip
     trainer.fit(Llama(*shape), DataLoader(Batches(tokens), batch_size=None))
     plan = getattr(trainer.strategy, "plan", None)
-    if plan is not None and plan.swap.mode != "plain":
+    if method not in _CUT and plan is not None and plan.swap.mode != "plain":
         raise ValueError(f"{tokens} tokens of {shape} do not fit as plain training: give smaller ones")
 
 
@@ -156,7 +166,7 @@ class Rounds:
         # Each process has its own threads and allocator; imports are shared.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning.pytorch", "lightning_memo", "transformers"])
-        self.steps: dict[str, list[tuple[float, float]]] = {method: [] for method in (_PLAIN, *options.methods)}
+        self.steps: dict[str, list[tuple[float, float]]] = {method: [] for method in (options.base, *options.methods)}
         self._pipes, self._processes = {}, []
         for method in self.steps:
             here, there = context.Pipe()
@@ -188,9 +198,9 @@ class Rounds:
                 raise RuntimeError(f"a process ended with {process.exitcode}; what it wrote above says why")
 
 
-def ratio(seconds: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     """Returns the median of the ratios of each round, and the 95 % interval of that median."""
-    ratios = np.array(seconds) / np.array(plain)
+    ratios = np.array(seconds) / np.array(base)
     drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
@@ -201,20 +211,21 @@ def _measure(shape: tuple[int, int], tokens: int, options: argparse.Namespace) -
     rounds.run(options.rounds)
     rounds.end()
     sizes = {"layers": shape[0], "hidden": shape[1], "tokens": tokens}
-    plain, plain_core = zip(*rounds.steps[_PLAIN], strict=True)
+    base, base_core = zip(*rounds.steps[options.base], strict=True)
     rows = []
     for method, steps in rounds.steps.items():
         seconds, core = zip(*steps, strict=True)
         samples = {"seconds": seconds, "core_seconds": core}
         medians = {f"median_{name}": median(values) for name, values in samples.items()}
-        ratios = {"ratio": ratio(seconds, plain), "core_ratio": ratio(core, plain_core)}
+        ratios = {"ratio": ratio(seconds, base), "core_ratio": ratio(core, base_core)}
         rows.append({**sizes, "method": method, **medians, **ratios, **samples})
     return rows
 
 
-def _show(rows: Sequence[dict[str, Any]]) -> None:
+def _show(rows: Sequence[dict[str, Any]], base: str) -> None:
     grid = Table(box=SIMPLE_HEAD)
-    for name in ("model", "tokens", "method", "step", "x plain", "95 % interval", "on a core", "x plain", "interval"):
+    ratio_of = f"x {base}"
+    for name in ("model", "tokens", "method", "step", ratio_of, "95 % interval", "on a core", ratio_of, "interval"):
         grid.add_column(name, justify="left" if name in ("model", "method") else "right")
     for row in rows:
         cells = [f"{row['layers']} x {row['hidden']}", f"{row['tokens']:,}", row["method"]]
@@ -235,9 +246,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(4, 64), (4, 256)], help="layers x hidden")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
-    parser.add_argument("--methods", choices=_METHODS, nargs="+", default=list(_METHODS))
+    parser.add_argument("--methods", choices=(*_METHODS, *_CUT), nargs="+", default=list(_METHODS))
+    parser.add_argument("--base", choices=(_PLAIN, *_CUT), default=_PLAIN, help="method that others are compared with")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--turn-seconds", type=float, default=0.25)
+    parser.add_argument("--turn-steps", type=int, default=0, help="number of steps of a turn, instead of its seconds")
     parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
     parser.add_argument("--output", type=Path, default=_RESULTS / "overhead.json", help="path of the JSON file")
     return parser.parse_args()
@@ -246,14 +259,16 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     options = _options()
     report: dict[str, Any] = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
-    report["settings"] = {name: getattr(options, name) for name in ("rounds", "turn_seconds", "threads")}
+    report["settings"] = {
+        name: getattr(options, name) for name in ("base", "rounds", "turn_seconds", "turn_steps", "threads")
+    }
     report["results"] = rows = []
     for shape in options.shapes:
         for tokens in options.lengths:
             rows += _measure(shape, tokens, options)
             with replacing(options.output) as unfinished:
                 unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _show(rows)
+    _show(rows, options.base)
     Console().print(f"Results: {options.output}", highlight=False, soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.loss.attach_loss import CHUNK_BYTES
-from lightning_memo.utils.find_layers import find_hugging_face, find_layers
+from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 _IGNORED = -100  # label without a loss, as in transformers
 
@@ -95,7 +95,7 @@ def attach_alst(model: nn.Module, stack: ExitStack) -> Peer:
     """DeepSpeed's ALST in one process: tiled feed-forward, tiled loss, checkpoints whose inputs go to the host."""
     ulysses = _module("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed")
     offload = _module("deepspeed.runtime.activation_checkpointing.offload_activations", "deepspeed")
-    for layer in find_layers(model)[1]:
+    for layer in find_stacks(model)[0].layers:
         mlp = getattr(layer, "mlp", None)
         if not isinstance(mlp, nn.Module):
             raise Unavailable(f"{type(layer).__name__} has no feed-forward called mlp, which DeepSpeed could tile")

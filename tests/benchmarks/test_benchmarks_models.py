@@ -1,0 +1,84 @@
+"""The page on model types: it is what the results say, and the results are what training gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+import transformers
+from support.benchmark_modules import ROOT, load
+
+pytestmark = pytest.mark.usefixtures("own_modules")
+
+RESULTS = ROOT / "benchmarks" / "results" / "models.json"
+SECONDS = 120.0
+# A spread over kinds, levels and outcomes that takes less than a minute.
+SPREAD = [
+    ("causal", "llama", ["alpha 0", "fractions", "slices", "slice schedule"]),
+    ("causal", "llama", ["context", "tensor"]),
+    ("causal", "mixtral", ["tensor"]),
+    ("causal", "qwen3_moe", ["fractions"]),
+    ("causal", "gpt_oss", ["slices"]),
+    ("causal", "doge", ["alpha 1"]),
+    ("causal", "falcon_mamba", ["alpha 1", "fractions"]),
+    ("causal", "camembert", ["slice schedule"]),
+    ("masked", "bert", ["fractions", "slices"]),
+    ("seq2seq", "t5", ["fractions"]),
+    ("seq2seq", "bart", ["alpha 1"]),
+    ("image-text", "llava", ["fractions"]),
+    ("image-text", "qwen3_vl", ["alpha 0"]),
+]
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    found: dict[str, Any] = load("models").load(RESULTS)
+    return found
+
+
+def test_the_page_is_what_the_results_say(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["models.py", "--check"])
+    assert load("models").main() == 0, capsys.readouterr().err
+
+
+def test_all_types_have_results(report: dict[str, Any]) -> None:
+    if report["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the results are of another version of transformers")
+    for name, kind in load("model_types.kinds").KINDS.items():
+        assert tuple(report["results"][name]) == kind.types
+        for entry in report["results"][name].values():
+            assert "not_built" in entry or list(entry["levels"]) == list(load("model_types.levels").LEVELS)
+
+
+def test_reasons_on_the_page_come_from_the_messages(report: dict[str, Any]) -> None:
+    shortened = load("model_types.page").shortened
+    messages = {
+        outcome["why"]
+        for entries in report["results"].values()
+        for entry in entries.values()
+        for outcome in entry.get("levels", {}).values()
+        if "why" in outcome
+    }
+    assert len(messages) > 20
+    for message in messages:
+        pieces = [re.escape(piece) for piece in shortened(message).split("...")]
+        assert re.search(r"[\w.]+".join(pieces), message), message
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "levels"), SPREAD, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
+def test_training_again_gives_what_the_results_say(
+    kind: str, model_type: str, levels: list[str], report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "HF_HUB_OFFLINE"):  # which the processes change
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    made = load("model_types.processes").train_type(kind, model_type, levels, SECONDS)
+    expected = report["results"][kind][model_type]
+    assert made["parameters"] == expected["parameters"]
+    for level, outcome in made["levels"].items():
+        known = expected["levels"][level]
+        assert (outcome["status"], outcome.get("why")) == (known["status"], known.get("why"))
