@@ -6,7 +6,7 @@ This module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -49,11 +49,12 @@ class MemoConfig:
     host_backed: str = "auto"
     storage: str = "alpha"
     loss_chunk_tokens: int | str | None = "auto"
-    layers: str | None = None
+    layers: str | Sequence[str] | None = None
     attention: str = "auto"
     schedule: str = "auto"
     plan: str | None = None
     check_restored: bool = False
+    check_slices: bool = True
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> MemoConfig:
@@ -83,14 +84,14 @@ class MemoConfig:
         _check_tokens("slice_tokens", self.slice_tokens)
         if self.loss_chunk_tokens is not None:
             _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
-        for name in ("plan_memory", "sequence_parallel", "loss_parallel", "offload_state", "check_restored"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a switch: give True or False")
+        for field in fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"{field.name}={getattr(self, field.name)!r} is not a switch: give True or False")
         _check_size("device_memory", self.device_memory)
         _check_size("host_memory", self.host_memory)
         _check_size("spill_memory", self.spill_memory)
         self._check_spill()
-        _check_name("layers", self.layers, 'the dotted name of the ModuleList of layers, like "model.layers"')
+        _check_layers(self.layers)
         _check_name("plan", self.plan, 'the path of a saved plan, like "plan.json"')
 
     def _check_parallelism(self) -> None:
@@ -174,6 +175,13 @@ class MemoConfig:
             )
 
     @property
+    def one_stack(self) -> bool:
+        """Whether only one stack of layers can be swapped: all layers then get the same tokens in the same slices."""
+        sliced = self.slice_tokens != "auto" and self.host_backed != "none"
+        divided = self.context_parallel_size > 1 or self.tensor_parallel_size > 1
+        return sliced or divided or self.storage == "kinds"
+
+    @property
     def device_memory_bytes(self) -> int | None:
         """Device budget in bytes; `None` if it is to be measured."""
         return None if self.device_memory is None else parse_bytes(self.device_memory)
@@ -222,6 +230,13 @@ def _check_size(name: str, size: Any) -> None:
             parse_bytes(size)
     except ValueError as error:
         raise ValueError(f"{name}={error}, or None to measure what is free") from None
+
+
+def _check_layers(layers: Any) -> None:
+    several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    what = 'the dotted name of the ModuleList of layers, like "model.layers", or a list of such names'
+    for name in [name or "" for name in layers] if several else (layers,):
+        _check_name("layers", name, what)
 
 
 def _check_name(name: str, value: Any, what: str) -> None:

@@ -25,7 +25,7 @@ from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.zero_sharding import accumulating
 from lightning_memo.runtime.model_checks import refuse_liger_shards
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import select_layers
 
 
 class DistributedStrategy(CheckpointingStrategy):
@@ -149,7 +149,7 @@ class DistributedStrategy(CheckpointingStrategy):
             refuse_liger_shards(model)
         processes.divide_model(
             model,
-            layers=lambda: list(find_layers(model, self.config.layers)[1]),
+            layers=lambda: select_layers(model, self.config.layers, self.config.one_stack),
             mixed=self.precision_plugin.mixed,
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )

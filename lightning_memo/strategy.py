@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,9 @@ class MemoStrategy(DistributedStrategy):
         loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
             and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
             tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.
-        layers: Dotted name of the `nn.ModuleList` of repeated layers. `None` searches the model for it.
+        layers: Dotted name of the `nn.ModuleList` (or `nn.ModuleDict`, `nn.Sequential`) of repeated layers, or a list
+            of such names. `None` searches the model for all of them, and takes those with a quarter of the parameters
+            of the largest, or more; with slices on the host or divided tokens, the largest.
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine". "auto" times the
             kernels that support the model's calls, for some milliseconds of the first step, and takes the fastest one.
             The plan records the choice.
@@ -98,6 +100,9 @@ class MemoStrategy(DistributedStrategy):
             device. If they differ, the run ends with a `RestoredError` that names the layer, tensor and tokens, and
             counts NaN and Inf values. Everything that the engine moves is checked; weights and optimizer state are
             not. Results are unchanged, but steps are slower. For debugging.
+        check_slices: Whether one layer is compared with itself in slices in steps 1, 2, 4, ..., 64, and in every 64th
+            step, on an eighth of the tokens, at most 1024. If anything differs (queries, keys, values, outputs,
+            gradients), a warning says so, and layers run as one slice from then on; where they cannot, the run ends.
         test_mode: Random delays of copies and poisoned buffers (filled with NaN), which reveal races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
         process_group_backend: Backend of `torch.distributed`. `None` is NCCL on GPUs and gloo on CPUs.
@@ -130,11 +135,12 @@ class MemoStrategy(DistributedStrategy):
         host_backed: str = "auto",
         storage: str = "alpha",
         loss_chunk_tokens: int | str | None = "auto",
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         attention: str = "auto",
         schedule: str = "auto",
         plan: str | Path | None = None,
         check_restored: bool = False,
+        check_slices: bool = True,
         test_mode: TestMode | None = None,
         timeout: timedelta = default_pg_timeout,
         process_group_backend: str | None = None,

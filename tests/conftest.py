@@ -13,11 +13,17 @@ import torch
 if not torch.cuda.is_available():  # Lightning imports Triton, which then reads this variable
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import hypothesis
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.trainer_harness import shorten_measurements
+from support.warm import use_libyaml
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # other programs may keep the machine busy
+hypothesis.settings.load_profile("no deadline")
+use_libyaml()
 
 
 def pytest_collection_finish():

@@ -38,11 +38,13 @@ def check_appended(overrides: Sequence[str], folder: Path) -> None:
         ValueError: No setting and no group has the name. Names inside a known group, for example `+trainer.profiler`,
             are not checked.
     """
-    names = [override.partition("=")[0].lstrip("+") for override in overrides if override.startswith("+")]
     groups = {path.name for path in folder.iterdir() if path.is_dir()}
-    known = {name.partition(".")[0] for name in _known_names(folder)} | groups
-    for name in names:
-        if re.split(r"[./@]", name)[0] not in known | {"hydra"}:
+    for override in overrides:
+        name = override.partition("=")[0].lstrip("+")
+        first = re.split(r"[./@]", name)[0]
+        if not override.startswith("+") or first in groups | {"hydra"}:
+            continue  # without reading the files, which takes a large part of a second
+        if first not in set(_known_names(folder)):
             raise ValueError(no_such_setting(name, folder))
 
 

@@ -40,6 +40,7 @@ from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.lazy_inputs import attach_lazy_inputs
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.modules.rotary_tables import attach_rotary
+from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.engine.saved_tensors.parked_arguments import parkable
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
@@ -64,7 +65,7 @@ class Engine:
     Args:
         model: The module that contains `layers`. Its Hugging Face attention, if any, is directed to the engine while
             the engine is attached.
-        layers: Layers that run one after the other, each on the output of the one before.
+        layers: Its layers, of one or more stacks, each of which may be called any number of times in a step.
         device: Device on which the layers run.
         settings: Engine settings, such as slice length and schedule.
         sharing: How the tokens of a batch are divided over processes. By default, this process holds all tokens.
@@ -74,6 +75,7 @@ class Engine:
         swap: The plan; `None` before the first step.
         memory: The memory of the plan; `None` if the plan swaps nothing.
         layer_classes: The traits of the layers.
+        comparison: Compares layers in slices with whole layers while training.
         on_mark: Callback for events of layer calls: receives the call number and the event name, for example
             "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
@@ -100,10 +102,10 @@ class Engine:
         self.before_layer: Callable[[], None] | None = None
         self.recorder = TimelineRecorder(device)
         self.cutter = SequenceCutter(self.sharing, self.settings)
-        self.attention = AttentionSelector(
-            self.settings.attention, self.sharing.context, self.cutter.outside, self.sharing.ranks
-        )
+        context = self.sharing.context
+        self.attention = AttentionSelector(self.settings.attention, context, self.cutter.outside, self.sharing.ranks)
         self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings)
+        self.comparison = SliceComparison(self.layer_classes, self.settings.check_slices)
         self.limits = PlanLimits(self.settings)
         self.calls = PendingCalls()
         self.offload_groups = OffloadGroups()
@@ -239,8 +241,7 @@ class Engine:
             return self._run_plainly(layer, forward, args, kwargs)
         if self.calls.interrupted:
             self.reset()
-        x, call = self.sharing.read_call(layer, forward, args, kwargs)
-        key = self.calls.next_key
+        (x, call), key = self.sharing.read_call(layer, forward, args, kwargs), self.calls.next_key
         tokens = call.tokens if self.sequence is None else self.sequence.tokens
         if key == 0 and self.profiles(call.batch, tokens):
             self._start_profile(call, x)
@@ -249,7 +250,7 @@ class Engine:
             return self._run_plainly(layer, forward, args, kwargs)
         if self.sequence is not None:
             return run_slice(self, self.sequence, call, x.contiguous(), key)
-        return self._run_slices(call, (x if self.swap.streamed else real(x)).contiguous(), key)
+        return self._run_slices(call, (x if self.swap.streamed else real(x)).contiguous(), key, self.swap)
 
     def _run_plainly(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -270,27 +271,30 @@ class Engine:
         """Run a layer call without gradients, in a step that runs slice by slice."""
         if not self.calls and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)
-        slices = self.slices_for(self.layer_classes.of(call, x), call.tokens)
+        traits = self.layer_classes.of(call, x)
+        slices = self.slices_for(traits, call.tokens)
         check_bounds(call.layout, slices)
         on_host = self.swap is not None and self.swap.host_backed == "all" and self.sequence is None
         policy = StoragePolicy(self.memory, swap=True, per_slice=True, states_on_host=on_host)
-        return run_without_backward(run_of_call(self, call, x, CallPosition(0, 0), slices, policy, measured=False), x)
+        run = run_of_call(self, call, x, CallPosition(0, 0), slices, policy, traits, measured=False)
+        return run_without_backward(run, x)
 
-    def _run_slices(self, call: LayerCall, x: Tensor, key: int) -> Any:
-        self.mark(key, "forward_begin", Subject(key))
-        traits, swap = self.layer_classes.of(call, x), self.swap
+    def _run_slices(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> Any:
+        traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         self.settings.check(traits, type(call.layer).__name__, call.tokens)
-        assert swap is not None
-        if swap.storage is None:
-            slices = self.slices_for(traits, call.tokens)
-        else:
-            slices = stored_slices(swap.storage, key, call.tokens)
+        slices = stored_slices(swap.storage, key, call.tokens) if swap.storage else self.slices_for(traits, call.tokens)
+        if self.comparison.due(key, swap.calls) and len(slices) > 1:
+            needs_slices = swap.streamed or swap.storage is not None
+            if self.comparison.ends_slices(call, x, traits, slices[0].tokens, needs_slices):
+                slices = self.slices_for(traits, call.tokens)
+        self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
         leaves = swap.streamed or key < swap.calls - RESIDENT_CALLS
-        on_host = swap.host_backed == "all"
-        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.bytes_to_spill(key), on_host)
-        run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, changing=traits.changing)
-        self.limits.begin_call(key)
+        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.bytes_to_spill(key), swap.host_backed == "all")
+        run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
+        self.limits.begin_call(key, call.batch * call.tokens)
+        if self.profile is not None:
+            self.profile.resize(key, call.batch, call.tokens, slices[0].tokens)
         self.calls.add(run)
         nested = not run.whole and "nest" in (self.settings.schedule, traits.schedule)
         return run_nested(run, x) if nested else run_layer_schedule(run, x)
@@ -318,8 +322,6 @@ class Engine:
         self.limits.profile(call.batch * tokens, short)
         self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.by_kind)
         self.profile.setup_seconds = time.perf_counter() - started
-
-    # ---- services for layer calls
 
     def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
         """Return the attention core of a layer whose earlier keys and values come from the host.

@@ -29,8 +29,12 @@ class AttentionSpec:
         dropout: Probability with which attention weights are dropped.
         lengths: Number of valid keys of each batch row (right padding); `None` if all are valid.
         mask: An explicit mask as in `scaled_dot_product_attention`, `[..., queries, keys]`.
-        documents: Start positions of the packed documents of each batch row, the first one 0. In addition to the other
-            rules, a query sees only keys of its own document. `None` means one document per row.
+        documents: Start positions of the packed documents of each batch row. In addition to the other rules, a query
+            sees only keys of its own document. Tokens before the first document (left padding) see nothing, and nothing
+            sees them. `None` means one document per row, from 0 on.
+        softcap: The largest score c, by `c * tanh(score / c)` before masks; `None` means no cap.
+        sinks: Learned scores `[heads]` that take part in the softmax without a value; `None` if there are none. Kernels
+            ignore them: they are merged into the results, see `engine/attention/attention_sinks.py`.
     """
 
     causal: bool = True
@@ -40,6 +44,8 @@ class AttentionSpec:
     lengths: tuple[int, ...] | None = None
     mask: Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def sliceable(self) -> bool:
@@ -217,7 +223,7 @@ def _same_document(starts: tuple[int, ...], queries: range, keys: range, device:
     of_query, of_key = (
         torch.bucketize(torch.arange(r.start, r.stop, device=device), edges, right=True) for r in (queries, keys)
     )
-    return of_query[:, None] == of_key[None, :]
+    return (of_query[:, None] == of_key[None, :]) & (of_key > 0)
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -71,7 +71,7 @@ def sees_any(spec: AttentionSpec, queries: range, keys: range) -> bool:
 
 def _documents_of_both(starts: tuple[int, ...], queries: range, keys: range) -> Iterator[tuple[int, int | None]]:
     """Iterate over the start and end of the documents that have queries and keys; the last document has no end."""
-    first = bisect_right(starts, max(queries.start, keys.start)) - 1
+    first = max(bisect_right(starts, max(queries.start, keys.start)) - 1, 0)
     stop = bisect_left(starts, min(queries.stop, keys.stop))
     for n in range(first, stop):
         yield starts[n], starts[n + 1] if n + 1 < len(starts) else None

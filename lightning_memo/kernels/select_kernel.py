@@ -11,11 +11,13 @@ from torch import Tensor
 
 from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec, Kernel
+from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.flash_attention import AtenFlash, FlashAttn
 from lightning_memo.kernels.kernel_packages import FLASH_ATTN, TRANSFORMER_ENGINE
 from lightning_memo.kernels.packed_documents import PackedDocuments
+from lightning_memo.kernels.padded_heads import PaddedHeads, padded_heads
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
@@ -51,8 +53,8 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
     """Return the kernel for an attention call.
 
     If no flash kernel can compute the call because of its head size, dtype, mask or dropout, PyTorch's attention is
-    replayed in the backward, which is correct but slower. Packed documents are computed one by one, or replayed with a
-    mask.
+    replayed in the backward, which is correct but slower. Calls with a cap are computed blockwise, and so are calls
+    with sinks that no flash kernel can compute. Packed documents are computed one by one, or replayed with a mask.
 
     Args:
         q: Queries, `[batch, heads, tokens, head_dim]`.
@@ -71,28 +73,35 @@ def candidate_kernels(
 ) -> dict[Attention, Callable[[], AttentionBackend]]:
     """Return factories of the kernels that compute such calls themselves, whatever the padding, documents and window.
 
-    There are none if PyTorch's attention is replayed. A factory raises `ValueError` if the version of the kernel's
-    package is not supported.
+    There are none if PyTorch's attention is replayed or computed blockwise. A factory raises `ValueError` if the
+    version of the kernel's package is not supported.
     """
     spec = replace(spec, window=None, lengths=None, documents=None)
-    if isinstance(_select(q, k, v, spec, "auto"), Replay):
+    if isinstance(_select(q, k, v, spec, "auto"), (Replay, BlockwiseAttention)):
         return {}
+    padded = q.shape[-1] != v.shape[-1]
+    if padded:
+        q, k, v, spec = padded_heads(q, k, v, spec)
     return {
-        name: functools.partial(_make, name, kind)
+        name: functools.partial(_make, name, kind, padded)
         for name, kind in _kernels_of(q.device).items()
         if (name not in _PACKAGES or _PACKAGES[name].release() is not None) and kind.serves(q, k, spec)
     }
 
 
-def _make(name: str, kind: type[Kernel]) -> AttentionBackend:
+def _make(name: str, kind: type[Kernel], padded: bool) -> AttentionBackend:
     check_available(name)
-    return kind()
+    return PaddedHeads(kind()) if padded else kind()
 
 
 def _select(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: str) -> AttentionBackend:
     serves = _cpu_flash_serves if q.device.type == "cpu" else _flash_serves
+    if spec.softcap is not None:
+        return BlockwiseAttention()
+    if q.shape[-1] != v.shape[-1] and serves(*padded_heads(q, k, v, spec)):
+        return PaddedHeads(_select(*padded_heads(q, k, v, spec), choice))
     if not serves(q, k, v, spec):
-        return Replay()
+        return Replay() if spec.sinks is None else BlockwiseAttention()
     kernels: Mapping[str, type[Kernel]] = _kernels_of(q.device)
     return kernels.get(choice, kernels["sdpa"])()
 

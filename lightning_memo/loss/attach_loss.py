@@ -15,7 +15,7 @@ from lightning_memo.engine.modules.token_local_modules import Forward, chunk_tok
 from lightning_memo.loss.chunked_module import attach_chunks
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.loss.logits_recipe import Head
-from lightning_memo.utils.find_layers import find_hugging_face, find_layers
+from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 # Size of the fp32 logits of a chunk. Every chunk reads and writes the fp32 gradient of the head's weights once. From
 # about a thousand tokens on, the matrix products hide this time; a thousand tokens have 512 MiB of logits for a
@@ -88,14 +88,16 @@ def _has_backward_hooks(module: nn.Module) -> bool:
 def find_last_norm(host: nn.Module, hidden: int) -> nn.Module | None:
     """Return the norm between the layers and the head, or `None`.
 
-    It is the only norm of `hidden` features among the siblings behind the list of layers.
+    It is the only norm of `hidden` features among the siblings behind the largest stack of layers.
     """
     try:
-        path, layers = find_layers(host)
+        stack = find_stacks(host)[0]
     except ValueError:
         return None
-    siblings = list(host.get_submodule(path.rpartition(".")[0]).children())
-    norms = [m for m in siblings[siblings.index(layers) + 1 :] if _is_norm(m, hidden)]
+    parent, _, name = stack.name.rpartition(".")
+    siblings = list(host.get_submodule(parent).named_children())
+    behind = [name for name, _ in siblings].index(name) + 1
+    norms = [m for _, m in siblings[behind:] if _is_norm(m, hidden)]
     return norms[0] if len(norms) == 1 else None
 
 

@@ -21,6 +21,7 @@ from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
 from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments
+from lightning_memo.parallel.batches.router_losses import RouterLosses
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
@@ -79,6 +80,7 @@ class Processes:
         self._sharder = BatchSharder()
         self.current_layout = CurrentLayout()
         self._loss_arguments = LossArguments(self.current_layout)
+        self._router_losses = RouterLosses(self.current_layout)
         self._outside: list[FSDPModule] = []
         self._batches = 0
 
@@ -163,7 +165,9 @@ class Processes:
             stack.enter_context(loss_parallel())
         for model in find_hugging_face(module):
             stack.callback(self._loss_arguments.attach(model))
+            stack.callback(self._router_losses.attach(model))
         stack.callback(self._loss_arguments.use, None)
+        stack.callback(self._router_losses.use, None)
         stack.callback(self.current_layout.clear)
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
@@ -262,6 +266,8 @@ class Processes:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
         batch, self.current_layout.layout = sharder.shard(batch)
         self._loss_arguments.use(batch)
+        sharing = self.mesh[CONTEXT] if predicting else self._replicas
+        self._router_losses.use(sharing.get_group() if sharing.size() > 1 else None)
         for unit in self._outside:  # a step may call a part of the model without the root
             unit.unshard()
         return batch

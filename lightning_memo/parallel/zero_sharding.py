@@ -16,6 +16,7 @@ through the step:
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -61,7 +62,10 @@ def shard_state(
     home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     # Units of their own, so that their weights are gathered for each forward within a step, also after a backward.
     children = [m for m in module.children() if not _is_container(m) and any(True for _ in m.parameters())]
-    for unit in [*layers, *(m for m in children if m not in layers), module]:
+    # A parameter belongs to one unit: layers that share parameters (Zamba) are left to the module around them.
+    users = Counter(id(p) for layer in layers for p in layer.parameters())
+    alone = [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
+    for unit in [*alone, *(m for m in children if m not in layers), module]:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed_precision else None,
             reduce_dtype=torch.float32,

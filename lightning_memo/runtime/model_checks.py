@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
-from lightning_memo.utils.find_layers import find_hugging_face
+from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
 
 
 def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -50,6 +50,25 @@ def warn_of_uncompiled(compiled: Sequence[str]) -> None:
             f"MemoStrategy: {compiled[0]}{others} run uncompiled, because layers run slice by slice. torch.compile "
             "helps only for modules outside of the layers, like the head."
         )
+
+
+def announce_other_stacks(model: nn.Module, alone: bool) -> None:
+    """Name the stacks of layers that are trained plainly, if there are any.
+
+    Args:
+        model: The model, whose stacks the user has not named.
+        alone: Whether the settings allow only one stack.
+    """
+    chosen = select_stacks(model, None, alone)
+    names = [stack.name for stack in find_stacks(model) if stack not in chosen]
+    if not names:
+        return
+    why = "these settings swap one stack" if alone else "they are small"
+    advice = 'choose it with MemoStrategy(layers="...")' if alone else "MemoStrategy(layers=[...]) swaps those it names"
+    rank_zero_info(
+        f"MemoStrategy: the layers of {', '.join(stack.name for stack in chosen)} are swapped, and those of "
+        f"{', '.join(names)} are not, as {why}; {advice}."
+    )
 
 
 def refuse_liger_shards(model: nn.Module) -> None:

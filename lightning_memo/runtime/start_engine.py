@@ -12,8 +12,13 @@ from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.runtime.model_checks import announce_fused_loss, refuse_gradient_checkpointing, warn_of_uncompiled
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.runtime.model_checks import (
+    announce_fused_loss,
+    announce_other_stacks,
+    refuse_gradient_checkpointing,
+    warn_of_uncompiled,
+)
+from lightning_memo.utils.find_layers import select_layers
 
 
 def start_engine(
@@ -37,11 +42,30 @@ def start_engine(
     Raises:
         ValueError: The model has no repeated layers, or they use activation checkpointing.
     """
-    _, layers = find_layers(model, config.layers)
+    layers = select_layers(model, config.layers, config.one_stack)
+    if trains and config.layers is None:
+        announce_other_stacks(model, config.one_stack)
     refuse_gradient_checkpointing(model, layers)
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
-    settings = RequestedSettings(
+    settings = _requested(config, test_mode)
+    sharing = None
+    if processes is not None:
+        sharing = TokenSharing(
+            processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
+        )
+    engine = Engine(model, layers, device, settings, sharing)
+    try:
+        engine.attach()
+        warn_of_uncompiled(engine.resting)
+    except BaseException:
+        engine.detach()  # the caller has no engine yet, and the model has to be as before
+        raise
+    return engine
+
+
+def _requested(config: MemoConfig, test_mode: TestMode | None) -> RequestedSettings:
+    return RequestedSettings(
         attention=cast(Attention | Literal["auto"], config.attention),
         schedule=config.schedule,
         slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
@@ -50,17 +74,5 @@ def start_engine(
         spill_path=None if config.spill_path is None else Path(config.spill_path),
         test_mode=test_mode,
         check_restored=config.check_restored,
+        check_slices=config.check_slices,
     )
-    sharing = None
-    if processes is not None:
-        sharing = TokenSharing(
-            processes.context_groups, processes.sizes.shards, processes.ranks, processes.current_layout
-        )
-    engine = Engine(model, list(layers), device, settings, sharing)
-    try:
-        engine.attach()
-        warn_of_uncompiled(engine.resting)
-    except BaseException:
-        engine.detach()  # the caller has no engine yet, and the model has to be as before
-        raise
-    return engine

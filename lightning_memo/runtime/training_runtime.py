@@ -15,6 +15,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.parallel.tensor.mixed_tensors import explaining_mixed_tensors
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.device_memory_watch import DeviceMemoryWatch
 from lightning_memo.runtime.host_memory_watch import HostMemoryWatch
@@ -51,6 +52,7 @@ class TrainingRuntime:
         self.engine = engine
         self._attached = contextlib.ExitStack()
         self._run = run
+        self._sequence_parallel = processes is not None and processes.sizes.shards > 1
         self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
         self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
         self._retry = OutOfMemoryRetry(engine, self._planner, self.memory, run, alone)
@@ -101,7 +103,8 @@ class TrainingRuntime:
 
     def forward(self, forward: Callable[[], T]) -> T:
         """Run the forward of a training step; see :class:`OutOfMemoryRetry`."""
-        return self._retry.forward(forward)
+        with explaining_mixed_tensors(self._sequence_parallel):
+            return self._retry.forward(forward)
 
     def before_backward(self, loss: Tensor) -> None:
         """Prepare for the backward pass of a loss."""

@@ -129,12 +129,12 @@ class TrialProcess:
 
 def _serve(pipe: Connection, pickled: bytes, memory_bytes: int | None, folder: str, output: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    watch = exit_with_parent(output.parent)
     os.chdir(folder)
     tempfile.tempdir = str(output.parent)  # the parent removes it, even if this process is killed
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    watch = exit_with_parent(output.parent)  # from now on, the folder may vanish
     trial = pickle.loads(pickled)
     if memory_bytes is not None:
         _limit_memory(memory_bytes)

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from torch import nn
+
+LayersOf: TypeAlias = Callable[[nn.Module], list[nn.Module]]
+
+# Smaller stacks, by this factor in parameters, are trained plainly: each host slot has the size of the largest layer.
+SMALL_STACK: Final = 4
+_CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_hugging_face(module: nn.Module) -> list[nn.Module]:
@@ -21,35 +30,135 @@ def find_hugging_face(module: nn.Module) -> list[nn.Module]:
     return [host for host in hosts if host not in inner]
 
 
-def find_layers(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
+@dataclass(frozen=True, slots=True)
+class LayerStack:
+    """Layers of a model that are kept in one container.
+
+    Attributes:
+        name: Dotted name of the container.
+        layers: Its layers in order, each of them once.
+    """
+
+    name: str
+    layers: tuple[nn.Module, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of their parameters."""
+        return sum(p.numel() for p in {p for layer in self.layers for p in layer.parameters()})
+
+
+def find_stacks(model: nn.Module) -> list[LayerStack]:
     """Find the repeated layers of a model.
 
-    Without a name, this is the `nn.ModuleList` with the most parameters among those with at least two children of the
-    same class, and the outermost one among lists that contain the same parameters.
+    They are the children of the outermost `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` whose children are alike,
+    or of such containers in a container. Children of an `nn.ModuleList` may have several classes, if one of them occurs
+    more than once, or if there is a single child, which may be called many times. Children of an `nn.ModuleDict` are no
+    layers if they have stacks themselves.
 
     Args:
         model: The model.
-        name: Dotted name of an `nn.ModuleList`, or the end of one; None to search.
 
     Returns:
-        The dotted name of the list, and the list.
+        The stacks of layers, the one with the most parameters first.
 
     Raises:
-        ValueError: There is no such list, or `name` does not name one.
+        ValueError: There are none.
     """
-    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    if name is not None:
-        match = next((path for path in lists if path == name or path.endswith(f".{name}")), None)
-        if match is None:
-            known = ", ".join(lists) or "none"
-            raise ValueError(f'layers="{name}" is not an nn.ModuleList of the model; its lists are: {known}')
-        return match, lists[match]
-    repeated = {path: m for path, m in lists.items() if len(m) >= 2 and len({type(child) for child in m}) == 1}
-    if not repeated:
+    stacks = list(_stacks_in("", model, _children_with_modules)) or list(_stacks_in("", model, _children_alike))
+    if not stacks:
         raise ValueError(
-            f"{type(model).__name__} has no nn.ModuleList of at least two modules of the same class, so there is "
-            "nothing to swap layer by layer. If the layers are elsewhere, name them: "
-            'MemoStrategy(layers="encoder.blocks"). Otherwise use another strategy.'
+            f"{type(model).__name__} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
+            'is nothing to swap layer by layer. If the layers are elsewhere, name them: MemoStrategy(layers="encoder.'
+            'blocks"). Otherwise use another strategy.'
         )
-    path = max(repeated, key=lambda p: sum(w.numel() for w in repeated[p].parameters()))
-    return path, repeated[path]
+    return sorted(stacks, key=lambda stack: -stack.parameters)
+
+
+def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[LayerStack]:
+    """Return the stacks of layers to swap, the one with the most parameters first.
+
+    Without names, these are all stacks that have a quarter of the parameters of the largest one, or more.
+
+    Args:
+        model: The model.
+        names: Dotted names of containers, or the ends of names; `None` to search.
+        alone: Whether only one stack can be swapped. Without names, it is the largest one.
+
+    Raises:
+        ValueError: There are no stacks, a name names no container of the model, or there are too many names.
+    """
+    if names is None:
+        stacks = find_stacks(model)
+        return stacks[:1] if alone else [s for s in stacks if s.parameters * SMALL_STACK >= stacks[0].parameters]
+    names = [names] if isinstance(names, str) else names
+    if alone and len(names) > 1:
+        raise ValueError(
+            f"layers={list(names)} names several stacks, but slices on the host, divided tokens and "
+            'storage="kinds" work on one: give one name, or leave these settings out'
+        )
+    return sorted((_named(model, name) for name in names), key=lambda stack: -stack.parameters)
+
+
+def select_layers(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[nn.Module]:
+    """Return the layers of the stacks that `select_stacks` returns."""
+    return [layer for stack in select_stacks(model, names, alone) for layer in stack.layers]
+
+
+def _named(model: nn.Module, name: str) -> LayerStack:
+    containers = {path: m for path, m in model.named_modules() if isinstance(m, _CONTAINERS)}
+    match = next((path for path in containers if path == name or path.endswith(f".{name}")), None)
+    if match is None:
+        known = ", ".join(path for path, m in containers.items() if not isinstance(m, nn.Sequential)) or "none"
+        raise ValueError(
+            f'layers="{name}" is not an nn.ModuleList, nn.ModuleDict or nn.Sequential of the model; its lists are: '
+            f"{known}"
+        )
+    layers = _layers_within(containers[match], _children_with_modules) or containers[match].children()
+    return LayerStack(match, tuple(dict.fromkeys(layers)))
+
+
+def _stacks_in(name: str, module: nn.Module, layers_of: LayersOf) -> Iterator[LayerStack]:
+    """The outermost stacks of a module, itself included."""
+    if layers := _layers_within(module, layers_of):
+        yield LayerStack(name, tuple(dict.fromkeys(layers)))
+        return
+    for child_name, child in module.named_children():
+        yield from _stacks_in(f"{name}.{child_name}".lstrip("."), child, layers_of)
+
+
+def _layers_within(module: nn.Module, layers_of: LayersOf) -> list[nn.Module]:
+    """The layers of a container, or of a list of such containers; empty if it has none."""
+    if not isinstance(module, _CONTAINERS):
+        return []
+    parts = () if isinstance(module, nn.ModuleDict) else module.children()  # the parts of a dict are named, not alike
+    inner = [_layers_within(part, layers_of) for part in parts]
+    if inner and all(inner):
+        return [layer for layers in inner for layer in layers]
+    return layers_of(module)
+
+
+def _children_with_modules(container: nn.Module) -> list[nn.Module]:
+    """The children that may be layers, with modules of their own; empty if the container is no stack."""
+    hosts = set(find_hugging_face(container))
+    children = [m for m in container._modules.values() if m is not None and m not in hosts and _is_compound(m)]
+    repeated = [m for m in children if sum(type(m) is type(other) for other in children) > 1]
+    if isinstance(container, nn.ModuleList):
+        return children if repeated or len(children) == 1 else []
+    if isinstance(container, nn.ModuleDict):  # it often holds whole models, like a student and a teacher
+        return [m for m in repeated if not any(_stacks_in("", m, _children_with_modules))]
+    return repeated
+
+
+def _is_compound(module: nn.Module) -> bool:
+    """Whether a module may be a layer: it has a forward, and modules of its own."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
+        True for child in module.children() for _ in child.parameters()
+    )
+
+
+def _children_alike(container: nn.Module) -> list[nn.Module]:
+    """The children of a list that all have the same class, and parameters; empty if the container is no such list."""
+    children = list(container.children()) if isinstance(container, nn.ModuleList) else []
+    alike = len(children) > 1 and len({type(m) for m in children}) == 1
+    return children if alike and any(True for _ in container.parameters()) else []

@@ -9,6 +9,9 @@ import signal
 import threading
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Final
+
+_ATTEMPTS: Final = 100  # to remove a folder
 
 
 def exit_with_parent(folder: Path | None = None) -> threading.Thread:
@@ -25,8 +28,10 @@ def exit_with_parent(folder: Path | None = None) -> threading.Thread:
 
     def watch() -> None:
         wait([parent.sentinel])
-        if folder is not None:
+        attempts = _ATTEMPTS
+        while folder is not None and folder.exists() and attempts:  # other threads may be writing a file
             shutil.rmtree(folder, ignore_errors=True)
+            attempts -= 1
         os.kill(os.getpid(), signal.SIGKILL)
 
     thread = threading.Thread(target=watch, name="parent process", daemon=True)

@@ -65,7 +65,7 @@ def plan():
     return small_plan()
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans())
 def test_a_plan_comes_back_as_it_was_saved(tmp_path, plan):
     plan.save(tmp_path / "plan.json")

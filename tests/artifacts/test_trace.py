@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.samples.plans import make, traces
 
 from lightning_memo.allocator import EVENT, FREE, MALLOC
@@ -64,7 +64,6 @@ def test_the_longer_of_two_lives_counts():
     assert early.longest_lives(never).death.tolist() == [NEVER, 0]
 
 
-@settings(deadline=None)
 @given(traces())
 def test_a_file_holds_all_of_a_trace(tmp_path_factory, trace):
     path = tmp_path_factory.mktemp("trace") / "trace.csv"

@@ -3,11 +3,10 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import MODULE, run
 from support.paths import ROOT
 
 from lightning_memo import train as command
@@ -210,11 +209,10 @@ def test_settings_that_plain_training_ignores_warn(train):
 
 
 def test_mistake_in_a_process_of_its_own(tmp_path):
-    arguments = [sys.executable, "-m", "lightning_memo.train", "data.path=/nowhere"]
-    ended = subprocess.run(arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("error: data.path=/nowhere: no such folder")
-    assert ended.stdout == ""
+    status, out, err = run(["python", *MODULE, "data.path=/nowhere"], tmp_path)
+    assert status == 2
+    assert err.splitlines()[-1].startswith("error: data.path=/nowhere: no such folder")
+    assert out == ""
 
 
 def test_interrupted_writing_leaves_the_old_file(tmp_path):

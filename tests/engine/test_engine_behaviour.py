@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel, make_batch
+from support.families import BALANCED, FAMILIES, VOCABULARY, PlainBlock, PlainModel, make_batch
 from support.harness import (
     Batch,
     EngineUnderTest,
     Step,
     assert_close,
     assert_equal,
+    assert_trains_like_plain,
     gradients_of,
     loss_and_gradients,
     planned,
@@ -45,22 +46,6 @@ def build(family: str) -> nn.Module:
 def assert_agrees(actual: Step, plain: Step, alpha: float) -> None:
     """Bit-identical if a layer runs as one slice; otherwise equal up to rounding."""
     (assert_equal if alpha in (0.0, 1.0) else assert_close)(actual, plain)
-
-
-def assert_trains_like_plain(
-    model: nn.Module, batch: Batch = BATCHES[0], exact_alphas: tuple[float, ...] = (0.0, 1.0)
-) -> str:
-    """Profiled step and steps at every alpha against plain training; returns why the layers were not cut."""
-    plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model) as under_test:
-        assert_equal(under_test.profile_step(batch), plain)
-        for alpha in ALPHAS:
-            under_test.load(alpha)
-            for _ in range(2):
-                actual = under_test.step(batch)
-                (assert_equal if alpha in exact_alphas else assert_close)(actual, plain)
-            under_test.assert_as_planned()
-        return under_test.engine.layer_classes.why_whole
 
 
 @pytest.fixture
@@ -415,21 +400,15 @@ def _row_without_tokens() -> Batch:
 
 @each_alpha
 @pytest.mark.parametrize(
-    ("batch", "advice"),
-    [
-        pytest.param(_left_padded(), "pad on the right", id="left_padded"),
-        pytest.param(_row_without_tokens(), "a row without valid tokens", id="row_without_tokens"),
-    ],
+    "batch",
+    [pytest.param(_left_padded(), id="left_padded"), pytest.param(_row_without_tokens(), id="row_without_tokens")],
 )
-def test_unsupported_batches_are_refused_in_one_line(alpha: float, batch: Batch, advice: str) -> None:
+def test_tokens_that_see_nothing(alpha: float, batch: Batch) -> None:
+    """Their labels count in the loss, although attention gives them zeros."""
     model, fitting = build("llama"), make_batch(2, TOKENS)
-    plain = loss_and_gradients(model, fitting)
+    plain = loss_and_gradients(model, batch)
     with planned(model, fitting, alpha) as under_test:
-        with pytest.raises(ValueError, match=advice) as refusal:
-            model(**batch)
-        assert "\n" not in str(refusal.value)
-        del refusal
-        assert_agrees(under_test.step(fitting), plain, alpha)
+        assert_close(under_test.step(batch), plain)
 
 
 # ---- models of which not everything is trained
@@ -499,7 +478,7 @@ def test_tied_embeddings() -> None:
     config = transformers.LlamaConfig(**build("llama").config.to_dict() | {"tie_word_embeddings": True})
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert_trains_like_plain(model)
+    assert_trains_like_plain(model, BATCHES[0])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0], ids=lambda alpha: f"alpha{alpha:g}")
@@ -513,6 +492,27 @@ def test_router_logits_in_the_loss(family: str, alpha: float) -> None:
         assert_equal(under_test.profiled, plain)
         assert_equal(under_test.step(batch), plain)
         under_test.assert_as_planned()
+
+
+@pytest.mark.parametrize("schedule", ["auto", "nest"])
+@pytest.mark.parametrize("family", BALANCED)
+def test_outputs_of_layers_in_slices_are_joined(family: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    model, batch = BALANCED[family]().train(), make_batch(2, TOKENS, padded=True)
+    asked = batch | {"output_hidden_states": True}
+    plain, expected = loss_and_gradients(model, batch), model(**asked)
+    with planned(model, batch, 0.5, schedule=schedule) as under_test:
+        assert_close(under_test.step(batch), plain)
+        output = model(**asked)
+        output.loss.backward()  # recomputes, and collects nothing
+    for name in ("router_logits", "hidden_states"):
+        torch.testing.assert_close(getattr(output, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_weights_are_refused() -> None:
+    model = build("llama")
+    with planned(model, BATCHES[0], 0.5), pytest.raises(ValueError, match="set output_attentions=False"):
+        model(**BATCHES[0], output_attentions=True)
 
 
 # ---- layers of other kinds
@@ -655,41 +655,45 @@ def _layers(block: Callable[[], nn.Module]) -> list[nn.Module]:
 
 
 WHOLE_LAYERS = {
-    ConvBlock: "ConvBlock mixes tokens outside attention",
-    MeanBlock: "MeanBlock mixes tokens outside attention",
-    MlpBlock: "MlpBlock calls no attention function that is known here",
-    HandwrittenAttentionBlock: "HandwrittenAttentionBlock calls no attention function that is known here",
-    NoisyBlock: "NoisyBlock draws random numbers other than dropout",
-    NoisyInputBlock: "NoisyInputBlock draws random numbers other than dropout",
+    ConvBlock: "aten.constant_pad_nd computes along the tokens",
+    MeanBlock: "aten.mean computes along the tokens",
+    HandwrittenAttentionBlock: "aten.arange makes a tensor by the number of tokens",
+    NoisyBlock: "aten.randn_like draws random numbers for each token",
+    NoisyInputBlock: "aten.randn_like draws random numbers for each token",
 }
 
 
 @pytest.mark.parametrize(("block", "why"), WHOLE_LAYERS.items(), ids=[block.__name__ for block in WHOLE_LAYERS])
 def test_layers_that_cannot_be_cut_run_whole(block: type[nn.Module], why: str) -> None:
-    assert assert_trains_like_plain(PlainModel(_layers(block)), exact_alphas=ALPHAS).startswith(why)
+    found = assert_trains_like_plain(PlainModel(_layers(block)), BATCHES[0], exact_alphas=ALPHAS)
+    assert found == f"{block.__name__} may not compute each token by itself outside attention: {why}"
+
+
+def test_layers_without_attention() -> None:
+    assert assert_trains_like_plain(PlainModel(_layers(MlpBlock)), BATCHES[0]) == ""
 
 
 def test_random_numbers_for_whole_sequences_need_no_cut() -> None:
-    assert assert_trains_like_plain(PlainModel(_layers(StochasticDepthBlock))) == ""
+    assert assert_trains_like_plain(PlainModel(_layers(StochasticDepthBlock)), BATCHES[0]) == ""
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no_dropout", "dropout"])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre_norm", "post_norm"])
 def test_tokens_first(dropout: float, norm_first: bool) -> None:
     layers = _layers(lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, norm_first=norm_first))
-    assert assert_trains_like_plain(TokensFirstModel(layers)) == ""
+    assert assert_trains_like_plain(TokensFirstModel(layers), BATCHES[0]) == ""
 
 
 def test_input_by_keyword() -> None:
-    assert assert_trains_like_plain(KeywordModel(_layers(PositionedBlock))) == ""
+    assert assert_trains_like_plain(KeywordModel(_layers(PositionedBlock)), BATCHES[0]) == ""
 
 
 def test_layers_that_return_more_than_hidden_states() -> None:
-    assert assert_trains_like_plain(ExtrasModel(_layers(ExtrasBlock))) == ""
+    assert assert_trains_like_plain(ExtrasModel(_layers(ExtrasBlock)), BATCHES[0]) == ""
 
 
 def test_operations_in_place() -> None:
-    assert assert_trains_like_plain(PlainModel(_layers(InPlaceActivationBlock))) == ""
+    assert assert_trains_like_plain(PlainModel(_layers(InPlaceActivationBlock)), BATCHES[0]) == ""
 
 
 class OverwritingBlock(PlainBlock):
@@ -701,7 +705,7 @@ class OverwritingBlock(PlainBlock):
 
 
 def test_layer_that_overwrites_its_input() -> None:
-    assert assert_trains_like_plain(PlainModel(_layers(OverwritingBlock))) == ""
+    assert assert_trains_like_plain(PlainModel(_layers(OverwritingBlock)), BATCHES[0]) == ""
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -716,15 +720,19 @@ def test_layer_that_overwrites_its_input_which_found_no_room(alpha: float) -> No
         assert engine.memory is not None and engine.memory.stats.overflow_bytes > 0
 
 
-def test_layer_that_returns_no_tensor_is_refused() -> None:
-    class DictionaryBlock(PlainBlock):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"hidden": super().forward(x)}
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"hidden": None}, "Returning returned dict with no tensor for an input of shape "),
+        ({"hidden": torch.ones(2, TOKENS, 32)}, "Returning got dict as its first argument: "),  # the second one
+    ],
+)
+def test_layers_without_hidden_states_are_refused(returned: object, message: str) -> None:
+    class Returning(PlainBlock):
+        def forward(self, x: Tensor) -> object:
+            return returned
 
-    with (
-        EngineUnderTest(PlainModel(_layers(DictionaryBlock))) as under_test,
-        pytest.raises((ValueError, AssertionError), match="layer returned dict"),
-    ):
+    with EngineUnderTest(PlainModel(_layers(Returning))) as under_test, pytest.raises(ValueError, match=message):
         under_test.step(BATCHES[0])
 
 

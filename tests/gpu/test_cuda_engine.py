@@ -19,12 +19,12 @@ from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 
 
 @contextmanager
 def attached(model: nn.Module, device: torch.device, test_mode: TestMode | None) -> Iterator[Engine]:
-    engine = Engine(model, find_layers(model)[1], device, RequestedSettings("sdpa", test_mode=test_mode))
+    engine = Engine(model, find_stacks(model)[0].layers, device, RequestedSettings("sdpa", test_mode=test_mode))
     engine.attach()
     try:
         yield engine

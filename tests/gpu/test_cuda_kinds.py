@@ -15,7 +15,7 @@ from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_plan_slices import stored_bytes, stored_slices
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 
 Row = tuple[str, Place, int, int]
 NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
@@ -56,7 +56,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
     plain = distance(gradients(model, batch), truth)
     test_mode = TestMode(seed=1, longest_delay_seconds=0.002)
     engine = Engine(
-        model, list(find_layers(model)[1]), device, RequestedSettings("sdpa", test_mode=test_mode, by_kind=True)
+        model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", test_mode=test_mode, by_kind=True)
     )
     engine.attach()
     try:
@@ -76,7 +76,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
 
 def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
     model, batch = make_model(device), make_batch(device)
-    engine = Engine(model, list(find_layers(model)[1]), device, RequestedSettings("sdpa", by_kind=True))
+    engine = Engine(model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", by_kind=True))
     engine.attach()
     try:
         gradients(model, batch)

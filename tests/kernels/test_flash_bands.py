@@ -26,7 +26,7 @@ def test_bands_compute_attention(spec):
     assert_close(attend(CpuBanded(), inputs, spec), reference(inputs, spec), FP32_BOUND)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(
     causal=st.booleans(),
     query_start=st.integers(0, 20),

@@ -124,7 +124,7 @@ def test_outputs_lie_token_by_token(backend):
     assert out.transpose(1, 2).is_contiguous()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     start=st.integers(0, 12),
     before=st.integers(0, 12),

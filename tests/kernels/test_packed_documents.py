@@ -88,7 +88,7 @@ lengths = st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40))
 starts = st.sets(st.integers(1, 40), max_size=6).map(lambda inner: (0, *sorted(inner)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     inner=st.sampled_from([CpuFlash(), CpuBanded()]),
     rows=st.integers(1, 16),
@@ -185,7 +185,7 @@ def in_blocks(backend, inputs: Inputs, spec: AttentionSpec, query_start: int, ed
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     causal=st.booleans(),
     query_start=positions,

@@ -90,7 +90,7 @@ def test_parts_make_up_the_whole(ring, ulysses, shards, tokens):
 
 
 @given(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]), st.integers(1, 40), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_slices_gathered_from_all_shards_are_contiguous(ring, ulysses, shards, tokens, data):
     def bounds_of(batch, shard_tokens):
         inner = data.draw(st.sets(st.integers(1, max(shard_tokens - 1, 1)), max_size=3)) - {shard_tokens}

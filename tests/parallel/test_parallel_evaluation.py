@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -215,6 +216,25 @@ def _with_alibi() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+class OutsideOfModules(LanguageModel):
+    """Uses a weight outside of the module that holds it."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        weight = self.model.model.layers[0].mlp.up_proj.weight
+        return super().loss(batch) + (torch.ones(1, weight.shape[1]) @ weight.T).sum()
+
+
+class OwnTable(LanguageModel):
+    """Adds positions to the tokens after the embeddings, of which each process has some."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        embed = self.model.model.embed_tokens
+        with embed.register_forward_hook(lambda module, args, output: output + torch.zeros(32, 1)):
+            return super().loss(batch)
+
+
 class OwnForward(LanguageModel):
     """Trains on other tokens than the batch's."""
 
@@ -232,6 +252,29 @@ class OwnPositions(LanguageModel):
         return self.model(input_ids=batch["input_ids"], labels=batch["labels"], position_ids=positions).loss
 
 
+def _error_of_mixed_tensors(module: type[LanguageModel], sequence_parallel: bool) -> str:
+    settings = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    try:
+        _fit(module(RUN.build, lr=LR), settings, max_steps=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("module", "sequence_parallel", "message"),
+    [
+        (OutsideOfModules, False, r"passes a divided weight to aten\..* with tensor_parallel_size=1"),
+        (OwnTable, True, r"sequence_parallel=True: the model combines some of the tokens .*sequence_parallel=False"),
+    ],
+)
+def test_models_that_do_not_follow_a_tensor_parallel_plan(
+    module: type[LanguageModel], sequence_parallel: bool, message: str
+) -> None:
+    for error in run_in_processes(2, _error_of_mixed_tensors, module, sequence_parallel):
+        assert re.search(message, error) and "\n" not in error, error
+
+
 def test_misuse_is_told_in_one_line() -> None:
     for errors in run_in_processes(2, _errors_of_misuse):
         divided, averaging, own, positions, alibi = errors
@@ -239,5 +282,5 @@ def test_misuse_is_told_in_one_line() -> None:
         assert "WeightAveraging" in averaging and "one process" in averaging
         assert "a forward of 32 tokens" in own and "the batches that its steps are given" in own
         assert "position_ids other than the batch's" in positions and "omit them" in positions
-        assert "computes attention itself" in alibi and "train it with context_parallel_size=1" in alibi
+        assert "BloomForCausalLM takes no position_ids" in alibi and "with context_parallel_size=1" in alibi
         assert not any("\n" in error for error in errors)

@@ -11,7 +11,7 @@ divides by the size of each gradient, amplifies the rounding of the smallest one
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
+from support.stacks import layer_stacks
 from typing_extensions import override
 
 from lightning_memo.engine import TestMode
@@ -99,6 +100,17 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
 def test_keys_and_values_on_the_host(configuration: str, family: str, host_backed: str, slice_tokens: int) -> None:
     settings = {"host_backed": host_backed, "slice_tokens": slice_tokens, "test_mode": TestMode(5, 0.0005)}
     check(configuration, Run(family=family, tokens=29), alpha=0.5, **settings)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [layer_stacks.nested, layer_stacks.repeated, "llama_shared"],
+    ids=["nested lists", "one layer", "layers that share an MLP"],
+)
+def test_layers_of_stacks(family: str | Callable[..., torch.nn.Module]) -> None:
+    run = Run(family=family, ignore=0.0, tokens=32)
+    errors = train_together(2, run, {"zero_stage": 3, "alpha": 0.5}).worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
 
 
 @pytest.mark.parametrize("configuration", ["cp2 x tp2+sp", "dp2 x cp2 zero3 ulysses"])

@@ -75,7 +75,7 @@ def train_or_refuse(run: Run, strategy: dict[str, Any]) -> Outcome | str:
 
 
 @settings(
-    max_examples=draws(8), deadline=None, derandomize=REPEATABLE, database=None, print_blob=False,
+    max_examples=draws(8), derandomize=REPEATABLE, database=None, print_blob=False,
     phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 @given(divided=divided_runs())

@@ -51,7 +51,7 @@ def problems(draw):
     return costs, draw(st.integers(0, n * 2 ** (exponent + 2)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_the_program_agrees_with_its_closed_form(problem):
     costs, host_bytes = problem
@@ -80,7 +80,7 @@ def test_the_program_agrees_with_its_closed_form(problem):
 
 
 @given(st.integers(12, 45))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_alpha_does_not_depend_on_the_unit(exponent):
     unit = 2.0 ** (exponent - 30)
     scaled = {
@@ -179,7 +179,7 @@ def test_an_allowed_fraction_that_overflows_the_host_is_refused():
         plan(costs_of(), host_bytes=2 * GIB, allowed=(1.0,))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(host_bytes=st.integers(4 * GIB // 5, 6 * GIB), align=st.sampled_from([1, 512, 2**21, 2**28]))
 def test_the_host_budget_is_kept_to_the_byte_and_used_up(host_bytes, align):
     costs = costs_of(forward_seconds=(9.0,) * 6)

@@ -227,7 +227,7 @@ def test_the_end_of_an_expandable_segment_is_taken_last():
 
 
 @given(traces(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_same_as_a_naive_model(trace, expandable):
     curve = replay(trace, expandable=expandable)
     allocated, reserved = naive_curves(trace, expandable, curve.steps)
@@ -236,7 +236,7 @@ def test_same_as_a_naive_model(trace, expandable):
 
 
 @given(traces(most=40), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_reserved_covers_allocated_covers_live(trace, expandable):
     curve = replay(trace, expandable=expandable)
     planned = problem_of(trace, 512)

@@ -1,6 +1,7 @@
 import highspy
 import pytest
 
+from lightning_memo.planner.silent_solver import SilentSolver
 from lightning_memo.planner.storage import linear_program
 
 
@@ -21,6 +22,12 @@ def test_a_minimum_and_its_dual() -> None:
     assert program.dual(row) == pytest.approx(0.25)
 
 
+def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS prints from C++."""
+    assert minimum_of_one().solve()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_program_without_a_solution() -> None:
     program = minimum_of_one()
     program.row({0: 1.0}, most=0.5)
@@ -38,4 +45,4 @@ def test_a_solver_that_fails_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_unknown_option_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="rejected"):
-        linear_program._accept(highspy.Highs().setOptionValue("no_such_option", 1))
+        linear_program._accept(SilentSolver().setOptionValue("no_such_option", 1))

@@ -43,7 +43,7 @@ def test_two_levels_come_close(deep, share):
     assert placement.peak_bytes <= 1.05 * placement.lower_bound_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces(), st.sampled_from([2.0, *SHARES]), st.sampled_from([1, 64]))
 def test_two_levels_are_right_for_any_trace(trace, share, alignment):
     trace = replace(trace, size=trace.size % 4096)

@@ -178,7 +178,7 @@ def hard_problem(buffers=200, seed=0):
 # ---- place
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(problems())
 def test_place_finds_the_optimum_of_small_problems_and_proves_it(problem):
     placement = place(problem)
@@ -189,7 +189,7 @@ def test_place_finds_the_optimum_of_small_problems_and_proves_it(problem):
     assert placement.gap == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(alignments=(2, 3, 8)))
 def test_aligned_offsets_are_those_of_the_optimum_of_padded_sizes(problem):
     placement = place(problem)
@@ -198,7 +198,7 @@ def test_aligned_offsets_are_those_of_the_optimum_of_padded_sizes(problem):
     assert int((placement.offset + problem.padded_size).max(initial=0)) == optimum(padded(problem))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(alignments=(2, 3, 8)))
 def test_an_alignment_makes_no_bound_wrong(problem):
     placement = place(problem)
@@ -207,7 +207,7 @@ def test_an_alignment_makes_no_bound_wrong(problem):
     assert not placement.optimal or placement.peak_bytes == lowest
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(sizes=st.sampled_from([4, 4, 8])))
 def test_place_finds_the_optimum_among_ties(problem):
     placement = place(problem)
@@ -300,7 +300,7 @@ def test_buffers_that_never_meet_all_lie_on_the_floor():
 # ---- without a compiler
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(sizes=SOLID))
 def test_without_a_compiler_small_problems_still_reach_the_optimum(problem):
     with pytest.MonkeyPatch.context() as patch:
@@ -322,7 +322,7 @@ def test_without_a_compiler_the_core_is_the_python_one(no_compiler):
         assert isinstance(opened_core, PythonCore)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(most=25, least=1, sizes=SOLID), st.integers(0, 2**32 - 1))
 def test_both_cores_place_alike(problem, seed):
     sectioned = section(problem)
@@ -333,7 +333,7 @@ def test_both_cores_place_alike(problem, seed):
         assert compiled.skyline(order).tolist() == python.skyline(order).tolist()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(most=25, least=1, sizes=SOLID))
 def test_every_one_pass_placement_is_right(problem):
     sectioned = section(problem)
@@ -342,7 +342,7 @@ def test_every_one_pass_placement_is_right(problem):
         assert (offset >= 0).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(most=12, least=1, sizes=SOLID), st.sampled_from(heuristics.ORDERS))
 def test_ranks_count_every_buffer_once(problem, order):
     rank = heuristics.ranks(section(problem), order)
@@ -362,7 +362,7 @@ def test_the_letters_of_an_order_decide_in_turn():
 # ---- the search
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(least=1, sizes=SOLID), st.integers(0, 2**32 - 1))
 def test_the_search_decides_every_capacity(problem, seed):
     sectioned = section(problem)
@@ -375,7 +375,7 @@ def test_the_search_decides_every_capacity(problem, seed):
             assert validate(problem, placement_of(problem, offset * unit), capacity * unit) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(most=10, least=7, sizes=SOLID, periods=(HORIZON,)), st.integers(0, 2**32 - 1))
 def test_the_search_agrees_with_highs_where_time_goes_round(problem, seed):
     # HiGHS proves most of these in less than a second, but not all in any time: what it claims holds at every moment.
@@ -400,7 +400,7 @@ def test_the_search_alone_raises_the_bound(monkeypatch):
     assert placement.peak_bytes == placement.lower_bound_bytes == 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(most=12, least=1, sizes=SOLID), st.integers(0, 40), st.integers(1, 60), st.integers(0, 2**32 - 1))
 def test_wide_heights_search_as_narrow_ones_do(problem, above, nodes, seed):
     narrow, scale = section(problem), 2**40
@@ -414,7 +414,7 @@ def test_wide_heights_search_as_narrow_ones_do(problem, above, nodes, seed):
     assert (wide_weight == weight).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(most=5, least=1))
 def test_large_sizes_reach_the_optimum_too(problem):
     scale, period = 2**40, problem.period
@@ -457,7 +457,7 @@ def improve(problem, offset=None, seconds=20.0):
     return mip.improve(problem, stacked if offset is None else offset, int(problem.load.max()), seconds)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(least=1, sizes=SOLID))
 def test_highs_reaches_the_optimum_of_small_problems_and_proves_it(problem):
     sectioned = section(problem)
@@ -470,7 +470,7 @@ def test_highs_reaches_the_optimum_of_small_problems_and_proves_it(problem):
         assert validate(problem, placement_of(problem, offset * unit), lowest) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems(least=1, sizes=SOLID))
 def test_highs_leaves_the_optimum_alone(problem):
     sectioned = section(problem)
@@ -505,7 +505,7 @@ def test_highs_makes_no_false_claim_about_large_sizes(rows, period):
     assert_no_false_claim(problem_of(rows, period=period))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     problems(least=2, sizes=st.sampled_from([2**10, 2**20, 2**30, 2**40, 2**50]).flatmap(lambda n: st.integers(1, n)))
 )
@@ -539,7 +539,7 @@ def test_highs_out_of_time_is_never_worse():
 # ---- sections and groups
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(most=12, least=1, sizes=SOLID, alignments=(1, 4)))
 def test_every_maximal_set_of_live_buffers_is_a_section(problem):
     life, sectioned = ticks(problem), section(problem)
@@ -550,7 +550,7 @@ def test_every_maximal_set_of_live_buffers_is_a_section(problem):
     assert not any(first <= second for first, second in pairwise(cut) if not problem.wraps.any())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(most=12, least=1, sizes=SOLID, alignments=(1, 4)))
 def test_sections_keep_loads_and_meetings(problem):
     sectioned = section(problem)
@@ -564,7 +564,7 @@ def test_sections_keep_loads_and_meetings(problem):
     assert sectioned.duration.tolist() == [len(lives) for lives in ticks(problem)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(most=12))
 def test_the_load_at_every_time_is_that_of_the_live_buffers(problem):
     times, load = problem.load
@@ -573,7 +573,7 @@ def test_the_load_at_every_time_is_that_of_the_live_buffers(problem):
         assert (int(load[step]) if step >= 0 else 0) == naive
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(most=12, least=1, sizes=SOLID))
 def test_ranges_go_round_only_for_buffers_that_do(problem):
     sectioned = section(problem)
@@ -586,7 +586,7 @@ def test_ranges_go_round_only_for_buffers_that_do(problem):
             assert end <= first
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(most=12))
 def test_buffers_of_different_groups_never_meet(problem):
     groups = [group.tolist() for group in independent_groups(problem)]
@@ -663,7 +663,7 @@ def test_an_overlap_in_both_parts_of_a_step_is_one_finding():
     assert validate(problem, placement_of(problem, [0, 3])) == [Finding(PlacementFault.OVERLAP, (0, 1))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems(), st.data())
 def test_the_validator_agrees_with_a_look_at_every_pair(problem, data):
     offset = [data.draw(st.integers(0, 20)) for _ in range(len(problem))]

@@ -424,7 +424,7 @@ def call_plans(draw, call, tokens):
     return CallPlan(ranges=tuple(ranges))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_no_plan_that_fits_beats_the_optimum(data):
     costs = data.draw(steps())
@@ -448,7 +448,7 @@ def test_no_plan_that_fits_beats_the_optimum(data):
     assert solution.seconds <= best.seconds * (1 + 1e-7) + 1e-9
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_plans_of_any_costs_fit_and_take_what_was_expected(data):
     costs = data.draw(steps())

@@ -25,7 +25,7 @@ TRAINER = (
 
 def fork(script: str, folder: Path) -> str:
     """Returns what a script prints in a process that has imported torch, but neither Lightning nor this package."""
-    status, out, err = run(["python", "-c", script], folder)
+    status, out, err = run(["python", "-c", script], folder, bare=True)
     assert status == 0, err
     return out
 

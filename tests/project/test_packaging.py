@@ -80,7 +80,8 @@ def sdist(tmp_path_factory):
 def unpacked(sdist):
     """The files of the source distribution."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(sdist.parent, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # missing in early releases of 3.10, 3.11
+        archive.extractall(sdist.parent)
     return sdist.with_name(sdist.name.removesuffix(".tar.gz"))
 
 
@@ -129,7 +130,7 @@ def command(installed, tmp_path):
     def run(*words):
         folder = tmp_path / "empty"
         folder.mkdir(exist_ok=True)
-        status, out, err = commands.run(["python", *words], folder, PYTHONPATH=str(installed))
+        status, out, err = commands.run(["python", *words], folder, bare=True, PYTHONPATH=str(installed))
         assert status == 0, err
         return out
 

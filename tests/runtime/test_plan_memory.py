@@ -406,12 +406,12 @@ def test_counters_go_to_the_logger(tmp_path):
 def test_a_process_that_ends_waits_for_the_solver(tmp_path):
     """A process that did not wait would be aborted when the solver returns (status 134)."""
     code = """
-import time, highspy, numpy
+import time, numpy
+from lightning_memo.planner.silent_solver import SilentSolver
 from lightning_memo.utils.background_job import in_background
 
 def solve():
-    rng, highs = numpy.random.default_rng(0), highspy.Highs()
-    highs.setOptionValue("output_flag", False)
+    rng, highs = numpy.random.default_rng(0), SilentSolver()
     highs.setOptionValue("time_limit", 1.0)
     chosen = [highs.addBinary() for _ in range(100)]
     for weights in rng.integers(1, 1000, (50, 100)).tolist():

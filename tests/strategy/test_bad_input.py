@@ -67,6 +67,8 @@ SETTINGS = {
     "slice_tokens": ({"slice_tokens": 0}, ("slice_tokens=0", "at least 1")),
     "slice_tokens text": ({"slice_tokens": "few"}, ("slice_tokens='few'", "at least 1")),
     "layers": ({"layers": ""}, ("layers=''", "ModuleList")),
+    "no names of layers": ({"layers": []}, ("layers=[]", "a list of such names")),
+    "layers in a list": ({"layers": ["blocks", 2]}, ("layers=2", "a list of such names")),
     "plan": ({"plan": ""}, ("plan=''", "saved plan")),
 }
 
@@ -181,13 +183,8 @@ class NoLayers(LanguageModel):
         super().__init__(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
 
 
-class OneLayer(LanguageModel):
-    def __init__(self):
-        super().__init__(lambda: PlainModel([PlainBlock()]))
-
-
-class ReturnsDict(LanguageModel):
-    """Layers that return a type that is not supported."""
+class PassesDicts(LanguageModel):
+    """Layers that give their hidden states to the next layer in a dict."""
 
     class Block(PlainBlock):
         def forward(self, x):
@@ -197,8 +194,9 @@ class ReturnsDict(LanguageModel):
         def forward(self, input_ids, labels):
             x = self.embed(input_ids)
             for block in self.blocks:
-                x = block(x)["hidden"]
-            return torch.nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                x = block(x)
+            logits = self.head(x["hidden"])[:, :-1]
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
     def __init__(self):
         super().__init__(lambda: self.Model([self.Block() for _ in range(4)]))
@@ -215,13 +213,18 @@ def left_padded(n=0):
 
 IN_FIT = {
     "no layers": ({}, NoLayers, None, ("NoLayers", "no nn.ModuleList", "layers=")),
-    "one layer": ({}, OneLayer, None, ("OneLayer", "no nn.ModuleList")),
     "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
     "mixes tokens": (
         {"alpha": 0.5},
         lambda: LanguageModel(mixing_model),
         None,
-        ("alpha=0.5", "Mixing mixes tokens outside attention", "alpha=0", "alpha=1", '"auto"'),
+        (
+            "alpha=0.5",
+            "Mixing may not compute each token by itself outside attention: aten.mean computes along the tokens",
+            "alpha=0",
+            "alpha=1",
+            '"auto"',
+        ),
     ),
     "gradient checkpointing": ({}, Checkpointed, None, ("gradient_checkpointing_disable()", "alpha=0")),
     "host memory, alpha given": (
@@ -236,8 +239,13 @@ IN_FIT = {
         None,
         ("host", "1.0 KiB", "raise host_memory", "shorten the sequence"),
     ),
-    "left padding": ({}, lambda: LanguageModel("llama"), left_padded, ("not on the right", "padding_side")),
-    "layer returns a dict": ({}, ReturnsDict, None, ("dict", "hidden states")),
+    "left padding": (
+        {"slice_tokens": 8, "schedule": "slice"},
+        lambda: LanguageModel("llama"),
+        left_padded,
+        ("not on the right", "padding_side"),
+    ),
+    "hidden states in a dict": ({}, PassesDicts, None, ("dict", "hidden states")),
 }
 
 
@@ -260,7 +268,7 @@ def test_left_padding_in_a_later_batch():
     """A batch that cannot be trained is refused at any step."""
     data = batches([make_batch(2, 16), make_batch(2, 16, padded=True), left_padded()])
     with pytest.raises(ValueError, match="not on the right") as caught:
-        fit(MemoStrategy(alpha=0.5), LanguageModel("llama"), data)
+        fit(MemoStrategy(slice_tokens=8, schedule="slice"), LanguageModel("llama"), data)
     assert_one_line(caught.value, "padding_side")
     assert copy_threads() == []
 

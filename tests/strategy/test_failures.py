@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.trainer_harness import (
     make_trainer,
     plain,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
@@ -25,6 +26,19 @@ from lightning_memo.engine.memory import slot_memory as memory
 from lightning_memo.runtime import host_memory_watch
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+class Watched(nn.LayerNorm):
+    """Calls a function before each forward."""
+
+    def __init__(self, hidden: int, begin: Callable[[], None]) -> None:
+        super().__init__(hidden)
+        self._begin = begin
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        self._begin()
+        return super().forward(input)
 
 
 class Scarce(LanguageModel):
@@ -37,8 +51,7 @@ class Scarce(LanguageModel):
     def __init__(self, fails: dict[int, list[str]]) -> None:
         super().__init__()
         self._fails, self._where = {batch: list(places) for batch, places in fails.items()}, ""
-        norm = self.model.blocks[1].norm2
-        norm.register_forward_hook(lambda *args: self._run_out("forward"))
+        norm = self.model.blocks[1].norm2 = Watched(32, lambda: self._run_out("forward"))
         norm.weight.register_hook(lambda gradient: self._run_out("backward"))
 
     def _run_out(self, where: str) -> None:

@@ -54,12 +54,23 @@ def _int8(package: Any, linear: nn.Linear) -> nn.Module:
     return made
 
 
+def _int8_with_outliers(package: Any, linear: nn.Linear) -> nn.Module:
+    made = _int8(package, linear)
+    made.state.threshold = 6.0  # type: ignore[union-attr]
+    return made
+
+
 def _torchao(model: nn.Module) -> None:
     quantization = extra("torchao.quantization", "quantized")
     quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
 
 
-KINDS = {"bitsandbytes NF4": _bitsandbytes(_nf4), "bitsandbytes int8": _bitsandbytes(_int8), "torchao int8": _torchao}
+KINDS = {
+    "bitsandbytes NF4": _bitsandbytes(_nf4),
+    "bitsandbytes int8": _bitsandbytes(_int8),
+    "torchao int8": _torchao,
+    "bitsandbytes int8 with outliers": _bitsandbytes(_int8_with_outliers),
+}
 SETTINGS = {
     "recomputed": {"alpha": 0.0},
     "both": {"alpha": 0.4},
@@ -96,7 +107,8 @@ def _plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 # What a setting does is the same for all kinds.
-PAIRS = [(next(iter(KINDS)), name) for name in SETTINGS] + [(kind, "both") for kind in list(KINDS)[1:]]
+PAIRS = [(next(iter(KINDS)), name) for name in SETTINGS] + [(kind, "both") for kind in list(KINDS)[1:3]]
+PAIRS += [("bitsandbytes int8 with outliers", name) for name in ("recomputed", "swapped")]
 
 
 @pytest.mark.parametrize(("kind", "setting"), PAIRS)
@@ -111,6 +123,11 @@ def test_gradients_of_adapters_are_those_of_plain_training(kind: str, setting: s
     for name, gradient in gradients.items():
         assert float((noted.last[name] - gradient).norm()) <= 2e-5 * float(gradient.norm()), name
     assert noted.overflow_bytes == 0
+
+
+def test_outliers_are_those_of_all_tokens() -> None:
+    with pytest.raises(ValueError, match=r"bitsandbytes finds the outliers of all tokens .*llm_int8_threshold=0\.0"):
+        fit(MemoStrategy(alpha=0.4), Adapters(KINDS["bitsandbytes int8 with outliers"]), loader(tokens=_TOKENS))
 
 
 def test_packed_weights_do_not_leave_the_device() -> None:

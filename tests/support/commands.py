@@ -52,7 +52,12 @@ _NOT_INHERITED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HYDRA_FULL_ERROR")
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, seconds: float = 600.0, cold: bool = False, **variables: str
+    command: Sequence[str | Path],
+    folder: Path,
+    seconds: float = 600.0,
+    cold: bool = False,
+    bare: bool = False,
+    **variables: str,
 ) -> tuple[int, str, str]:
     """Run a command in a folder and return its exit status, stdout and stderr. A command that hangs raises.
 
@@ -61,12 +66,13 @@ def run(
         folder: Working directory.
         seconds: Time after which the command counts as hanging.
         cold: Whether to start new interpreters, which import everything again, instead of forks of `warm`.
+        bare: Whether the forks have not imported Lightning and this package yet.
         variables: Environment variables to set in addition to those of `environment`.
     """
     ended = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
-        env={**environment(cold), **variables},
+        env={**environment(cold, bare), **variables},
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -75,10 +81,10 @@ def run(
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def environment(cold: bool = False) -> dict[str, str]:
-    """Return the environment of a user's shell; see `run` for `cold`."""
+def environment(cold: bool = False, bare: bool = False) -> dict[str, str]:
+    """Return the environment of a user's shell; see `run` for `cold` and `bare`."""
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    tools = Path(sys.executable).parent if cold else warm.tools()
+    tools = Path(sys.executable).parent if cold else warm.tools(bare)
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     return {**inherited, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PATH": path}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transformers
@@ -68,40 +68,6 @@ class PlainBlock(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-class Tiled(torch.autograd.Function):
-    """Runs `compute` tile by tile, and again in the backward pass: only `x` is saved."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.compute = compute
-        ctx.save_for_backward(x)
-        return torch.cat([compute(tile) for tile in x.chunk(2, 1)], 1)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        (x,) = ctx.saved_tensors
-        tiles = [tile.detach().requires_grad_() for tile in x.chunk(2, 1)]
-        for tile, gradient in zip(tiles, dy.chunk(2, 1), strict=True):
-            with torch.enable_grad():
-                y = ctx.compute(tile)
-            torch.autograd.backward(y, gradient)
-        return None, torch.cat([tile.grad for tile in tiles], 1)
-
-
-class TiledMLP(nn.Module):
-    """An MLP that recomputes itself, like those of long-context libraries."""
-
-    def __init__(self, compute: nn.Module) -> None:
-        super().__init__()
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Tiled.apply(self.compute, x)
-        return y
-
-
 class PlainModel(nn.Module):
     """Embedding, a list of blocks, head and loss, with the signature of Hugging Face models."""
 
@@ -125,11 +91,9 @@ class PlainModel(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
-def _blocks(dropout: float = 0.0, tiled: bool = False) -> Callable[..., nn.Module]:
+def _blocks(dropout: float = 0.0) -> Callable[..., nn.Module]:
     def build(num_hidden_layers: int = 4, num_attention_heads: int = 4) -> nn.Module:
         blocks = [PlainBlock(32, num_attention_heads, dropout) for _ in range(num_hidden_layers)]
-        for block in blocks:
-            block.mlp = TiledMLP(block.mlp) if tiled else block.mlp
         return PlainModel(blocks)
 
     return build
@@ -175,10 +139,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "block": Family(_blocks()),
     "block_dropout": Family(_blocks(dropout=0.2), dropout=True),
-    "block_tiled": Family(_blocks(tiled=True)),
     "encoder_layer": Family(_encoder(causal=False, activation="relu"), causal=False),
     "encoder_layer_dropout": Family(_encoder(causal=False, dropout=0.1), causal=False, dropout=True),
     "encoder_layer_causal": Family(_encoder(causal=True)),
+}
+
+_BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+# Mixtures of experts with a load-balancing loss that matters.
+BALANCED: dict[str, Callable[..., nn.Module]] = {
+    "mixtral_balanced": functools.partial(FAMILIES["mixtral"].build, **_BALANCED),
+    "qwen3_moe_balanced": functools.partial(FAMILIES["qwen3_moe"].build, **_BALANCED),
+    "granitemoe_balanced": _hf(
+        "GraniteMoeConfig", **_LLAMA_LIKE, **_BALANCED, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import TokenRange, slice_slot_bytes, slice_tokens_by_alpha, slot_bytes
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 
 CPU = torch.device("cpu")
 DELAYS = TestMode(seed=1, longest_delay_seconds=0.0005)
@@ -107,6 +107,7 @@ class EngineUnderTest:
         host_backed: Tensors that stay on the host in all steps.
         device: Device of the model.
         spill_path: Folder for spilled layer calls.
+        check_slices: Whether layers are compared with themselves in slices.
     """
 
     def __init__(
@@ -118,14 +119,23 @@ class EngineUnderTest:
         host_backed: HostBacked = "none",
         device: torch.device = CPU,
         spill_path: Path | None = None,
+        check_slices: bool = True,
     ) -> None:
         self.model = model
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
         self.engine = ScriptedEngine(
             model,
-            find_layers(model)[1],
+            find_stacks(model)[0].layers,
             device,
-            RequestedSettings("sdpa", schedule, slice_tokens, host_backed, spill_path=spill_path, test_mode=test_mode),
+            RequestedSettings(
+                "sdpa",
+                schedule,
+                slice_tokens,
+                host_backed,
+                spill_path=spill_path,
+                test_mode=test_mode,
+                check_slices=check_slices,
+            ),
         )
         self.profile: StepProfile | None = None
         self.profiled: Step | None = None
@@ -214,3 +224,17 @@ def planned(
         under_test.profile_step(batch)
         under_test.load(alpha, slice_tokens)
         yield under_test
+
+
+def assert_trains_like_plain(model: nn.Module, batch: Batch, exact_alphas: tuple[float, ...] = (0.0, 1.0)) -> str:
+    """Profiled step and steps at every alpha against plain training; returns why the layers were not cut."""
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model) as under_test:
+        assert_equal(under_test.profile_step(batch), plain)
+        for alpha in (0.0, 0.5, 1.0):
+            under_test.load(alpha)
+            for _ in range(2):
+                actual = under_test.step(batch)
+                (assert_equal if alpha in exact_alphas else assert_close)(actual, plain)
+            under_test.assert_as_planned()
+        return under_test.engine.layer_classes.why_whole

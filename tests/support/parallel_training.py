@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.parallel.clip_gradients import total_norm
-from support.families import FAMILIES, VOCABULARY
+from support.families import BALANCED, FAMILIES, VOCABULARY
 from support.processes import run_in_processes
 from support.trainer_harness import LanguageModel, make_trainer
 
@@ -41,6 +41,7 @@ class Run:
         clip: Maximum gradient norm; 0 disables clipping.
         ignore: Fraction of the labels that the loss ignores.
         packed: Whether rows hold several documents, which position ids separate.
+        padded: Whether rows are padded on the right, to other lengths each.
         precision: Precision of Lightning's trainer.
         steps: Number of optimizer steps.
         layers: Number of layers; if 0, that of the family.
@@ -54,6 +55,7 @@ class Run:
     clip: float = 0.0
     ignore: float = 0.3
     packed: bool = False
+    padded: bool = False
     precision: str = "32-true"
     steps: int = STEPS
     layers: int = 0
@@ -93,6 +95,13 @@ def _mixing(**sizes: Any) -> nn.Module:
     model = FAMILIES["llama"].build(**sizes)
     for layer in model.model.layers:
         layer.mlp = _Mean(layer.mlp)
+    return model
+
+
+def _shared(**sizes: Any) -> nn.Module:
+    """Return a model in which two layers share an MLP, as Zamba's do."""
+    model = FAMILIES["llama_gqa"].build(**sizes)
+    model.model.layers[2].mlp = model.model.layers[0].mlp
     return model
 
 
@@ -157,10 +166,12 @@ def _longrope(**sizes: Any) -> nn.Module:
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
+    **BALANCED,
     "llama_tied": _tied,
     "llama_lora": _lora,
     "llama_mixing": _mixing,
     "llama_frozen_below": _frozen_below,
+    "llama_shared": _shared,
     "llama_with_reference": _with_reference,
     "llama_dynamic_rope": _dynamic_rope,
     "gemma3_dynamic_rope": _dynamic_rope_of_some_layers,
@@ -222,6 +233,9 @@ class Texts(Dataset[dict[str, Tensor]]):
         if run.packed:
             first = tokens // 3 + index % 5
             item["position_ids"] = torch.cat([torch.arange(first), torch.arange(tokens - first)])
+        if run.padded:
+            item["attention_mask"] = (torch.arange(tokens) < tokens - 7 * (index % 4)).long()
+            item["labels"] = item["labels"].masked_fill(item["attention_mask"] == 0, -100)
         return item
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
+from lightning_memo.runtime import model_checks
 from lightning_memo.runtime.activation_plans import activation_planner, announce_plan, step_meter
 from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel
 
@@ -276,7 +277,8 @@ def listening() -> Iterator[list[str]]:
                 heard.append(record.getMessage())
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    say, sayers = activation_planner.rank_zero_info, (activation_planner, announce_plan, step_meter)
+    sayers = (activation_planner, announce_plan, step_meter, model_checks)
+    say = activation_planner.rank_zero_info
 
     def overheard(text: str) -> None:  # another test may have configured logging
         heard.append(text)

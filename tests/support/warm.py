@@ -1,21 +1,25 @@
 """`python` and `torchrun` as forks of a process that has already imported the libraries, which takes 5 CPU seconds.
 
-Lightning and this package are not imported beforehand, because they read the environment when they are imported.
-Arguments, environment, working directory, streams, signals and exit status are those of a separate interpreter.
+Arguments, environment, working directory, streams, signals and exit status are those of a separate interpreter. When
+Lightning is imported, it reads the rank from the environment, which each fork repeats. Bare forks have imported neither
+Lightning nor this package: for tests of these imports, and of another copy of this package.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,37 +33,41 @@ _PRELOADED = (
     "torch.distributed.tensor.parallel", "torch.utils.tensorboard", "torchmetrics", "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama", "transformers.optimization", "peft", "matplotlib.pyplot", "hydra",
     "hydra.core.override_parser.overrides_visitor", "rich.table", "highspy", "huggingface_hub.hf_file_system",
-    "fsspec.implementations.local", "PIL.Image", "torch.distributed.checkpoint",
+    "fsspec.implementations.local", "PIL.Image", "torch.distributed.checkpoint", "tensorboard.plugins.hparams.api_pb2",
 )  # fmt: skip
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PRELOADED_UNLESS_BARE = (
+    "lightning.pytorch", "lightning_memo.cli.runs.baselines", "lightning_memo.cli.runs.build_run",
+    "lightning_memo.cli.runs.earlier_metrics", "lightning_memo.cli.runs.training_job",
+    "lightning_memo.cli.sweeps.sweep_report",
+)  # fmt: skip
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
+
+
+def tools(bare: bool = False) -> Path:
+    """Return a folder with `python` and `torchrun` to put first in PATH. Their server ends with this process."""
+    return _tools() / ("bare" if bare else "full")
 
 
 @functools.cache
-def tools() -> Path:
-    """Return a folder with `python` and `torchrun` to put first in PATH. Their server ends with this process."""
+def _tools() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    atexit.register(_remove, folder)
-    address = folder / "socket"
-    for name in ("python", "torchrun"):
-        command = shlex.join([sys.executable, "-IS", __file__, str(address), sys.executable, name])
-        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        (folder / name).chmod(0o755)
+    atexit.register(shutil.rmtree, folder)
+    for kind, name in itertools.product(("bare", "full"), ("python", "torchrun")):
+        path = folder / kind / name
+        path.parent.mkdir(exist_ok=True)
+        command = shlex.join([sys.executable, "-IS", __file__, str(path.with_name("socket")), sys.executable, name])
+        path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        path.chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, __file__, address],
+        [sys.executable, __file__, folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
+    assert [server.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
     return folder
-
-
-def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
 
 
 def _client(address: str, python: str, name: str, arguments: list[str]) -> None:
@@ -168,11 +176,15 @@ def _tell(client: socket.socket, number: int) -> None:
         client.sendall(f"{number}\n".encode())
 
 
-def _become(words: list[str], folder: str, environment: dict[str, str]) -> None:
+def _become(python: Path, words: list[str], folder: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    if "lightning" in sys.modules:
+        _repeat_import_of_lightning()
     os.chdir(folder)
-    sys.executable = str(Path(sys.argv[1]).with_name("python"))
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    sys.executable = str(python)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if words[0] == "-m":
         sys.path[:1], sys.argv = [folder, *given], words[1:]
@@ -185,15 +197,54 @@ def _become(words: list[str], folder: str, environment: dict[str, str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        _client(*sys.argv[1:4], sys.argv[4:])
+def _repeat_import_of_lightning() -> None:
+    """Do all that Lightning does with the environment when it is imported."""
+    from lightning.fabric.utilities import rank_zero
+
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def use_libyaml() -> None:
+    """Let OmegaConf, and so Hydra, parse files with libyaml: the same objects in half the time."""
+    import yaml
+    from omegaconf import _utils
+
+    rules: Any = _utils.get_yaml_loader()
+    loader = type("Loader", (yaml.CSafeLoader, rules), {})
+    _utils.get_yaml_loader = lambda: loader
+
+
+def _use_hydra(folder: Path) -> None:
+    """Compose a configuration: Hydra finds its plugins, and its parser caches what it learns of the grammar."""
+    import hydra
+
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        hydra.compose("train", ["data.path=/a/b_1.c", "seed=2", "callbacks.report=null", "+trainer.profiler=false"])
+
+
+def _main(folder: Path) -> None:
+    tests = Path(__file__).parents[1]
+    use_libyaml()
+    gc.disable()  # imports leave little garbage
     for name in _PRELOADED:
         importlib.import_module(name)
+    tools = folder / ("bare" if os.fork() else "full")
+    sys.path[0] = str(tests.parent)
+    for name in _PRELOADED_UNLESS_BARE if tools.name == "full" else ():
+        importlib.import_module(name)
+    _use_hydra(tests.parent / "conf")
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends when its parent does
-    server = _Server(sys.argv[1])
+    server = _Server(str(tools / "socket"))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     if (request := server.serve()) is not None:
-        _become(**request)
+        _become(tools / "python", **request)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        _client(*sys.argv[1:4], sys.argv[4:])
+    _main(Path(sys.argv[1]))

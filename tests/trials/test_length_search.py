@@ -13,7 +13,7 @@ def attempt(tokens, limit, growth, base):
 GROWTHS = [lambda n: 10 * n, lambda n: n**2, lambda n: 1000 * n**0.5, lambda n: 7 * max(n - 4000, 0), lambda n: 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     growth=st.sampled_from(GROWTHS),
     base=st.integers(0, 10**5),

@@ -2,70 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.engine.attention.mask_patterns import MaskFunction, MaskPattern, measure_pattern, read_rules
+from lightning_memo.engine.attention.model_attention import attend_as_model, not_computed
 from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.forward.autocast import autocast_inputs
+from lightning_memo.engine.forward.collected_outputs import is_collected
 from lightning_memo.engine.forward.intercept import current_handler
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
-from lightning_memo.parallel.batches.positions import right_padded_lengths
+from lightning_memo.parallel.batches.positions import valid_ranges
 from lightning_memo.utils.find_layers import find_hugging_face
 
 # The name must not contain "flash": transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
-# Arguments of attention functions that change the result and are not supported here.
-_UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
-_CHECKED_PAIRS = 4096
-
-Documents = tuple[tuple[int, ...], ...]
+# Implementations of transformers for which a missing mask means full attention, and that get a mask in all other cases.
+_ALWAYS_MASKED = ("eager", "flex_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class MaskPattern:
-    """Description of a model's mask, in place of the mask `[tokens, tokens]`, which is too large to build.
+class _Host:
+    """What the functions that are registered with transformers know.
 
     Attributes:
-        causal: Whether queries see no later key; `None` if the attention module decides.
-        window: Number of positions that a query sees, including its own; `None` means all.
-        lengths: Number of valid tokens of each batch row, with padding on the right; `None` means all.
-        documents: Start positions of the packed documents of each batch row. Attention does not cross document
-            boundaries.
+        current: Holds the layout of the batches.
+        always_masked: Whether the model's own attention ignores `is_causal`, so that causal attention needs a mask.
     """
 
-    causal: bool | None
-    window: int | None
-    lengths: tuple[int, ...] | None = None
-    documents: Documents | None = None
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        """Refuse arithmetic: the model adds the mask to its scores itself."""
-        raise _used_as_mask()
-
-    def __getitem__(self, _: Any) -> Any:
-        raise _used_as_mask()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        raise _used_as_mask()
-
-
-def _used_as_mask() -> ValueError:
-    return ValueError(
-        "the model computes attention itself, as models with ALiBi and some older models do, and needs an attention "
-        "mask of tokens by tokens, which is not built: train it with context_parallel_size=1 and "
-        "sequence_parallel=False"
-    )
+    current: CurrentLayout
+    always_masked: bool
 
 
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
@@ -81,44 +53,38 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
     Returns:
         Functions that undo the change.
     """
-    outermost = find_hugging_face(model)  # submodels share their attention setting
-    if not outermost:
-        return []
-    name = _register(current)
     undo: list[Callable[[], None]] = []
-    for host in outermost:
-        before = host.config._attn_implementation
-        undo.append(lambda host=host, before=before: host.set_attn_implementation(before))  # type: ignore[misc]
-        host.set_attn_implementation(name)
+    for host in find_hugging_face(model):
+        models: dict[int, Any] = {}  # by configuration, which modules share
+        for module in host.modules():  # outer ones first: setting an implementation sets those of submodels, too
+            if hasattr(module, "set_attn_implementation"):
+                models.setdefault(id(module.config), module)
+        before = [module.config._attn_implementation for module in models.values()]
+        undo.append(functools.partial(_restore_attention, list(models.values()), before))
+        for module, name in zip(models.values(), before, strict=True):
+            module.set_attn_implementation(_register(current, name in _ALWAYS_MASKED))
     return undo
 
 
-@contextlib.contextmanager
-def collecting_nothing() -> Iterator[None]:
-    """Inside this context, transformers' hooks do not collect outputs (router logits, hidden states)."""
-    module = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(module, "_active_collector", None)
-    if collector is None:
-        yield
-        return
-    token = collector.set(None)
-    try:
-        yield
-    finally:
-        collector.reset(token)
+def _restore_attention(models: Sequence[Any], names: Sequence[str]) -> None:
+    for model, name in zip(models, names, strict=True):
+        # Not by `set_attn_implementation`, which refuses a model if a part of it has another implementation only.
+        model.config._attn_implementation = name
 
 
-def _register(current: CurrentLayout) -> str:
+def _register(current: CurrentLayout, always_masked: bool) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = f"{ATTENTION_NAME}_{id(current):x}"  # `current` is held from now on, so its id stays its own
-    AttentionInterface.register(name, functools.partial(_attention, current))
-    AttentionMaskInterface.register(name, functools.partial(_mask, current))
+    # `current` is held from now on, so its id stays its own.
+    name = f"{ATTENTION_NAME}_{'masked_' if always_masked else ''}{id(current):x}"
+    host = _Host(current, always_masked)
+    AttentionInterface.register(name, functools.partial(_attention, host))
+    AttentionMaskInterface.register(name, functools.partial(_mask, host))
     return name
 
 
 def _attention(
-    current: CurrentLayout,
+    host: _Host,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -139,18 +105,27 @@ def _attention(
         The output, `[batch, tokens, heads, head_dim]`, and `None` for the attention weights.
     """
     handler = current_handler()
-    if current.layout is not None:
+    _check_call(module, query, key, attention_mask, kwargs)
+    layout = host.current.layout
+    if layout is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
-    if handler is None and not isinstance(attention_mask, MaskPattern):
-        return _sdpa_of_transformers(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    for name in _UNKNOWN_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} calls attention with {name}, which lightning_memo's attention kernels do not "
-                "compute: train this model without MemoStrategy"
-            )
+        if layout.ring * layout.ulysses * layout.shards > 1:
+            _check_arguments_among_processes(module, kwargs)
+    why = not_computed(attention_mask, dropout, kwargs)
+    if why or (handler is None and not isinstance(attention_mask, MaskPattern)):
+        out, _ = attend_as_model(
+            host.always_masked, module, query, key, value, attention_mask, why=why, dropout=dropout, scaling=scaling,
+            is_causal=is_causal, sliding_window=sliding_window, **kwargs,
+        )  # fmt: skip
+        return out, None
+    if host.always_masked:
+        is_causal = False
+        _check_every_query_sees(module, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    spec = _spec(attention_mask, bool(causal), sliding_window, dropout, scaling)
+    if attention_mask is None and causal and query.shape[2] < key.shape[2]:  # as transformers does it
+        causal, stop = query.shape[2] > 1, query.shape[2] if query.shape[2] > 1 else key.shape[2]
+        key, value = key[:, :, :stop], value[:, :, :stop]
+    spec = _spec(attention_mask, bool(causal), dropout, scaling, kwargs)
     if handler is not None:
         out = handler(query, key, value, spec)
     else:
@@ -160,14 +135,31 @@ def _attention(
 
 
 def _spec(
-    mask: Tensor | MaskPattern | None, causal: bool, window: int | None, dropout: float, scale: float | None
+    mask: Tensor | MaskPattern | None, causal: bool, dropout: float, scale: float | None, arguments: dict[str, Any]
 ) -> AttentionSpec:
     if isinstance(mask, MaskPattern):
         causal = causal if mask.causal is None else mask.causal
-        return AttentionSpec(causal, scale, mask.window, dropout, mask.lengths, documents=mask.documents)
-    if mask is not None:
-        return AttentionSpec(False, scale, None, dropout, mask=mask)
-    return AttentionSpec(causal, scale, window if causal else None, dropout)
+        spec = AttentionSpec(causal, scale, mask.window, dropout, mask.lengths, documents=mask.documents)
+    else:
+        spec = AttentionSpec(causal and mask is None, scale, None, dropout, mask=mask)
+    return replace(spec, softcap=arguments.get("softcap"), sinks=arguments.get("s_aux"))
+
+
+def _check_every_query_sees(module: nn.Module, mask: Tensor | MaskPattern | None) -> None:
+    """Refuse additive masks that hide all keys from a query, in training with transformers' eager attention.
+
+    Eager attention then gives all keys the same weight, which kernels with a log-sum-exp cannot compute.
+
+    Raises:
+        ValueError: A query sees no key.
+    """
+    if not isinstance(mask, Tensor) or not mask.is_floating_point() or not torch.is_grad_enabled():
+        return
+    if bool((mask.amax(-1) <= torch.finfo(mask.dtype).min).any()):
+        raise ValueError(
+            f"{type(module).__name__} uses eager attention, which attends to all keys where the attention mask hides "
+            'all of them: pad on the right, or load the model with attn_implementation="sdpa"'
+        )
 
 
 def _check_among_processes(module: nn.Module, handler: object, mask: object, window: int | None) -> None:
@@ -179,128 +171,145 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     name = type(module).__name__
     if handler is None:
         raise ValueError(
-            f"{name} attends outside of the repeated layers, where the tokens of other processes are not available: "
-            "train this model with context_parallel_size=1 and sequence_parallel=False"
+            f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
+            'model with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )
     if not isinstance(mask, MaskPattern) or mask.window != window:
         raise ValueError(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
-            "with context_parallel_size=1 and sequence_parallel=False"
+            'with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )
 
 
-def _sdpa_of_transformers(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    dropout: float,
-    scaling: Any,
-    causal: Any,
-    **kwargs: Any,
-) -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+def _check_call(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | MaskPattern | None, arguments: dict[str, Any]
+) -> None:
+    """Refuse calls whose weights are asked for, and layers that add keys and would extend a mask that is a tensor.
 
-    return sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, causal, **kwargs)
+    Raises:
+        ValueError: Attention weights are to be returned, or a pattern does not describe all keys.
+    """
+    name, queries, keys = type(module).__name__, query.shape[2], key.shape[2]
+    if is_collected("attentions") or arguments.get("output_attentions"):
+        raise ValueError(
+            f"{name} is asked for its attention weights (output_attentions=True), which lightning_memo's attention "
+            "kernels do not return: set output_attentions=False"
+        )
+    if isinstance(mask, MaskPattern) and queries != keys:
+        raise ValueError(
+            f"{name} attends to {keys} keys with an attention mask for {queries} tokens, which it extends only if it "
+            "is a tensor: train this model without MemoStrategy"
+        )
+
+
+def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse what merging the attention of several processes does not consider.
+
+    Raises:
+        ValueError: The call has sinks or a soft cap.
+    """
+    for name in ("s_aux", "softcap"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} calls attention with {name}, which is not computed among processes: train "
+                "this model with context_parallel_size=1 and sequence_parallel=False"
+            )
 
 
 def _mask(
-    current: CurrentLayout,
+    host: _Host,
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | MaskPattern | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | MaskPattern | None:
-    """Mask function with transformers' signature: returns a pattern in training, and transformers' mask otherwise."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
-
-    if current.layout is not None:
-        return MaskPattern(None, kwargs.get("local_size"))
-    if not torch.is_grad_enabled() or q_length != kv_length:
-        known = _known_pattern(mask_function, q_length, kv_length, batch_size, attention_mask, kwargs.get("local_size"))
-        return known or sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
-        )  # fmt: skip
-    assert mask_function is not None
-    lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
-    if mask_function is causal_mask_function and lengths is None:
-        return None  # the most frequent case; classifying the function takes long compared with a short step
-    pattern = _classify(mask_function, q_length, batch_size, kwargs.get("local_size"))
-    if pattern == MaskPattern(True, None) and lengths is None:
-        return None
-    return replace(pattern, lengths=lengths)
-
-
-def _known_pattern(
-    mask_function: Callable[..., Any] | None,
-    q_length: int,
-    kv_length: int,
-    batch: int,
-    attention_mask: Tensor | None,
-    local_size: int | None,
-) -> MaskPattern | None:
-    """Return a pattern for a mask of packed documents or padding outside of training.
+    """Mask function with transformers' signature. A pattern that was made before is returned, as masks in 4D are.
 
     Returns:
-        The pattern; `None` if transformers needs no mask of all queries and keys, or if its own mask must be used (a
-        cache, padding on the left, chunked attention).
+        A pattern; transformers' own mask if there is no pattern; `None` where transformers makes no mask either.
+
+    Raises:
+        ValueError: Tokens are divided over processes or over slices of the model, and no pattern describes the mask.
     """
-    if mask_function is None or q_length != kv_length:
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    if isinstance(attention_mask, MaskPattern):
+        return attention_mask
+    assert mask_function is not None
+    local_size = kwargs.get("local_size")
+    may_skip = kwargs.get("allow_is_bidirectional_skip", False)
+    may_skip |= kwargs.get("allow_is_causal_skip", True) and not host.always_masked
+    if host.current.layout is not None:
+        return _divided_pattern(mask_function, q_length, device, may_skip and local_size is None)
+    explicit = functools.partial(
+        eager_mask if host.always_masked else sdpa_mask,
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
+    )  # fmt: skip
+    # Tokens in a cache and cross-attention; only without them do queries and keys have the same positions.
+    other_shape = attention_mask is not None and attention_mask.shape != (batch_size, kv_length)
+    if other_shape or q_length != kv_length or not isinstance(q_offset, int) or q_offset or kv_offset:
+        return explicit()
+    valid = [] if attention_mask is None else valid_ranges(attention_mask)
+    if valid == [] and may_skip and (local_size is None or kv_length < local_size):
         return None
-    try:
-        lengths = None if attention_mask is None else right_padded_lengths(attention_mask)
-        pattern = replace(_classify(mask_function, q_length, batch, local_size), lengths=lengths)
-    except ValueError:
-        return None
-    return pattern if pattern.documents is not None or lengths is not None else None
+    pattern = None if valid is None else _pattern(mask_function, batch_size, kv_length, device, **kwargs)
+    if pattern is not None and valid:
+        # Eager attention attends to all keys where padding on the left hides all of them.
+        pattern = pattern.padded(valid, kv_length, may_see_nothing=not host.always_masked)
+    if pattern is None:
+        return explicit()
+    return replace(pattern, explicit=functools.partial(explicit, allow_is_causal_skip=False))
 
 
-def _classify(mask_function: Callable[..., Any], tokens: int, batch: int, local_size: int | None) -> MaskPattern:
-    """Find the pattern of a mask function from neighbouring tokens, and check it on random pairs of tokens.
+def _pattern(
+    mask_function: MaskFunction,
+    batch: int,
+    tokens: int,
+    device: torch.device | str,
+    use_vmap: bool = False,
+    **_: Any,
+) -> MaskPattern | None:
+    """Return the pattern of a mask function for `batch` rows of `tokens` tokens; `None` if there is none."""
+    from transformers.masking_utils import sdpa_mask
+
+    rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
+    if rules is not None:
+        return rules.pattern(batch, tokens)
+
+    def seen_by(first: int, queries: int) -> Tensor:
+        mask: Tensor = sdpa_mask(
+            batch_size=batch, q_length=queries, kv_length=tokens, q_offset=first, mask_function=mask_function,
+            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        return mask
+
+    return measure_pattern(seen_by, tokens)
+
+
+def _divided_pattern(
+    mask_function: MaskFunction, tokens: int, device: torch.device | str, may_skip: bool
+) -> MaskPattern:
+    """Return the pattern of the mask of a batch whose layout knows documents and padding.
 
     Args:
         mask_function: A mask function of transformers.
-        tokens: Number of queries and of keys.
-        batch: Number of batch rows.
-        local_size: The window or chunk size that the model gives, if any.
+        tokens: Number of this process's tokens.
+        device: Device of the mask function's tensors.
+        may_skip: Whether transformers would leave it to the attention module whether attention is causal.
 
     Raises:
-        ValueError: Within documents, the mask is neither causal, nor a causal window, nor full.
+        ValueError: The mask is neither causal, nor a causal window, nor full.
     """
-    near = torch.arange(tokens)
-    joined = torch.stack([_evaluate(mask_function, torch.tensor(b), near[1:], near[:-1]) for b in range(batch)])
-    starts = [torch.cat([near[:1], near[1:][~seen]]) for seen in joined]
-    document = torch.stack([torch.searchsorted(s, near, right=True) for s in starts])
-    neighbours = joined.nonzero()[:1]  # a token and the next one in the same document
-    causal = not any(bool(_evaluate(mask_function, row, first, first + 1)) for row, first in neighbours)
-    window = local_size if causal and local_size is not None and local_size < tokens else None
-    generator = torch.Generator().manual_seed(0)
-    i, j = torch.randint(0, tokens, (2, _CHECKED_PAIRS), generator=generator)
-    rows = torch.randint(0, batch, (_CHECKED_PAIRS,), generator=generator)
-    pairs = [(i, j, rows), (near, near, near % batch), (near, (near - 1).clamp_min(0), near % batch)]
-    if window is not None:
-        pairs += [(near, (near - window + d).clamp_min(0), near % batch) for d in (0, 1)]
-    for queries, keys, row_numbers in pairs:
-        expected = document[row_numbers, queries] == document[row_numbers, keys]
-        if causal:
-            expected &= (keys <= queries) & (keys > queries - (window or tokens))
-        if not torch.equal(_evaluate(mask_function, row_numbers, queries, keys), expected):
-            raise ValueError(
-                "this batch's attention mask is neither causal, nor a sliding window, nor full (for example chunked "
-                "attention, or position_ids with gaps): pass position_ids that count from 0 in each packed document, "
-                "or an attention_mask that pads on the right"
-            )
-    packed = any(s.numel() > 1 for s in starts)
-    return MaskPattern(causal, window, documents=tuple(tuple(s.tolist()) for s in starts) if packed else None)
-
-
-def _evaluate(mask_function: Callable[..., Any], rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    result = torch.as_tensor(mask_function(rows, torch.tensor(0), queries, keys)).cpu()
-    return result.expand(torch.broadcast_shapes(queries.shape, keys.shape)).bool()
+    rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
+    if rules is None or rules.chunks or (rules.window is not None and not rules.causal):
+        raise ValueError(
+            "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs all "
+            'tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
+        )
+    return MaskPattern(None if may_skip else rules.causal, rules.window)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.attention.attention_sinks import gradient_of_sinks, merge_sinks
 from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
@@ -81,6 +83,8 @@ class SlicedAttention:
         keys, values = _join([self._keys_values[n].load() for n in seen], k, v)
         start = self._start(seen, index)
         dq, *dkv = self._backend.backward(dout, q, keys, values, result, spec, self._slices[index].start, start)
+        if not seen:  # keys of another sequence may have another length
+            return dq, *self._gradients.take(index, *dkv)
         lengths = [self._slices[n].tokens for n in (*seen, index)]
         parts = list(zip(*(grad.split(lengths, 2) for grad in dkv), strict=True))
         for earlier, (dk, dv) in zip(seen, parts, strict=False):
@@ -118,17 +122,20 @@ class _WholeAttention(torch.autograd.Function):
     """Attention of a complete sequence, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, backend: AttentionBackend, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = backend.forward(q, k, v, spec)
+    def forward(
+        ctx: Any, backend: AttentionBackend, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        result = merge_sinks(backend.forward(q, k, v, spec), sinks)
         ctx.backend, ctx.spec, ctx.state = backend, spec, result.state
-        ctx.save_for_backward(q, k, v, result.out, result.lse)
+        ctx.save_for_backward(q, k, v, result.out, result.lse, sinks)
         return result.out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         result = AttentionResult(out, lse, ctx.state)
-        return (None, None, *ctx.backend.backward(dout, q, k, v, result, ctx.spec))
+        dsinks = gradient_of_sinks(dout, result, sinks) if ctx.needs_input_grad[5] else None
+        return (None, None, *ctx.backend.backward(dout, q, k, v, result, ctx.spec), dsinks)
 
 
 def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -144,5 +151,5 @@ def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: Att
     Returns:
         The output, `[batch, heads, tokens, head_dim]`, with autograd history.
     """
-    out: Tensor = _WholeAttention.apply(backend, spec, q, k, v)
+    out: Tensor = _WholeAttention.apply(backend, replace(spec, sinks=None), q, k, v, spec.sinks)
     return out

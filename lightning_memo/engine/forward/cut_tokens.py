@@ -11,19 +11,30 @@ from torch.utils._pytree import tree_map_only
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
     """Return the tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
 
-    Such tensors are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0) or `[tokens]`. Instead of `tokens`,
-    they may hold the tokens of all shards of a sequence-parallel layer, one shard after the other. Other tensors are
-    returned unchanged.
+    Other tensors are returned unchanged; see `token_dim_of`.
     """
 
     def narrow(t: torch.Tensor) -> torch.Tensor:
-        dim = token_dim if t.dim() >= 2 else 0
-        per_token = t.dim() >= 1 and t.shape[dim] in (tokens, tokens * shards)
-        if per_token and (t.dim() == 1 or t.shape[1 - token_dim] in (1, batch)):
-            return take_tokens(t, dim, tokens, start, stop)
-        return t
+        dim = token_dim_of(t, tokens, batch, token_dim, shards)
+        return t if dim is None else take_tokens(t, dim, tokens, start, stop)
 
     return tree if start == 0 and stop == tokens else tree_map_only(torch.Tensor, narrow, tree)
+
+
+def token_dim_of(t: torch.Tensor, tokens: int, batch: int, token_dim: int, shards: int = 1) -> int | None:
+    """Return the dimension of an argument of a layer that has one entry per token; `None` if there is none.
+
+    Such arguments are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0), `[tokens]`, or `[tokens, ...]`
+    without a batch dimension. Instead of `tokens`, they may hold the tokens of all shards of a sequence-parallel layer,
+    one shard after the other.
+    """
+    by_token = (tokens, tokens * shards)
+    if t.dim() >= 2 and t.shape[token_dim] in by_token and t.shape[1 - token_dim] in (1, batch):
+        return token_dim
+    if t.dim() == 0 or t.shape[0] not in by_token:
+        return None
+    # A matrix of tokens by tokens is a mask, and the first dimension may be that of the batch.
+    return 0 if t.dim() == 1 or (batch not in by_token and not set(by_token) & set(t.shape[1:])) else None
 
 
 def take_tokens(t: torch.Tensor, dim: int, tokens: int, start: int, stop: int) -> torch.Tensor:

@@ -26,9 +26,11 @@ from lightning_memo.parallel.batches.token_layout import TokenLayout
 AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
+# Told why the layer computes an attention call itself.
+_on_leaving: ContextVar[Callable[[str], None] | None] = ContextVar("on_leaving", default=None)
 _sdpa = F.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_DROPOUTS = (F.dropout, torch.dropout)
+DROPOUTS = (F.dropout, torch.dropout)
 
 
 def current_handler() -> AttentionHandler | None:
@@ -36,13 +38,41 @@ def current_handler() -> AttentionHandler | None:
     return _handler.get()
 
 
+def leave_to_model(why: str) -> None:
+    """Let the layer compute an attention call by ordinary operations, which save what they need for the backward.
+
+    Args:
+        why: What the handler does not compute.
+
+    Raises:
+        ValueError: Slices or other processes hold some of the tokens.
+    """
+    on_leaving = _on_leaving.get()
+    if on_leaving is not None:
+        on_leaving(why)
+
+
+def _leave(layout: TokenLayout | None, on_leaving: Callable[[str], None] | None, why: str) -> None:
+    if layout is not None:
+        raise ValueError(
+            f"{why}, so that the model needs all tokens at once: train it with context_parallel_size=1, "
+            'sequence_parallel=False and not schedule="slice"'
+        )
+    if on_leaving is not None:
+        on_leaving(why)
+
+
 def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | kwargs
+    mask = given.get("attn_mask")
+    if mask is not None and mask.requires_grad:
+        leave_to_model("attention gets a mask that requires grad, such as a learned bias, which no kernel computes")
+        return _sdpa(*args, **kwargs)
     spec = AttentionSpec(
         causal=given.get("is_causal", False),
         scale=given.get("scale"),
         dropout=given.get("dropout_p", 0.0),
-        mask=given.get("attn_mask"),
+        mask=mask,
     )
     return handler(given["query"], given["key"], given["value"], spec)
 
@@ -84,12 +114,15 @@ def _leave_own_modes() -> list[TorchFunctionMode]:
 
 
 @contextmanager
-def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> Iterator[None]:
+def handling(
+    handler: AttentionHandler, layout: TokenLayout | None = None, on_leaving: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """Inside, attention calls of this thread go to `handler`, and activation checkpointing of a trained layer raises.
 
     Args:
         handler: Answers the calls.
         layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
+        on_leaving: Told why, if the layer computes an attention call itself.
 
     Raises:
         ValueError: A layer that is trained uses activation checkpointing.
@@ -102,6 +135,7 @@ def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> It
     """
     trained = torch.is_grad_enabled()
     token = _handler.set(functools.partial(_answer, handler, layout, trained))
+    leaving = _on_leaving.set(functools.partial(_leave, layout, on_leaving))
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:
@@ -109,6 +143,7 @@ def handling(handler: AttentionHandler, layout: TokenLayout | None = None) -> It
             yield
     finally:
         F.scaled_dot_product_attention = before
+        _on_leaving.reset(leaving)
         _handler.reset(token)
 
 
@@ -162,7 +197,7 @@ class LayerMode(OwnMode):
             return func(*args, **kwargs)
         if func is _sdpa:
             return _answer_sdpa(handler, args, kwargs)
-        if func in _DROPOUTS and self._stop - self._start < self._tokens:
+        if func in DROPOUTS and self._stop - self._start < self._tokens:
             return self._dropout(*args, **kwargs)
         return func(*args, **kwargs)
 

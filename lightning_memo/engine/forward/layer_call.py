@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_memo.engine.forward.cut_tokens import cut
+from lightning_memo.engine.forward.cut_tokens import cut, token_dim_of
 from lightning_memo.engine.forward.intercept import LayerMode
+from lightning_memo.engine.forward.python_state import copy_containers
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
@@ -27,7 +28,7 @@ class LayerCall:
         kwargs: Keyword arguments.
         tokens: Number of tokens in the input.
         batch: Number of sequences in the input.
-        token_dim: 1, or 0 for a layer that takes `[tokens, batch, hidden]`.
+        token_dim: 1, or 0 for a layer that takes `[tokens, batch, hidden]` or `[tokens, hidden]`.
         shards: Number of sequence-parallel shards. The input holds the tokens of one of them, and attention sees the
             same slice of all shards.
         layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
@@ -47,9 +48,40 @@ class LayerCall:
         """Run the layer's own forward on some of the tokens, whose input is `x`."""
         arguments = (self.args, self.kwargs)
         part_of = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
-        # Arguments of all tokens may still be lazy, and a layer may pass them to kernels of its own.
-        args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
+        if any(
+            isinstance(t, LazyTensor) for t in tree_leaves(part_of)
+        ):  # the layer may pass them to kernels of its own
+            part_of = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
+        args, kwargs = part_of  # by reference if possible: a layer may write to its arguments
         return self.forward(x, *args, **kwargs)
+
+    def form(self) -> tuple[object, ...]:
+        """Return what two calls have in common in which a layer computes alike: all that is no value of a tensor."""
+        return self.batch, self._form(self.args), self._form(self.kwargs)
+
+    def _form(self, value: Any, nested: bool = True) -> object:
+        if isinstance(value, Tensor):
+            by_token = token_dim_of(value, self.tokens, self.batch, self.token_dim, self.shards)
+            return value.dtype, value.dim(), by_token, value.requires_grad
+        if isinstance(value, (tuple, list)):
+            return type(value), *(self._form(each, nested) for each in value)
+        if isinstance(value, dict):
+            return type(value), *((name, self._form(each, nested)) for name, each in value.items())
+        if value is None or isinstance(value, (bool, float, complex, str)):
+            return type(value), value
+        if isinstance(value, int):
+            return int, "tokens" if value == self.tokens else value
+        if isinstance(value, nn.Module):
+            return type(value), id(value)
+        # Objects like masks behave like tensors; of others, attributes count as arguments do.
+        if not nested or hasattr(value, "__torch_function__") or not hasattr(value, "__dict__"):
+            return type(value)
+        return type(value), self._form(vars(value), nested=False)
+
+    def with_copied_containers(self) -> LayerCall:
+        """Return the same call, whose layer cannot write to the caller's dicts and lists."""
+        args, kwargs = copy_containers((self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
         """Return the tokens of a slice, of a tensor that holds these or all tokens."""

@@ -52,9 +52,9 @@ class WholeStates:
         """Take the gradient of the layer's output; slices read their parts, last slice first."""
         self._dy = read_parts(dy, self._dim, self._bounds[::-1])
 
-    def next_output_gradient(self) -> Tensor:
-        """Return the part of the output's gradient of the slice whose turn it is."""
-        dy = next(self._dy)
+    def next_output_gradient(self) -> Tensor | None:
+        """Return the part of the output's gradient of the slice whose turn it is; `None` if the output has none."""
+        dy = next(self._dy, None)
         self._dy = iter(())  # the gradient need not live longer than the slice needs it
         return dy
 
@@ -93,8 +93,8 @@ class SlicedStates(WholeStates):
     def write_output(self, part: TokenRange, y: Tensor) -> None:
         self._y = self._written(self._y, part, y, "output")
 
-    def next_output_gradient(self) -> Tensor:
-        return next(self._dy)
+    def next_output_gradient(self) -> Tensor | None:
+        return next(self._dy, None)
 
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
         self._dx = self._written(self._dx, part, dx, "input gradient")

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.forward.python_state import AttributeValues
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
+from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
@@ -35,6 +37,7 @@ class LayerRun:
         states: The hidden states.
         attention: The attention cores.
         forward_context: What a recomputation has to restore.
+        traits: The traits of the layer.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class LayerRun:
         states: WholeStates,
         attention: CallAttention,
         forward_context: ForwardContext,
+        traits: LayerTraits,
     ) -> None:
         self.engine = engine
         self.slices = tuple(slices)
         self.meter, self.position = meter, meter.position
         self.arguments, self.storage = arguments, storage
         self.states, self.attention, self.forward_context = states, attention, forward_context
+        self.side_places, self.chooses = traits.side_places, traits.chooses
         self._started = self._ended = False
 
     @property
@@ -95,6 +100,21 @@ class LayerRun:
             raise ValueError(
                 f"{type(self.call.layer).__name__} was cut into {len(self.slices)} slices, but its attention is now "
                 "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha=0"
+            )
+
+    def check_whole(self, why: str) -> None:
+        """Refuse attention that the layer computes itself, if a slice would see its own tokens only.
+
+        Args:
+            why: Why the layer computes attention itself.
+
+        Raises:
+            ValueError: The attention has changed since the layer was probed.
+        """
+        if not self.whole:
+            raise ValueError(
+                f"{type(self.call.layer).__name__} was cut into {len(self.slices)} slices, but now {why}: keep "
+                "attention alike in all steps, or set alpha=0"
             )
 
     def take_output(self) -> Tensor:
@@ -154,8 +174,8 @@ def run_of_call(
     position: CallPosition,
     slices: Sequence[TokenRange],
     policy: StoragePolicy,
+    traits: LayerTraits,
     *,
-    changing: Sequence[str] = (),
     measured: bool = True,
 ) -> LayerRun:
     """Return the run of a layer call on all tokens of its input.
@@ -167,7 +187,7 @@ def run_of_call(
         position: The place of the call in the step.
         slices: Token ranges that cover `x`.
         policy: How the plan stores what the layer saves.
-        changing: Names of the buffers that the layer's forward changes.
+        traits: The traits of the layer.
         measured: Whether the call is reported to whoever measures.
     """
     meter = CallMeter(engine, position, len(slices), measured)
@@ -182,6 +202,8 @@ def run_of_call(
         engine, slices, meter, arguments, storage, states,
         CallAttention(engine, position.layer, attended, policy.per_slice),
         ForwardContext(
-            RngState.capture(x.device), MutatedBuffers(call.layer, changing), ambient_autocast(x.device.type)
+            RngState.capture(x.device), MutatedBuffers(call.layer, traits.changing),
+            AttributeValues(call.layer, traits.written), ambient_autocast(x.device.type),
         ),
+        traits,
     )  # fmt: skip

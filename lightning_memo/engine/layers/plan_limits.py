@@ -10,11 +10,14 @@ class PlanLimits:
 
     Args:
         settings: The settings that were requested.
+
+    Attributes:
+        largest: Largest number of tokens of a layer call so far, all sequences together.
     """
 
     def __init__(self, settings: RequestedSettings) -> None:
         self._settings = settings
-        self._tokens = 0
+        self._tokens = self.largest = 0
         self._calls: int | None = None
         self._exceeded = self._profiled_short = False
 
@@ -37,15 +40,21 @@ class PlanLimits:
         self._tokens, self._calls, self._exceeded = tokens, None, False
         self._profiled_short = short
 
-    def begin_call(self, number: int, parts: int = 1) -> None:
+    def begin_call(self, number: int, tokens: int = 0, parts: int = 1) -> None:
         """A layer call begins.
 
         Args:
             number: Number of layer calls that are alive already.
+            tokens: Number of tokens of the call, all sequences together, if it may have more than the first call.
             parts: Number of calls into which each call of the plan is divided.
         """
-        if self._calls is not None and number >= self._calls * parts:
-            self._exceeded = True  # more forwards before a backward than were planned: these stay on the device
+        self.largest = max(self.largest, tokens)
+        if self._calls is not None and (number >= self._calls * parts or tokens > self._tokens):
+            self._exceeded = True  # more calls or tokens before a backward than were planned: these stay on the device
+
+    def exceed(self) -> None:
+        """The plan covers no more batches: the next one is profiled."""
+        self._exceeded = True
 
     def covers(self, batch: int, tokens: int) -> bool:
         """Return whether the plan covers `batch` sequences of `tokens` tokens."""

@@ -51,8 +51,12 @@ class CallProfile:
         windows: The window of each attention call; `None` if it sees all earlier keys.
         marks: Points in time, by name.
         seen: The storages that have been counted.
+        batch: Number of sequences in the layer's input.
+        slice_tokens: Number of tokens in the first slice.
     """
 
+    batch: int
+    slice_tokens: int
     saved: list[SavedBytes] = field(default_factory=list)
     products: list[ProductProfile] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
@@ -70,12 +74,15 @@ class StepProfile:
 
     Args:
         device: Where layers run.
-        batch: Number of sequences in a layer's input.
+        batch: Number of sequences in the first layer's input.
         tokens: Number of tokens in each sequence.
         slice_tokens: Number of tokens in the first slice, whose tensors are profiled.
         with_products: Whether matrix products are profiled, too.
 
     Attributes:
+        batch: Number of sequences of the call with the most tokens, if layers run as one slice.
+        tokens: Number of tokens in each of them.
+        slice_tokens: Number of tokens in the first slice.
         setup_seconds: Time within the step that was spent on probing layers and allocating memory.
         calls: The profile of each layer call, by its position.
     """
@@ -103,8 +110,39 @@ class StepProfile:
             again: Whether an earlier slice of the sequence has done the same.
         """
         if name == "forward_begin" and not again:
-            self.calls[index] = CallProfile()  # what an abandoned forward has left is dropped
+            self.calls.pop(index, None)  # what an abandoned forward has left is dropped
         self._call(index).marks.setdefault(name, []).append(self._clock.now())
+
+    def finish(self) -> bool:
+        """Give calls that got no backward the profile of the nearest call that got one. Their forward stores as much.
+
+        Returns:
+            Whether any call got a backward.
+        """
+        finished = [index for index, call in sorted(self.calls.items()) if "backward_end" in call.marks]
+        for index in self.calls.keys() - set(finished) if finished else ():
+            self.calls[index] = self.calls[min(finished, key=lambda other: abs(other - index))]
+        return bool(finished)
+
+    def extend(self, tokens: int) -> None:
+        """Let the profile stand for calls with more tokens, all sequences together, if layers run as one slice."""
+        if self.slice_tokens == self.tokens:
+            self.tokens = max(self.tokens, -(-tokens // self.batch))
+
+    def resize(self, index: int, batch: int, tokens: int, slice_tokens: int) -> None:
+        """Note the size of a layer call. Layers of several stacks get different numbers of tokens.
+
+        Args:
+            index: Position of the layer call.
+            batch: Number of sequences in its input.
+            tokens: Number of tokens in each sequence.
+            slice_tokens: Number of tokens in its first slice.
+        """
+        call = self._call(index)
+        call.batch, call.slice_tokens = batch, slice_tokens
+        whole = slice_tokens == tokens and self.slice_tokens == self.tokens
+        if whole and batch * tokens > self.batch * self.tokens:
+            self.batch, self.tokens, self.slice_tokens = batch, tokens, tokens
 
     def saved(self, index: int, kind: str, size_bytes: int) -> None:
         """Add a tensor that was stored."""
@@ -116,7 +154,7 @@ class StepProfile:
         call = self._call(index)
         if t.numel() and call.seen.find(t) is None:
             call.seen.add(t, None)
-            call.saved.append(SavedBytes(kind, t.nbytes, self._is_per_token(t, layer)))
+            call.saved.append(SavedBytes(kind, t.nbytes, _is_per_token(t, layer, call)))
 
     def now(self) -> Moment:
         """Return the present point in time."""
@@ -124,25 +162,13 @@ class StepProfile:
 
     def product(self, index: int, name: str, measured: MeasuredProduct) -> None:
         """Add a matrix product that was computed again, if a plan can use it: its output has a row for each token."""
-        out = measured.out
-        if out is not None and out.shape[0] == self.batch * self.slice_tokens:
-            product = ProductProfile(name, out.nbytes, measured.started, measured.stopped)
-            self._call(index).products.append(product)
+        out, call = measured.out, self._call(index)
+        if out is not None and out.shape[0] == call.batch * call.slice_tokens:
+            call.products.append(ProductProfile(name, out.nbytes, measured.started, measured.stopped))
 
     def window(self, index: int, tokens: int | None) -> None:
         """Add the window of an attention call: the largest number of keys that a query sees."""
         self._call(index).windows.append(tokens)
-
-    def _is_per_token(self, t: Tensor, layer: nn.Module) -> bool:
-        """Return whether a tensor has an entry for each token.
-
-        It has one unless all its sizes are sizes of weights (experts get any number of tokens).
-        """
-        if any(size in (self.slice_tokens, self.batch * self.slice_tokens) for size in t.shape):
-            return True
-        weights = [*layer.parameters(), *layer.buffers()]  # quantised ones may be either
-        sizes = {1, *(size for w in weights for size in local_part(w).shape)}
-        return any(size not in sizes for size in t.shape)
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:
         """Return the bytes of these kinds of tensors for all tokens of every call, in order of execution."""
@@ -166,4 +192,16 @@ class StepProfile:
         return [self.calls[index] for index in sorted(self.calls)]
 
     def _call(self, index: int) -> CallProfile:
-        return self.calls.setdefault(index, CallProfile())
+        return self.calls.setdefault(index, CallProfile(self.batch, self.slice_tokens))
+
+
+def _is_per_token(t: Tensor, layer: nn.Module, call: CallProfile) -> bool:
+    """Return whether a tensor has an entry for each token.
+
+    It has one unless all its sizes are sizes of weights (experts get any number of tokens).
+    """
+    if any(size in (call.slice_tokens, call.batch * call.slice_tokens) for size in t.shape):
+        return True
+    weights = [*layer.parameters(), *layer.buffers()]  # quantised ones may be either
+    sizes = {1, *(size for w in weights for size in local_part(w).shape)}
+    return any(size not in sizes for size in t.shape)

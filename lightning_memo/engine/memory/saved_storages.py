@@ -15,6 +15,11 @@ POISON = 0xFF  # a NaN in every floating-point format
 Value = TypeVar("Value")
 
 
+def resolved(t: Tensor) -> Tensor:
+    """Return a tensor whose bytes are its values: not a lazily conjugated or negated view of others."""
+    return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
+
+
 def is_dense(t: Tensor) -> bool:
     """Return whether `t` covers one range of its storage without gaps, in any order of its dimensions."""
     return span(t) == t.numel()
@@ -33,9 +38,12 @@ def flat(t: Tensor) -> Tensor:
 def gapless_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor of `shape` without gaps whose dimensions have the memory order of `like`.
 
-    The order matters because kernels choose their arithmetic by it and random numbers fill memory in order.
+    The order matters because kernels choose their arithmetic by it and random numbers fill memory in order. Expanded
+    dimensions have no place in the order; they get the one that PyTorch gives them in a copy.
     """
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(like.shape, like.stride(), strict=True))
+    ordered = torch.empty_like(torch.empty_strided(like.shape, like.stride(), device="meta")) if expanded else like
+    order = sorted(range(like.dim()), key=ordered.stride, reverse=True)
     strides, step = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = step

@@ -1,21 +1,30 @@
-"""The classes of layers in a model, and the traits of each class."""
+"""The classes of layers in a model, and the traits of each layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from lightning_memo.artifacts.swap_plan import Schedule
-from lightning_memo.engine.attention.hugging_face import collecting_nothing
+from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
+from lightning_memo.engine.token_locality.prove_locality import Locality
+
+# A layer that is called in more forms, for example with a number that counts steps, runs as one slice.
+_MOST_FORMS = 16
+_ANY_OTHER = object()
 
 
 class LayerClasses:
-    """Probes one layer of each class before it runs. Layers of one class have the same modules and parameter shapes.
+    """Probes one layer of each class before it runs, and proves for each layer whether it keeps tokens apart.
+
+    Layers of one class have the same modules and parameter shapes, and get arguments of the same form.
 
     Args:
         layers: The layers. If one of them cannot be cut because of its scales, all run as one slice.
@@ -32,14 +41,18 @@ class LayerClasses:
         self._backend_of = backend_of
         self._settings = settings
         self.agreed = LayerTraits("", "layer")
-        self._traits: dict[object, LayerTraits] = {}
+        self._proofs = LocalityProofs()
+        self._probed: dict[object, LayerTraits] = {}
+        self._traits: dict[object, dict[object, LayerTraits]] = {}  # by layer, and by the form of its call
 
     def __iter__(self) -> Iterator[LayerTraits]:
-        """Iterate over the traits of the classes that were probed."""
-        return iter(self._traits.values())
+        """Iterate over the traits of the layers that have run."""
+        return (traits for by_form in self._traits.values() for traits in by_form.values())
 
     def forget(self) -> None:
         """Forget all traits, which may be others for the next batch: sizes, and whether there are tokens to cut."""
+        self._probed.clear()
+        self._proofs.forget()
         self._traits.clear()
         self._why_scaled = None
 
@@ -65,7 +78,7 @@ class LayerClasses:
         return "slice" if self._settings.schedule == "slice" else "layer"
 
     def of(self, call: LayerCall, x: Tensor) -> LayerTraits:
-        """Return the traits of a layer, which is probed if it is the first of its class.
+        """Return the traits of a layer, which are found before its first run.
 
         Args:
             call: The layer and its arguments.
@@ -79,17 +92,46 @@ class LayerClasses:
         shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
         # Traits of a single token do not hold for longer sequences.
         modules = tuple((name, type(m), *m._buffers) for name, m in call.layer.named_modules())
-        layer_class = (modules, call.layer.training, call.tokens < 2, shapes)
-        if layer_class not in self._traits:
+        # A callback may switch parts of a layer on while training.
+        values = ((name, value) for m in call.layer.modules() for name, value in vars(m).items())
+        switches = tuple(value for name, value in values if type(value) is bool and not name.startswith("_"))
+        form: object = (x.dtype, call.form(), switches, call.tokens < 2)
+        by_form = self._traits.setdefault((id(call.layer), modules, shapes), {})
+        if form not in by_form and len(by_form) >= _MOST_FORMS:
+            form = _ANY_OTHER
+        if form not in by_form:
             with collecting_nothing():
-                traits = probe_layer(call, x, self._backend_of, self._settings.probed_tokens, self._scaled_together())
-            if traits.may_mix and call.layout is not None and self._settings.divided:
-                raise ValueError(
-                    f"{traits.why_whole}, and the tokens of a sequence are divided over processes: train this model "
-                    "with context_parallel_size=1 and sequence_parallel=False"
-                )
-            self._traits[layer_class] = traits
-        return self._traits[layer_class]
+                by_form[form] = self._find(call, x, (modules, shapes, form), form is _ANY_OTHER)
+        return by_form[form]
+
+    def _find(self, call: LayerCall, x: Tensor, kind: object, any_other: bool) -> LayerTraits:
+        """Return the traits of a layer in calls of a new form.
+
+        Args:
+            call: The layer and its arguments.
+            x: The layer's input.
+            kind: What the layer and the call have in common with others.
+            any_other: Whether the traits are to hold for all further forms.
+
+        Raises:
+            ValueError: It may mix tokens, and tokens are divided over processes.
+        """
+        locality = Locality("")
+        if scaled := self._scaled_together():
+            locality = Locality(scaled)
+        elif any_other:
+            locality = Locality(f"{type(call.layer).__name__} gets other arguments in each call")
+        elif call.tokens > 1:
+            locality = self._proofs.of(call, x, kind)
+        if locality.why_not and call.layout is not None and self._settings.divided and call.tokens > 1:
+            raise ValueError(
+                f"{locality.why_not}, and the tokens of a sequence are divided over processes: train this model with "
+                "context_parallel_size=1 and sequence_parallel=False"
+            )
+        if kind not in self._probed:
+            self._probed[kind] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
+        traits = self._probed[kind]
+        return replace(traits, why_whole=locality.why_not or traits.why_whole, side_places=locality.side_places)
 
     def _scaled_together(self) -> str:
         if self._why_scaled is None:

@@ -68,18 +68,27 @@ def read_call(
         kwargs: Keyword arguments of the call.
         shards: Number of sequence-parallel shards.
         layout: The layout of the batch; `None` if this process holds all tokens in order.
+
+    Raises:
+        ValueError: The layer's first argument is no tensor.
     """
     kwargs = dict(kwargs)
     if args:
         x, *rest = args
     else:
-        x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters))), []
+        x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters), ""), None), []
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{type(layer).__name__} got {type(x).__name__} as its first argument: layers get their hidden states "
+            'there, as a tensor; change its forward, or name other layers: MemoStrategy(layers="...")'
+        )
     rest = [None if _is_cache(value) else value for value in rest]
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    dim = _token_dim(layer)
-    call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], x.shape[1 - dim], dim, shards, layout)
+    dim = 0 if x.dim() == 2 else _token_dim(layer)
+    batch = 1 if x.dim() == 2 else x.shape[1 - dim]
+    call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], batch, dim, shards, layout)
     return awaited(x), call
 
 
@@ -89,6 +98,9 @@ def _is_cache(value: object) -> bool:
 
 
 def _token_dim(layer: nn.Module) -> int:
-    """Return 1 for a layer that takes `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`."""
+    """Return 1 for a layer that takes `[batch, tokens, hidden]`, 0 for `[tokens, batch, hidden]`.
+
+    Layers of vision towers may take `[tokens, hidden]`, the patches of all images.
+    """
     attentions = [m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)]
     return 0 if any(not m.batch_first for m in attentions) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,9 @@ def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None
     """
     undo: list[Callable[[], None]] = []
     for host in find_hugging_face(model):
-        embedding = host.get_input_embeddings()
+        embedding = None
+        with contextlib.suppress(NotImplementedError):  # transformers does not know all models' embeddings
+            embedding = host.get_input_embeddings()
         if isinstance(embedding, nn.Embedding) and not embedding.sparse:
             undo.append(replace_forward(embedding, _Embed(longest)))
             undo += [replace_forward(m, _rotate) for m in host.modules() if is_rotary(m)]
@@ -77,20 +80,26 @@ class _LazyEmbedding(torch.autograd.Function):
 def _rotate(
     module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces the forward of a rotary module, which makes tables `[batch or 1, tokens, features]` of positions."""
+    """Replaces the forward of a rotary module, which makes tables `[batch or 1, tokens, features]` of positions.
+
+    It returns several tables (sines and cosines) or a single one (complex numbers).
+    """
     if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or depends_on_length(module):
         return forward(x, position_ids, *args, **kwargs)
     like, positions = torch.empty(0, dtype=x.dtype, device=x.device), position_ids.flatten()
 
+    first = forward(like, position_ids[:1, :1], *args, **kwargs)
+
     def table(number: int, t: Tensor) -> LazyTensor:
         def compute(ranges: Sequence[range]) -> Tensor:
-            found: Tensor = forward(like, _joined(positions, ranges)[None], *args, **kwargs)[number][0]
-            return found
+            found = forward(like, _joined(positions, ranges)[None], *args, **kwargs)
+            rows: Tensor = (found if isinstance(first, Tensor) else found[number])[0]
+            return rows
 
         shape = (*position_ids.shape, t.shape[-1])
         return LazyTensor(ComputedRows(compute), shape, t.dtype, t.device, x.at_once)
 
-    return tuple(table(n, t) for n, t in enumerate(forward(like, position_ids[:1, :1], *args, **kwargs)))
+    return table(0, first) if isinstance(first, Tensor) else tuple(table(n, t) for n, t in enumerate(first))
 
 
 def _joined(t: Tensor, ranges: Sequence[range]) -> Tensor:

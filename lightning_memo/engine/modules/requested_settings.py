@@ -27,6 +27,7 @@ class RequestedSettings:
         spill_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
         check_restored: Whether tensors that return to the device are compared with what left it.
+        check_slices: Whether layers in slices are compared with whole layers while training.
     """
 
     attention: Attention | Literal["auto"] = "auto"
@@ -38,6 +39,7 @@ class RequestedSettings:
     spill_path: Path | None = None
     test_mode: TestMode | None = None
     check_restored: bool = False
+    check_slices: bool = True
 
     def check(self, traits: LayerTraits, layer: str, tokens: int) -> None:
         """Refuse layers that cannot run by the settings.

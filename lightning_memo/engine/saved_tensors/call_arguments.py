@@ -30,6 +30,9 @@ class CallArguments:
 
     def __init__(self, call: LayerCall, x: Tensor) -> None:
         self.call = call
+        self._again = (
+            call.with_copied_containers()
+        )  # as they are now, since this layer and later ones may write to them
         self._device_type = x.device.type
         self._non_activations = NonActivations(call.layer, (call.args, call.kwargs), x)
         self._weight_copies = WeightCopies()
@@ -53,7 +56,9 @@ class CallArguments:
 
     def restored_call(self) -> LayerCall:
         """Return the call with its arguments on the device, for a recomputation."""
-        return self.call
+        return (
+            self._again.with_copied_containers()
+        )  # whose tensors have to live, as saved tensors are compared with them
 
     def end_forward(self) -> None:
         """Drop what only the forward needs."""
@@ -95,4 +100,4 @@ class ParkedCallArguments(CallArguments):
 
     def end_forward(self) -> None:
         args, kwargs = self._parked.park((self.call.args, self.call.kwargs))
-        self.call = replace(self.call, args=args, kwargs=kwargs)
+        self.call = self._again = replace(self.call, args=args, kwargs=kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_memo.engine.forward.python_state import AttributeValues
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import RngState
 
@@ -20,15 +21,18 @@ class ForwardContext:
     Attributes:
         rng: The random state before the forward.
         buffers: The values that the layer's changing buffers had before the forward.
+        attributes: The values of attributes that the layer's forward writes.
         autocast: A factory of the autocast context that was active in the forward.
     """
 
     rng: RngState
     buffers: MutatedBuffers
+    attributes: AttributeValues
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restore the conditions and enable gradients inside the context; put the present state back afterwards."""
-        with self.rng.replayed(), self.buffers.replayed(), torch.enable_grad(), self.autocast():
+        states = self.rng.replayed(), self.buffers.replayed(), self.attributes.replayed()
+        with states[0], states[1], states[2], torch.enable_grad(), self.autocast():
             yield

@@ -71,8 +71,8 @@ class WeightCopies:
 
     @staticmethod
     def find_trained(t: Tensor) -> WeightCopy | None:
-        """Return what makes `t` again if it is a copy of a trained weight; `None` otherwise."""
-        return WeightCopy.of(t, _copied_weight(t.grad_fn))
+        """Return what makes `t` again if it is an unchanged copy of a trained weight; `None` otherwise."""
+        return WeightCopy.of(t, _copied_weight(t.grad_fn)) if t._version == 0 else None
 
     def restore(self, copy: WeightCopy) -> Tensor:
         """Return the tensor that a handle stands for.

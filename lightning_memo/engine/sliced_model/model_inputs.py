@@ -66,6 +66,13 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
             f'{name} got inputs_embeds that require grad: schedule="slice" takes input_ids, or embeddings without '
             'gradient; for others use schedule="layer"'
         )
+    lengths = token_tensor(inputs).shape[:2]
+    for other, t in inputs.items():
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0 and t.shape[:2] != lengths:
+            raise ValueError(
+                f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
+                f'{lengths[1]} tokens of a row: schedule="slice" takes text only; use schedule="layer"'
+            )
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
             f'schedule="slice" computes the loss of each slice by itself, but {name} got no labels: pass labels, or '

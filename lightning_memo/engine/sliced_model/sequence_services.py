@@ -14,6 +14,7 @@ from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenShar
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.planner.token_slices import SavedBytes
 
@@ -28,6 +29,7 @@ class SequenceServices(EngineServices, Protocol):
         sharing: The processes that share tokens, and the layout of the batch.
         cutter: Cuts sequences into slices.
         layer_classes: Probes layers.
+        comparison: Compares layers in slices with whole layers.
         limits: The batches that the plan covers.
         swap: The plan; `None` before the first step.
         memory: The memory of the plan.
@@ -41,6 +43,7 @@ class SequenceServices(EngineServices, Protocol):
     sharing: TokenSharing
     cutter: SequenceCutter
     layer_classes: LayerClasses
+    comparison: SliceComparison
     limits: PlanLimits
     swap: SwapPlan | None
     memory: SlotMemory | None

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.forward.python_state import AttributeValues
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.hidden_states import WholeStates
 from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
 from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
@@ -23,6 +25,7 @@ from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
 from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
 from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
+from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.find_layers import find_hugging_face
@@ -44,6 +47,11 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
         raise ValueError(
             f'schedule="slice" shifts labels and counts tokens once for all slices, but the forward of '
             f'{type(found).__name__} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
+        )
+    if why := why_positions_unknown(found):
+        raise ValueError(
+            f'schedule="slice" runs the model slice after slice, but {type(found).__name__} {why}, and would count the '
+            'tokens of each slice from 0: use schedule="layer"'
         )
     if why := why_scaled_together(found):
         raise ValueError(f'schedule="slice" runs the model slice after slice, but {why}: use schedule="layer"')
@@ -96,13 +104,15 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     """
     layer = key % len(engine.layers)
     position = CallPosition(layer, key, sequence.index, sequence.slice.start)
-    engine.mark(key, "forward_begin", position.subject)
     if sequence.index == 0:  # the last slice may have a single token, too few for a probe
         traits = engine.layer_classes.of(call, x)
         if traits.why_whole and call.tokens > 1:
             raise ValueError(
                 f'schedule="slice" runs layers slice after slice, but {traits.why_whole}: use schedule="layer"'
             )
+        if engine.comparison.due(key, len(engine.layers)) and call.tokens > 1:
+            engine.comparison.ends_slices(call, x, traits, call.tokens, needs_slices=True)
+    engine.mark(key, "forward_begin", position.subject)
     assert engine.memory is not None
     sequence.enter(call, engine.memory)
     if engine.profile is not None and sequence.index == 0:
@@ -129,6 +139,8 @@ def _run_of_slice(
         CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=False), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
         ForwardContext(
-            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()), ambient_autocast(x.device.type)
+            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()), AttributeValues(call.layer, ()),
+            ambient_autocast(x.device.type),
         ),
+        LayerTraits("", "layer", chooses=any(traits.chooses for traits in engine.layer_classes)),
     )  # fmt: skip

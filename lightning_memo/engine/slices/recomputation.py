@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.copies.timeline_recorder import Subject
+from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import AnsweredProduct, MeasuredProduct, ProductMode
+from lightning_memo.engine.forward.repeated_choices import RepeatedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.memory.saved_storages import resolved
 from lightning_memo.engine.slices.saved_attention import SavedAttention
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
 
 
-class EnoughError(Exception):
-    """Ends a recomputation: everything that the backward needs has been computed."""
+class EnoughError(BaseException):
+    """Ends a recomputation: everything that the backward needs has been computed. Layers must not catch it."""
 
 
 class Recomputed:
@@ -66,6 +70,7 @@ class RecomputedSlice(Protocol):
         attentions: What the backward of each attention call needs.
         rng_after_attention: The random state after each attention call.
         saved: Number of tensors that the forward saved.
+        choices: Indices that the layer chose by values.
     """
 
     run: LayerRun
@@ -75,6 +80,7 @@ class RecomputedSlice(Protocol):
     attentions: list[SavedAttention]
     rng_after_attention: list[RngState]
     saved: int
+    choices: list[Tensor]
 
     @property
     def number(self) -> int:
@@ -112,11 +118,14 @@ class _Recomputation:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
             stack.enter_context(run.forward_context.replayed())
+            stack.enter_context(collecting_nothing())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
-            stack.enter_context(handling(self._attend, run.call.layout))
+            stack.enter_context(handling(self._attend, run.call.layout, run.check_whole))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(part.range))
             stack.enter_context(run.arguments.casting())
+            if part.choices:
+                stack.enter_context(RepeatedChoices(part.choices))
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
             run.arguments.restored_call().run(x, part.range)
@@ -137,6 +146,7 @@ class _Recomputation:
             raise EnoughError
 
     def _record(self, t: Tensor) -> None:
+        t = resolved(t)
         if t not in self._part.run.arguments:
             self._found.saved.append(t.detach())
             self._stop_if_enough()
@@ -148,11 +158,12 @@ class _Recomputation:
         if saved.out is None:
             with torch.no_grad(), part.run.engine.recorder.computing("attention"):
                 core = part.run.attention.cores[number]
-                self._found.results[number] = core.forward_again(part.number, *self._found.qkv[number], saved.spec)
+                again = core.forward_again(part.number, *self._found.qkv[number], saved.spec)
+                self._found.results[number] = merge_sinks(again, saved.spec.sinks)
         self._stop_if_enough()
         part.rng_after_attention[number].restore()
         known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
-        out: Tensor = _KnownOutput.apply(known, q, k, v)
+        out: Tensor = _KnownOutput.apply(known, q, k, v, spec.sinks)
         return out
 
     def _on_product(self) -> Callable[[str, Callable[[], Tensor]], Tensor] | None:
@@ -206,10 +217,10 @@ class RecomputedKeysValues:
 
 
 class _KnownOutput(torch.autograd.Function):
-    """Makes a known attention output a function of q, k and v, so that later operations require grad."""
+    """Makes a known attention output a function of q, k, v and sinks, so that later operations require grad."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         return out.view_as(out)
 
     @staticmethod

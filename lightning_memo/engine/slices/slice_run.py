@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward
+from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
+from lightning_memo.engine.memory.saved_storages import resolved
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
@@ -43,6 +46,7 @@ class SliceRun:
         attentions: What the backward of each attention call needs.
         rng_after_attention: The random state after each attention call.
         saved: Number of tensors that a recomputation has to deliver.
+        choices: Indices that the layer chose by values, for the recomputation.
     """
 
     def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
@@ -52,6 +56,7 @@ class SliceRun:
         self.attentions: list[SavedAttention] = []
         self.rng_after_attention: list[RngState] = []
         self.saved = 0
+        self.choices: list[Tensor] = []
         self._in_forward = False
         self._recomputed: Recomputed | None = None
 
@@ -73,12 +78,14 @@ class SliceRun:
         run = self.run
         with contextlib.ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
-            stack.enter_context(handling(handler, run.call.layout))
+            stack.enter_context(handling(handler, run.call.layout, run.check_whole))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(self.range))
             stack.enter_context(run.arguments.casting())
             if self.recomputes and self.range.places is not None:
                 stack.enter_context(ProductMode(run.call.layer, self.storage.store_product))
+            if self.recomputes and run.chooses:
+                stack.enter_context(NotedChoices(self.choices.append))
             self._in_forward = True
             yield
         self._in_forward = False
@@ -89,6 +96,7 @@ class SliceRun:
 
     def pack(self, t: Tensor) -> Handle:
         """Store a tensor that autograd saves, and return its handle."""
+        t = resolved(t)
         run, storage, local = self.run, self.storage, local_part(t)
         wrapped = is_wrapped(local)
         known = storage.find(local) if local.numel() and not wrapped else None
@@ -124,7 +132,7 @@ class SliceRun:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Answer an attention call of the layer's forward in the schedule "layer"."""
         self.run.check_sliceable(spec)
-        out: Tensor = _SliceAttention.apply(self, spec, q, k, v)
+        out: Tensor = _SliceAttention.apply(self, detached(spec), q, k, v, spec.sinks)
         self.rng_after_attention.append(RngState.capture(q.device, self.run.forward_context.rng))
         return out
 
@@ -133,6 +141,7 @@ class SliceRun:
         core = self.run.attention.core(len(self.attentions), q, k, v, spec)
         with self.run.meter.computing_attention(spec):
             result, k, v = core.forward(self.number, q, k, v, spec)
+            result = merge_sinks(result, spec.sinks)
         saved = self.save_attention(q, k, v, result, spec)
         if saved.keys_values is not None:
             core.hold(self.number, saved.keys_values)
@@ -178,8 +187,8 @@ class SliceRun:
             return KeysValues(storage.group, storage.store("key", token_rows(k)), storage.store("value", token_rows(v)))
         return KeysValues(storage.group, storage.store_once("key", k), storage.store_once("value", v))
 
-    def attention_backward(self, number: int, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v of the attention call `number`."""
+    def attention_backward(self, number: int, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the sinks, if any, of the attention call `number`."""
         saved = self.attentions[number]
         q, k, v = self.qkv(number)
         if saved.out is None or saved.lse is None:
@@ -187,7 +196,8 @@ class SliceRun:
         else:
             result = AttentionResult(self.storage.load(saved.out), self.storage.load(saved.lse), saved.state)
         with self.run.engine.recorder.computing("attention"):
-            return self.run.attention.cores[number].backward(self.number, dout, q, k, v, result, saved.spec)
+            dsinks = None if saved.spec.sinks is None else gradient_of_sinks(dout, result, saved.spec.sinks)
+            return *self.run.attention.cores[number].backward(self.number, dout, q, k, v, result, saved.spec), dsinks
 
     def qkv(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the attention call `number`, stored or recomputed."""
@@ -221,7 +231,7 @@ class SliceRun:
         """End the slice's backward, and give its memory back."""
         self.run.engine.recorder.end("slice", self.subject)
         self._recomputed = None
-        self.attentions = []
+        self.attentions, self.choices = [], []
         self.storage.end_backward()
 
 
@@ -229,7 +239,9 @@ class _SliceAttention(torch.autograd.Function):
     """Attention of one slice. The slice stores what the backward needs, not this function."""
 
     @staticmethod
-    def forward(ctx: Any, part: SliceRun, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, part: SliceRun, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         ctx.part, ctx.number = part, len(part.attentions)
         return part.attention_forward(q, k, v, spec)
 

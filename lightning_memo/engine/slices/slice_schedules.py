@@ -13,12 +13,16 @@ tokens, and then the calls return in reverse order. This is for attention that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
+from lightning_memo.engine.forward.collected_outputs import collect_joined, collecting_apart
+from lightning_memo.engine.forward.layer_output import SideValues, TokenPlace, split_output
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.slices.slice_run import SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
@@ -41,8 +45,8 @@ class SliceOutput:
 
 def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
     """Run a layer slice after slice, and return what the layer returns."""
-    token, extras = _run_forward(run, x)
-    return _with_extras(_Gather.apply(run, token), extras, run)
+    token, sides = _run_forward(run, x)
+    return _with_sides(_Gather.apply(run, token), sides, run)
 
 
 def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
@@ -50,9 +54,9 @@ def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
 
     The backward of the layer begins at the token in the returned `SliceOutput`.
     """
-    token, extras = _run_forward(run, x)
+    token, sides = _run_forward(run, x)
     y = run.take_output().requires_grad_()
-    return _with_extras(y, extras, run), SliceOutput(run, token, y)
+    return _with_sides(y, sides, run), SliceOutput(run, token, y)
 
 
 @torch.no_grad()
@@ -61,41 +65,50 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
 
     Keys and values that later slices need are held until the end of the call.
     """
-    parts, extras = [], []
+    parts, sides = [], []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         part = SliceRun(run, number, tokens, x_part)
         run.forward_context.rng.restore()
         with part.running(part.attend):
-            y, extra = _split_output(part.call(x_part))
+            y, side = _call(part, x_part)
         run.states.write_output(part.range, y)
         part.end_forward()
         parts.append(part)
-        extras.append(extra)
+        sides.append(side)
     while parts:
         parts.pop().end_backward()
     run.attention.release()
-    return _with_extras(run.take_output(), extras, run)
+    return _with_sides(run.take_output(), sides, run)
 
 
-def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[Any]]:
+def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[SideValues]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
-    token, extras = _Scatter.apply(run, anchor), []
+    token, sides = _Scatter.apply(run, anchor), []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         with run.meter.computing_slice(number):
             part = SliceRun(run, number, tokens, x_part)
             if not run.whole:
                 run.forward_context.rng.restore()
-            token, extra = _run_slice(part, x_part, token)
-            extras.append(extra)
+            token, side = _run_slice(part, x_part, token)
+            sides.append(side)
             part.end_forward()
-    return token, extras
+    return token, sides
 
 
-def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, Any]:
+def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, SideValues]:
     x = _Fetch.apply(part, x, token)
     with part.running(part.attend):
-        y, extra = _split_output(part.call(x))
-    return _Store.apply(part, y), extra
+        y, side = _call(part, x)
+    return _Store.apply(part, y), side
+
+
+def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, SideValues]:
+    if part.run.whole:
+        return split_output(part.call(x), x, part.run.call.layer)
+    with collecting_apart() as collected:
+        output = part.call(x)
+    y, side = split_output(output, x, part.run.call.layer)
+    return y, replace(side, collected=collected)
 
 
 def run_nested(run: LayerRun, x: Tensor) -> Any:
@@ -105,7 +118,7 @@ def run_nested(run: LayerRun, x: Tensor) -> Any:
     nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
     nest.run(0)
     y = _Leave.apply(run, torch.cat(nest.outputs, run.call.token_dim))
-    return _with_extras(y, nest.extras, run)
+    return _with_sides(y, nest.sides, run)
 
 
 class _Nest:
@@ -118,7 +131,7 @@ class _Nest:
         self._attended: tuple[Tensor, ...] = ()
         self._after_attention: RngState | None = None
         self.outputs: list[Tensor] = [inputs[0]] * len(inputs)
-        self.extras: list[Any] = [None] * len(inputs)
+        self.sides: list[SideValues] = [SideValues((), lambda y, _: y)] * len(inputs)
 
     def run(self, number: int) -> None:
         part = self._slices[number]
@@ -128,8 +141,9 @@ class _Nest:
             return self._attend(number, q, k, v, spec)
 
         with part.running(handler):
-            y, self.extras[number] = _split_output(part.call(self._inputs[number]))
-        self.outputs[number] = y
+            self.outputs[number], self.sides[number] = _call(part, self._inputs[number])
+        if number + 1 < len(self._slices) and not self._qkv:  # without attention, slices are not nested
+            self.run(number + 1)
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self._qkv.append((q, k, v))
@@ -137,7 +151,7 @@ class _Nest:
             self.run(number + 1)
         else:
             flat = [t for parts in zip(*self._qkv, strict=True) for t in parts]
-            self._attended = _NestedAttention.apply(self._slices, spec, *flat)
+            self._attended = _NestedAttention.apply(self._slices, detached(spec), spec.sinks, *flat)
             self._after_attention = RngState.capture(q.device)
         assert self._after_attention is not None
         self._slices[number].rng_after_attention.append(self._after_attention)
@@ -146,16 +160,21 @@ class _Nest:
 
 
 class _NestedAttention(torch.autograd.Function):
-    """Attention over the tokens of all slices at once. Inputs are the queries of all slices, then keys, then values."""
+    """Attention over the tokens of all slices at once.
+
+    Inputs are the sinks, if any, the queries of all slices, then keys, then values.
+    """
 
     @staticmethod
-    def forward(ctx: Any, slices: list[SliceRun], spec: AttentionSpec, *qkv: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, slices: list[SliceRun], spec: AttentionSpec, sinks: Tensor | None, *qkv: Tensor
+    ) -> tuple[Tensor, ...]:
         run, count = slices[0].run, len(slices)
         parts = [qkv[n * count : (n + 1) * count] for n in range(3)]
         q, k, v = (torch.cat(part, 2) for part in parts)
         backend = run.engine.attention.backend(q, k, v, spec)
         with run.engine.recorder.computing("attention"):
-            result = backend.forward(q, k, v, spec)
+            result = merge_sinks(backend.forward(q, k, v, spec), sinks)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
         ctx.lse = run.storage.store(slices[0].storage.group, "lse", result.lse.detach(), slices[0].range.place("lse"))
         # Each slice gets an output of its own, which its output projection reads without another copy.
@@ -175,34 +194,27 @@ class _NestedAttention(torch.autograd.Function):
         )
         result = AttentionResult(out, slices[0].storage.load(ctx.lse), ctx.state)
         with run.engine.recorder.computing("attention"):
-            grads = ctx.backend.backward(torch.cat(douts, 2), q, k, v, result, ctx.spec)
+            dout = torch.cat(douts, 2)
+            grads = ctx.backend.backward(dout, q, k, v, result, ctx.spec)
+            dsinks = None if ctx.spec.sinks is None else gradient_of_sinks(dout, result, ctx.spec.sinks)
         lengths = [part.tokens for part in run.attention.slices]
-        return (None, None, *(piece for grad in grads for piece in grad.split(lengths, 2)))
+        return (None, None, dsinks, *(piece for grad in grads for piece in grad.split(lengths, 2)))
 
 
-def _split_output(output: Any) -> tuple[Tensor, Any]:
-    """Return a layer's hidden states, and a tuple of whatever else the layer returns."""
-    if isinstance(output, Tensor):
-        return output, None
-    if isinstance(output, (tuple, list)) and isinstance(output[0], Tensor):
-        return output[0], tuple(output[1:])
-    raise ValueError(
-        f"a layer returned {type(output).__name__}: it has to return its hidden states, alone or first in a tuple"
-    )
+def _with_sides(y: Tensor, sides: Sequence[SideValues], run: LayerRun) -> Any:
+    """Return the layer's return value, into which the side values of the slices are joined.
+
+    Outputs that hooks have collected in the slices are joined, too.
+    """
+    if len(sides) == 1:
+        return sides[0].build(y, sides[0].values)
+    collect_joined([side.collected for side in sides], run.slices, run.call)
+    by_value = zip(*(side.values for side in sides), strict=True)
+    return sides[-1].build(y, [_join(parts, place) for parts, place in zip(by_value, run.side_places, strict=True)])
 
 
-def _with_extras(y: Tensor, extras: list[Any], run: LayerRun) -> Any:
-    """Return the layer's return value, into which the slices' further return values are joined."""
-    if extras[0] is None:
-        return y
-    return (y, *(_join(list(parts), run) for parts in zip(*extras, strict=True)))
-
-
-def _join(parts: list[Any], run: LayerRun) -> Any:
-    if len(parts) == 1 or not isinstance(parts[0], Tensor) or parts[0].dim() == 0:
-        return parts[-1]
-    by_token = parts[0].dim() > run.call.token_dim and parts[0].shape[run.call.token_dim] == run.slices[0].tokens
-    return torch.cat(parts, run.call.token_dim if by_token else 0)
+def _join(parts: Sequence[Any], place: TokenPlace | None) -> Any:
+    return parts[-1] if place is None else place.join(parts)
 
 
 class _Scatter(torch.autograd.Function):

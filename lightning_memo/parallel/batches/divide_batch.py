@@ -178,6 +178,7 @@ def takes_loss_arguments(model: nn.Module) -> bool:
     """Whether `shift_labels` and `num_items_in_batch` reach the loss of a Hugging Face model inside `model`.
 
     They do in causal language models whose forward passes unknown arguments to the loss, also inside PEFT's wrappers.
+    Some models accept them but compute the loss without transformers' loss function.
     """
     host: Any = next(iter(find_hugging_face(model)), None)
     if host is None or host.loss_type is None or host.config.is_encoder_decoder:
@@ -185,9 +186,15 @@ def takes_loss_arguments(model: nn.Module) -> bool:
     passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(host.forward).parameters.values())
     return (
         passes_on
+        and any(map(_calls_loss_function, host.modules()))
         and getattr(host, "accepts_loss_kwargs", True)
         and {"shift_labels", "num_items_in_batch"} <= inspect.signature(host.loss_function).parameters.keys()
     )
+
+
+def _calls_loss_function(module: nn.Module) -> bool:
+    forwards = (inspect.unwrap(kind.forward) for kind in type(module).__mro__ if "forward" in vars(kind))
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> None:

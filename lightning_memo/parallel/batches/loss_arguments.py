@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.positions import why_positions_unknown
 
 _ADDED = ("position_ids", "shift_labels", "num_items_in_batch")
 
@@ -33,14 +35,20 @@ class LossArguments:
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Complete the arguments of every call of `model`. Returns a function that undoes this."""
-        handle = model.register_forward_pre_hook(self._complete, with_kwargs=True)
+        complete = functools.partial(self._complete, why_positions_unknown(model))
+        handle = model.register_forward_pre_hook(complete, with_kwargs=True)
         return handle.remove
 
     def _complete(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, why_unknown: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch, labels = self._batch, kwargs.get("labels")
         cut = self._current.layout is not None
+        if cut and why_unknown:
+            raise ValueError(
+                f"{type(model).__name__} {why_unknown}, and would count the tokens that each process holds "
+                "from 0: train this model with context_parallel_size=1 and sequence_parallel=False"
+            )
         names = [name for name in _ADDED if batch.get(name) is not None]
         if labels is None or labels is not batch.get("labels"):
             names = [name for name in names if name == "position_ids" and cut]

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def why_positions_unknown(model: nn.Module) -> str:
+    """Returns why a model cannot be told the positions of some of its tokens, as a clause; empty if it can."""
+    parts = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    if not any("position_ids" in inspect.signature(part.forward).parameters for part in parts):
+        return "takes no position_ids"
+    if any(_counts_padding(module) for module in model.modules()):
+        return "counts positions by the padding tokens among all tokens"
+    return ""
+
+
+def _counts_padding(module: nn.Module) -> bool:
+    """Returns whether a module's positions begin after the id of the padding token, like RoBERTa's."""
+    table = getattr(module, "position_embeddings", None)
+    return isinstance(table, nn.Embedding) and table.padding_idx is not None
 
 
 def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
@@ -51,3 +68,31 @@ def right_padded_lengths(attention_mask: Tensor) -> tuple[int, ...] | None:
             '(tokenizer.padding_side = "right")'
         )
     return None if min(counts) == valid.shape[-1] else tuple(counts)
+
+
+def valid_ranges(attention_mask: Tensor) -> list[tuple[int, int]] | None:
+    """Returns the first and the end of the valid tokens of each row of a padding mask `[batch, tokens]`.
+
+    A row without valid tokens begins and ends after its last token. The result is empty if all tokens are valid, and
+    `None` if the valid tokens of a row do not follow one another.
+    """
+    valid = attention_mask.bool()
+    first, count = first_and_count(valid)
+    # The host waits once for all.
+    rows = list(zip(*torch.stack([first, first + count, valid.any(-1)]).tolist(), strict=True))
+    tokens = valid.shape[-1]
+    if any(start == stop and some for start, stop, some in rows):
+        return None
+    if all((start, stop) == (0, tokens) for start, stop, _ in rows):
+        return []
+    return [(start, stop) if some else (tokens, tokens) for start, stop, some in rows]
+
+
+def first_and_count(valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the first true entry of each row of a boolean `[..., entries]`, and the number of true entries.
+
+    The number is 0 if the true entries of a row do not follow one another, or if there are none.
+    """
+    entries = valid.view(torch.uint8)  # sums of booleans take much longer
+    runs = (valid[..., 1:] > valid[..., :-1]).view(torch.uint8).sum(-1, dtype=torch.int32) + entries[..., 0]
+    return entries.argmax(-1), torch.where(runs == 1, entries.sum(-1, dtype=torch.int32), 0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 
 COLWISE = ("colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "rowwise_split_input", "embedding_rowwise")
@@ -112,10 +112,10 @@ class TensorPlan:
 
     def _find_layers(self) -> tuple[str, list[nn.Module]]:
         try:
-            path, layers = find_layers(self.module)
+            stack = find_stacks(self.module)[0]
         except ValueError:
             return "", []
-        return path, list(layers)
+        return stack.name, list(stack.layers)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         """Returns the attention and MLP modules: the parents of column-wise layers.

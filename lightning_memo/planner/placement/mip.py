@@ -10,6 +10,7 @@ import highspy
 import numpy as np
 
 from lightning_memo.planner.placement.time_sections import SectionedProblem
+from lightning_memo.planner.silent_solver import SilentSolver
 from lightning_memo.utils.array_types import Integers
 
 MOST_PAIRS: Final = 4000
@@ -154,9 +155,8 @@ def _solver(model: _Model, lower_bound: int, seconds: float) -> Any:
     program.a_matrix_.value_ = np.array(model.value)
     kinds = highspy.HighsVarType
     program.integrality_ = [kinds.kContinuous] * (len(size) + 1) + [kinds.kInteger] * len(model.below)
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver = SilentSolver()  # type: ignore[no-untyped-call]
     for option, value in (
-        ("output_flag", False),
         ("time_limit", max(seconds, 0.1)),
         ("mip_rel_gap", 0.0),
         ("mip_abs_gap", 0.999 / model.scale),  # peaks are whole units of the problem

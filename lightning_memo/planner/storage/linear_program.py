@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import highspy
 
+from lightning_memo.planner.silent_solver import SilentSolver
+
 Terms = dict[int, float]
 """A linear expression: coefficient by column."""
 
@@ -22,9 +24,8 @@ class LinearProgram:
     """
 
     def __init__(self) -> None:
-        self._solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._solver = SilentSolver()  # type: ignore[no-untyped-call]
         for option, value in (
-            ("output_flag", False),
             ("time_limit", _TIME_LIMIT_SECONDS),
             ("primal_feasibility_tolerance", _TOLERANCE),
             ("dual_feasibility_tolerance", _TOLERANCE),

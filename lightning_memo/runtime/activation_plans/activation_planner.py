@@ -28,7 +28,12 @@ from lightning_memo.profiler.measured_costs import (
 )
 from lightning_memo.profiler.memory_meter import WorkingSet
 from lightning_memo.reports.memory_shortage import plan_shortage
-from lightning_memo.runtime.activation_plans.announce_plan import announce_plan, announce_replanning, warn_of_shortage
+from lightning_memo.runtime.activation_plans.announce_plan import (
+    announce_plan,
+    announce_replanning,
+    warn_of_no_plan,
+    warn_of_shortage,
+)
 from lightning_memo.runtime.activation_plans.earlier_plan import EarlierPlan
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 from lightning_memo.runtime.activation_plans.plan_by_alpha import plan_by_alpha
@@ -62,7 +67,8 @@ class ActivationPlanner(MetersSteps):
         self._is_first_batch = True
         self._folder = Path()
         self._most_device_bytes, self._most_alpha = math.inf, 1.0  # limits of later plans, once a plan was too large
-        self._shrunk = False
+        self._shrunk = self._warned = False
+        self._steps = 0  # optimizer steps before the current batch
 
     def start(self, resumed_plan: str | None) -> None:
         """Training starts.
@@ -98,6 +104,7 @@ class ActivationPlanner(MetersSteps):
             self._wait_for_device()
             self.start_meter(self._engine)
         self._is_first_batch = False
+        self._steps = self._run.step
         self._started_seconds = time.perf_counter()
 
     def fail(self) -> None:
@@ -111,8 +118,12 @@ class ActivationPlanner(MetersSteps):
             ValueError: There is no plan within the budget.
         """
         profile = self._engine.profile
-        if profile is None or not profile.complete:
+        stepped = self._run.step > self._steps
+        if profile is None or not (profile.complete or (stepped and profile.finish())):
             self._stop_meter()
+            if self.plan is None and stepped and not self._warned:
+                self._warned = True
+                warn_of_no_plan(self._engine.layers)
             return
         self._wait_for_device()
         self._make_plan(profile, time.perf_counter() - self._started_seconds)
@@ -124,14 +135,19 @@ class ActivationPlanner(MetersSteps):
     def _make_plan(self, profile: StepProfile, step_seconds: float) -> None:
         # Data-parallel processes meet longer batches at different times. Only the first plan is made by all of them at
         # once; later ones are made by the processes that share a sequence.
-        first = self.plan is None
+        earlier = self.plan
+        first = earlier is None
         self._agree_on_layers(first)
+        # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
+        profile.extend(self._engine.limits.largest)
         plan = self._solve(self._measured(profile, step_seconds, first), first)
         kernels = self._engine.attention
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
         self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
+        if earlier is not None and earlier.swap.mode == "plain" and plan.swap.calls < earlier.swap.calls:
+            self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
         if not first and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
         self._announce(plan)

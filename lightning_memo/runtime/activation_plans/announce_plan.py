@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
+from torch import nn
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.reports.plan_tables import plan_tables
@@ -44,8 +45,21 @@ def announce_replanning(plan: Plan, shrunk: bool) -> None:
     else:
         rank_zero_info(
             f"MemoStrategy: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that was "
-            "planned for; it was profiled and planned anew."
+            "planned for; layers were profiled and planned anew."
         )
+
+
+def warn_of_no_plan(layers: Sequence[nn.Module]) -> None:
+    """Warn that an optimizer step is over and no plan could be made.
+
+    Args:
+        layers: The layers of the engine, none of which got a gradient.
+    """
+    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
+    rank_zero_warn(
+        f"MemoStrategy: nothing is swapped, because no backward went through the layers ({kinds}); if other layers are "
+        'trained, name them: MemoStrategy(layers="encoder.blocks")'
+    )
 
 
 def warn_of_shortage(shortages: Sequence[str]) -> None:

@@ -190,6 +190,7 @@ class MemoryPlanner:
             self._give_up(str(error) or repr(error))
             return
         self._allocator = allocator
+        self._engine.comparison.before = allocator.leave
         plan = self._activations.plan
         assert plan is not None
         cached = _cache(self._run, self._engine).find(plan)
@@ -304,7 +305,7 @@ class MemoryPlanner:
         Args:
             model: The trained model. Its gradients leave the arena, because it may be kept long after training.
         """
-        self._engine.on_mark = None
+        self._engine.on_mark = self._engine.comparison.before = None
         self.marks.stop()
         self.marks.end_batch()
         self.marks.end_step()

@@ -86,7 +86,7 @@ def test_no_copy_for_a_slice_waits_for_the_backward(schedule: str, monkeypatch: 
     """Gradients accumulated over two batches are bit-identical to those with a copy for each slice."""
     model, weights = build("llama")
     batches = BATCH, make_batch(2, 40)
-    with EngineUnderTest(model, schedule, slice_tokens=12, host_backed="all") as under_test:
+    with EngineUnderTest(model, schedule, slice_tokens=12, host_backed="all", check_slices=False) as under_test:
         under_test.profile_step(BATCH, amp=True)
         under_test.load(0.5)
 

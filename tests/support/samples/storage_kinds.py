@@ -12,7 +12,7 @@ from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_plan_slices import stored_bytes, stored_slices
-from lightning_memo.utils.find_layers import find_layers
+from lightning_memo.utils.find_layers import find_stacks
 from support.harness import (
     CPU,
     DELAYS,
@@ -63,7 +63,7 @@ class ByKind(EngineUnderTest):
 
     def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
         super().__init__(model, test_mode=test_mode)
-        layers = find_layers(model)[1]
+        layers = find_stacks(model)[0].layers
         settings = RequestedSettings(by_kind=True, spill_path=spill_path, test_mode=test_mode)
         self.engine = Engine(model, layers, CPU, settings)
 

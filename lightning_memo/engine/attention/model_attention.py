@@ -1,0 +1,65 @@
+"""Attention calls that no kernel computes: the model's own attention function runs as ordinary operations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_memo.engine.attention.mask_patterns import MaskPattern
+from lightning_memo.engine.forward.intercept import leave_to_model
+
+# Arguments of attention functions that change the result and that no kernel computes.
+_NOT_COMPUTED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+# Arguments that kernels compute without dropout.
+_WITHOUT_DROPOUT = ("softcap", "s_aux")
+
+
+def not_computed(mask: Tensor | MaskPattern | None, dropout: float, arguments: dict[str, Any]) -> str:
+    """Return what kernels do not compute among the arguments of an attention call; empty if they compute all."""
+    if isinstance(mask, Tensor) and mask.requires_grad:
+        return "a mask that requires grad"
+    for name in _NOT_COMPUTED:
+        if arguments.get(name) is not None:
+            return name
+    given = [name for name in _WITHOUT_DROPOUT if arguments.get(name) is not None]
+    return f"{given[0]} and dropout" if given and dropout else ""
+
+
+def attend_as_model(
+    eager: bool, module: nn.Module, *tensors: Tensor | MaskPattern | None, why: str = "", **arguments: Any
+) -> Any:
+    """Call the attention function with which the model computes in plain training.
+
+    Args:
+        eager: Whether that is the function of the model's module, or transformers' function for SDPA.
+        module: The attention module.
+        tensors: Queries, keys, values and the mask.
+        why: Why no kernel computes the call; empty if it is no call of a layer of the engine.
+        arguments: Further arguments of the call.
+
+    Raises:
+        ValueError: The model has no such function; or slices or other processes hold some of the tokens.
+    """
+    if why:
+        leave_to_model(f"{type(module).__name__} calls attention with {why}, which no attention kernel computes")
+    *qkv, mask = tensors
+    mask = mask.tensor() if isinstance(mask, MaskPattern) else mask
+    return _function(eager, module)(module, *qkv, mask, **arguments)
+
+
+def _function(eager: bool, module: nn.Module) -> Callable[..., Any]:
+    if not eager:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward
+    for kind in type(module).__mro__:
+        found: Callable[..., Any] | None = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise ValueError(
+        f"{type(module).__name__} calls attention with arguments that no attention kernel computes, and its module has "
+        "no eager_attention_forward: train this model without MemoStrategy"
+    )

@@ -1,0 +1,219 @@
+"""Compares a layer that runs on a few tokens at once with the same layer that runs on them in two slices.
+
+Attention is answered alike in both runs, by tensors that are inputs of the comparison. Queries, keys and values are
+outputs of it, as well as the hidden states and side values. Gradients of all inputs and of some weights, for random
+gradients of the outputs, are compared, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_memo.engine.forward.cut_tokens import cut
+from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
+from lightning_memo.engine.modules.layer_state import LayerState
+from lightning_memo.kernels import AttentionSpec
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.planner.token_slices import Action, TokenRange
+
+# Relative errors. Slices differ from the whole by rounding only; a token that rounding sends to another expert may
+# differ, and with it the gradient of that expert.
+_TOLERANCE = 1e-3
+_HALF_TOLERANCE = 0.1
+_ROUTED_TOLERANCE = 0.3
+_ROUTED_TOKENS = 0.02
+
+
+@dataclass(slots=True)
+class _Value:
+    """A tensor of a run, and where it holds the tokens; `None` for the gradient of a weight."""
+
+    name: str
+    t: Tensor
+    place: TokenPlace | None
+
+
+@dataclass(slots=True)
+class _Values:
+    """What a run on some tokens computes.
+
+    Attributes:
+        outputs: Queries, keys, values, hidden states and side values.
+        gradients: Gradients of the input, of attention outputs, and of weights.
+    """
+
+    outputs: list[_Value] = field(default_factory=list)
+    gradients: list[_Value] = field(default_factory=list)
+
+
+def difference_in_slices(
+    call: LayerCall, x: Tensor, side_places: Sequence[TokenPlace | None], start: int, tokens: int, turn: int = 0
+) -> str:
+    """Return what differs if a layer runs in two slices on some consecutive tokens, or the error that it raises then.
+
+    The text is empty if nothing differs. The layer's state is restored.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+        side_places: Where values that the layer returns beside its hidden states hold the tokens.
+        start: First token.
+        tokens: Number of tokens, at least 2.
+        turn: Number of the weight from which on gradients of weights are compared: as many as need no more memory than
+            the largest one.
+    """
+    arguments = (call.args, call.kwargs)
+    args, kwargs = cut(arguments, call.tokens, start, start + tokens, call.batch, call.token_dim, call.shards)
+    part = replace(call, args=args, kwargs=kwargs, tokens=tokens).with_copied_containers()
+    exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+    state = LayerState(call, x.device)
+    comparison = _Comparison(
+        part, x.detach().narrow(call.token_dim, start, tokens), side_places, _weights_of(call.layer, turn), state
+    )
+    halves = [TokenRange(0, tokens // 2, Action.KEEP), TokenRange(tokens // 2, tokens, Action.KEEP)]
+    try:
+        with torch.enable_grad():
+            whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
+            try:
+                parts = [comparison.run(half) for half in halves]
+            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+                return (str(error).splitlines() or [""])[0] or type(error).__name__
+        return _difference(whole, parts, exact)
+    finally:
+        state.restore()
+
+
+class _Comparison:
+    """Runs a layer on parts of some tokens, always from the same state and with the same attention outputs.
+
+    Args:
+        call: The layer and its arguments for these tokens.
+        x: The layer's input for these tokens.
+        side_places: Where side values hold the tokens.
+        weights: The weights whose gradients are compared, by name.
+        state: The state from which the layer always runs.
+    """
+
+    def __init__(
+        self,
+        call: LayerCall,
+        x: Tensor,
+        side_places: Sequence[TokenPlace | None],
+        weights: Mapping[str, Tensor],
+        state: LayerState,
+    ) -> None:
+        self._call, self._x, self._side_places, self._weights = call, x, side_places, weights
+        self._state = state
+        self._attended: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._by_head = TokenPlace(2, call.shards, 1)
+        self._by_token = TokenPlace(call.token_dim, 1, 1)
+
+    def run(self, part: TokenRange) -> _Values:
+        """Run the layer forward and backward on some tokens. The first run is on all of them."""
+        call, values = self._call, _Values()
+        self._state.restore()
+        x = call.narrow(self._x, part).detach().requires_grad_()
+        attended: list[Tensor] = []
+        with handling(self._handler(part, values, attended), call.layout), call.mode(part):
+            y, sides = split_output(call.run(x.clone(), part), x, call.layer)
+        values.outputs.append(_Value("hidden states", y, self._by_token))
+        places = self._side_places or (None,) * len(sides.values)
+        for t, place in zip(sides.values, places, strict=True):
+            if isinstance(t, Tensor) and place is not None:
+                values.outputs.append(_Value("a side value", t, place))
+        self._differentiate(part, values, x, attended)
+        return values
+
+    def _handler(self, part: TokenRange, values: _Values, attended: list[Tensor]) -> Callable[..., Tensor]:
+        def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+            for name, t in (("queries", q), ("keys", k), ("values", v)):
+                values.outputs.append(_Value(name, t, self._by_head))
+            if part.tokens == self._call.tokens:
+                known = F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), enable_gqa=True)
+                self._attended.append(known)
+            else:
+                known = self._attended[len(attended)]
+            attended.append(self._take(known, self._by_head, part).detach().requires_grad_())
+            return attended[-1]
+
+        return answer
+
+    def _take(self, t: Tensor, place: TokenPlace, part: TokenRange) -> Tensor:
+        if part.tokens == self._call.tokens:
+            return t
+        by_token = t.unflatten(place.dim, (place.before, self._call.tokens, place.after))
+        return by_token.narrow(place.dim + 1, part.start, part.tokens).flatten(place.dim, place.dim + 2)
+
+    def _differentiate(self, part: TokenRange, values: _Values, x: Tensor, attended: list[Tensor]) -> None:
+        outputs = [value for value in values.outputs if value.t.requires_grad]
+        if part.tokens == self._call.tokens:
+            generator = torch.Generator(x.device).manual_seed(0)
+            self._gradients = [torch.empty_like(value.t).normal_(generator=generator) for value in outputs]
+        pairs = zip(self._gradients, outputs, strict=True)
+        given = [self._take(gradient, value.place or self._by_token, part) for gradient, value in pairs]
+        weights = self._weights
+        inputs = [x, *attended, *weights.values()]
+        found = torch.autograd.grad([value.t for value in outputs], inputs, given, allow_unused=True)
+        places = [self._by_token, *[self._by_head] * len(attended), *[None] * len(weights)]
+        names = ["the gradient of the input", *["the gradient of attention"] * len(attended)]
+        names += [f"the gradient of {name}" for name in weights]
+        gradients = zip(names, found, places, strict=True)
+        values.gradients = [_Value(name, local_part(t), place) for name, t, place in gradients if t is not None]
+
+
+def _weights_of(layer: nn.Module, turn: int) -> dict[str, Tensor]:
+    """Return some of the trained weights, from number `turn` on."""
+    trained = [(name, p) for name, p in layer.named_parameters() if p.requires_grad]
+    first = turn % max(len(trained), 1)
+    room, chosen = max((local_part(p).nbytes for _, p in trained), default=0), {}
+    for name, p in trained[first:] + trained[:first]:
+        if local_part(p).nbytes <= room:
+            room -= local_part(p).nbytes
+            chosen[name] = p
+    return chosen
+
+
+def _difference(whole: _Values, parts: Sequence[_Values], exact: bool) -> str:
+    """Return the name of the first value that differs by more than rounding; empty if there is none."""
+    tolerance = _TOLERANCE if exact else _HALF_TOLERANCE
+    routed = False
+    for kind in ("outputs", "gradients"):
+        expected: list[_Value] = getattr(whole, kind)
+        found: list[list[_Value]] = [getattr(part, kind) for part in parts]
+        if any([value.name for value in values] != [value.name for value in expected] for values in found):
+            return "the operations"
+        for number, value in enumerate(expected):
+            pieces = [values[number].t.detach() for values in found]
+            t = value.t.detach()
+            if value.place is None:
+                largest = _ROUTED_TOLERANCE if routed or not exact else tolerance
+                if _apart(torch.stack(pieces).sum(0)[None], t[None]).item() > largest:
+                    return value.name
+                continue
+            apart = _apart(*(_by_token(s, value.place) for s in (value.place.join(pieces), t)))
+            unlike = (apart > tolerance).float().mean().item()
+            if unlike > _ROUTED_TOKENS:
+                return value.name
+            routed |= unlike > 0
+    return ""
+
+
+def _by_token(t: Tensor, place: TokenPlace) -> Tensor:
+    """Return `t` as `[tokens, everything else]`."""
+    by_token = t.unflatten(place.dim, (place.before, -1, place.after))
+    return by_token.movedim(place.dim + 1, 0).flatten(1)
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """Return the distance of each row, relative to the length of an average row. NaN equals NaN."""
+    a, b = (local_part(t).float().nan_to_num().flatten(1) for t in (a, b))
+    average = b.square().sum(1).mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return (a - b).square().sum(1).sqrt() / average

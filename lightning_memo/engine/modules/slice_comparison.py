@@ -1,0 +1,91 @@
+"""While training, compares now and then whether a layer computes in slices what it computes on all tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_memo.engine.forward.collected_outputs import collecting_nothing
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.compare_slices import difference_in_slices
+from lightning_memo.engine.modules.layer_classes import LayerClasses
+from lightning_memo.engine.modules.layer_probe import LayerTraits
+
+_EVERY = 64  # steps
+_MOST_TOKENS = 1024
+_PART = 8  # of the tokens, so that a comparison needs less memory than the backward of the layer
+
+
+class SliceComparison:
+    """Compares one layer call in steps 1, 2, 4, 8, ..., 64, and then in every 64th, another layer each time.
+
+    Args:
+        layer_classes: The traits of the layers, which run as one slice once a difference is found.
+        enabled: Whether anything is compared.
+
+    Attributes:
+        before: Called before each comparison, whose memory is no part of a planned step.
+
+    Note: [Comparison of slices]
+    The proof holds for the code of a layer as it was. While training, code may take another way, for example because
+    the user opens a gate or changes an attribute.
+    """
+
+    def __init__(self, layer_classes: LayerClasses, enabled: bool = True) -> None:
+        self._layer_classes, self._enabled = layer_classes, enabled
+        self._steps = self._compared = 0
+        self._waits = False  # whether this step's comparison is still to come
+        self.before: Callable[[], None] | None = None
+
+    def due(self, key: int, calls: int) -> bool:
+        """Return whether a layer call has to be compared.
+
+        Args:
+            key: Number of the call among those that are alive. Call 0 begins a step.
+            calls: Number of layer calls of a step.
+        """
+        if key == 0:
+            self._steps += 1
+            self._waits = not (self._steps % _EVERY and self._steps & (self._steps - 1))
+        if not (self._enabled and self._waits) or key != self._compared % max(calls, 1):
+            return False
+        self._waits = False
+        self._compared += 1
+        return True
+
+    def ends_slices(self, call: LayerCall, x: Tensor, traits: LayerTraits, longest: int, needs_slices: bool) -> bool:
+        """Return whether the layers must not run in slices any more, because a layer computes something else then.
+
+        Args:
+            call: The layer and its arguments.
+            x: The layer's input.
+            traits: The traits of the layer.
+            longest: Number of tokens in a slice.
+            needs_slices: Whether layers cannot run as one slice by the plan.
+
+        Raises:
+            ValueError: There is a difference, and layers have to run in slices.
+        """
+        if self.before is not None:
+            self.before()
+        tokens = max(2, min(_MOST_TOKENS, call.tokens // _PART, longest))
+        start, turn = (call.tokens - tokens) // 2, self._compared
+        with collecting_nothing():
+            unlike = difference_in_slices(call, x, traits.side_places, start, tokens, turn)
+        if not unlike:
+            return False
+        why = f"{type(call.layer).__name__} does not compute in slices what it computes on all tokens ({unlike})"
+        if needs_slices or call.layout is not None or any(isinstance(p, DTensor) for p in call.layer.parameters()):
+            raise ValueError(
+                f"{why}, and these settings need slices: earlier steps may have been wrong; train this model without "
+                "slice_tokens, and with one process for each sequence"
+            )
+        warnings.warn(
+            f"MemoStrategy: {why}. From this step on, layers run as one slice; earlier steps may have been wrong.",
+            stacklevel=2,
+        )
+        self._layer_classes.agree(why, traits.schedule)
+        return True

@@ -1,0 +1,1 @@
+"""Proves that a layer computes each token by itself outside attention, so that it can run on slices of tokens."""

@@ -1,0 +1,155 @@
+"""What stands in for parts of a layer, or for values of its attributes, while it runs on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_memo.engine.forward.intercept import DROPOUTS
+from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed
+from lightning_memo.engine.token_locality.token_tracker import TokenTracker
+from lightning_memo.kernels import AttentionSpec
+
+
+def attend_in_shape(tracker: TokenTracker, shards: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Answer an attention call. Attention may relate tokens, whose order it must know."""
+    apart = ((), tracker.sizes.of_size(shards * tracker.sizes.tokens), ())
+    queries, keys, values = (tuple(dim if TOKENS in dim else () for dim in tracker.dims(t)[1:]) for t in (q, k, v))
+    if keys == values == ((), (), ()):
+        raise TokensMixed("attention gets the same keys for all slices (cross-attention)")
+    if not queries == keys == values == apart:
+        raise TokensMixed("attention gets queries, keys or values that do not hold one entry for each token")
+    out: Tensor = _Attended.apply(q, k, v)
+    return tracker.mark(out, (*tracker.dims(q)[:3], tracker.dims(v)[3]))
+
+
+def refuse(why: str) -> None:
+    """End the proof, because the layer computes attention by operations of its own.
+
+    Raises:
+        TokensMixed: Always.
+    """
+    raise TokensMixed(why)
+
+
+class _Attended(torch.autograd.Function):
+    """Has the shapes of attention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.new_empty((*q.shape[:3], v.shape[3]))
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
+
+
+def forward_in_shape(module: nn.Module, tracker: TokenTracker) -> Callable[..., Tensor] | None:
+    """Return what stands in for the forward of a module that does not run on fake tensors; `None` for all others."""
+    package = type(module).__module__.partition(".")[0]
+    if hasattr(module, "_is_expert_parallel") and hasattr(type(module).forward, "__wrapped__"):
+        return functools.partial(_experts_in_shape, tracker)  # transformers has one interface for experts
+    if package == "liger_kernel":
+        return Tensor.clone
+    if package == "bitsandbytes" and isinstance(module, nn.Linear):
+        return functools.partial(_linear_in_shape, module)
+    return None
+
+
+def _experts_in_shape(tracker: TokenTracker, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Answer a call of the experts of transformers: each row of `x` [rows, hidden] goes to the experts of its indices.
+
+    Raises:
+        TokensMixed: Rows and indices belong to different tokens.
+    """
+    rows, *others = (tracker.dims(t) for t in (x, indices, weights))
+    if any(dims[0] != rows[0] for dims in others) or any(TOKENS in dim for dims in (rows, *others) for dim in dims[1:]):
+        raise TokensMixed("experts get indices of other tokens")
+    return x.clone()
+
+
+def _linear_in_shape(module: nn.Linear, x: Tensor) -> Tensor:
+    """Answer a call of a linear module of bitsandbytes.
+
+    Raises:
+        TokensMixed: It quantises tokens together.
+    """
+    if getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
+        raise TokensMixed("bitsandbytes finds the outliers of all tokens (without them: llm_int8_threshold=0.0)")
+    if module.weight.requires_grad:
+        raise TokensMixed("bitsandbytes quantises gradients of all tokens")
+    return F.linear(x, x.new_empty(module.out_features, module.in_features))
+
+
+class LocalFunctions(TorchFunctionMode):
+    """Leaves out dropout, whose masks the engine cuts by token; see Note: [Dropout and slices].
+
+    Args:
+        tracker: Knows where tensors hold tokens.
+        batch: Number of sequences in the layer's input.
+        token_dim: Dimension of tokens in the layer's input.
+
+    Attributes:
+        hooked: Whether the layer has registered a hook on a tensor.
+    """
+
+    def __init__(self, tracker: TokenTracker, batch: int, token_dim: int) -> None:
+        super().__init__()
+        self.hooked = False
+        self._tracker, self._batch, self._token_dim = tracker, batch, token_dim
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in DROPOUTS:
+            return self._dropout(*args, **(kwargs or {}))
+        if func is Tensor.register_hook:
+            self.hooked = True
+        return func(*args, **(kwargs or {}))
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
+    ) -> Tensor:
+        """Return a tensor like the input.
+
+        Raises:
+            TokensMixed: The input does not hold tokens where a slice would look for them.
+        """
+        if names.get("train", training) and p > 0.0:
+            dims = self._tracker.dims(input)
+            places = [n for n, dim in enumerate(dims) if TOKENS in dim]
+            as_input = places == [self._token_dim] and len(dims) > 1 and input.shape[1 - self._token_dim] == self._batch
+            joined = (
+                places == [0] and self._token_dim == 1 and input.shape[0] == self._batch * self._tracker.sizes.tokens
+            )
+            if not (as_input or joined):
+                raise TokensMixed("dropout gets a tensor that does not hold the tokens as the layer's input does")
+        return input.clone()
+
+
+class Unusable:
+    """Stands for a value that a proof must not use."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TokensMixed("an attribute is used in which layers differ")
+
+    def __getattribute__(self, name: str) -> Any:
+        raise TokensMixed("an attribute is used in which layers differ")
+
+
+for _name in (
+    "bool", "int", "index", "float", "len", "iter", "next", "call", "getitem", "setitem", "contains", "eq", "ne", "lt",
+    "le", "gt", "ge", "hash", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv",
+    "rfloordiv", "mod", "rmod", "pow", "rpow", "neg", "abs", "and", "rand", "or", "ror", "xor", "rxor", "invert",
+    "lshift", "rlshift", "rshift", "rrshift", "matmul", "rmatmul", "enter", "exit", "str", "repr", "format",
+):  # fmt: skip
+    setattr(Unusable, f"__{_name}__", lambda self, *_: self.used)

@@ -1,0 +1,183 @@
+"""Follows the tokens through the operations of a layer that runs on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.token_locality.operation import Operation
+from lightning_memo.engine.token_locality.operator_rules import rule_of
+from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokenSizes, TokensMixed, holds_tokens
+from lightning_memo.engine.token_locality.token_sums import dims_of_sum, stays_a_sum, sums_tokens
+
+_aten = torch.ops.aten
+# Operators whose results hold the same value everywhere.
+_CONSTANTS = (
+    _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty,
+)  # fmt: skip
+# Operators whose integers are sizes and ranges. The shapes of their results show whether they keep tokens apart.
+_SIZED = (
+    *_CONSTANTS, _aten.view, _aten._unsafe_view, _aten.expand, _aten.repeat, _aten.slice, _aten.split,
+    _aten.split_with_sizes,
+)  # fmt: skip
+
+Step = tuple[str, tuple[object, ...]]
+
+
+class TokenTracker(TorchDispatchMode):
+    """Knows the dims of every tensor that depends on tokens; see Note: [Token dims].
+
+    Args:
+        tokens: Number of tokens: a prime that divides no other size of the layer.
+
+    Attributes:
+        sizes: Sizes of dims.
+        steps: The operations, with the numbers that they were given. They do not depend on the number of tokens if a
+            layer computes every token alike.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.sizes = TokenSizes(tokens)
+        self.steps: list[Step] = []
+        self._dims: dict[int, Dims] = {}
+        self._sums: set[int] = set()
+        self._in_backward = False
+        self._alive: list[Tensor] = []  # so that no other tensor gets the id of one whose dims are known
+
+    def mark(self, t: Tensor, dims: Dims) -> Tensor:
+        """Note where a tensor holds tokens, and return it."""
+        self._dims[id(t)] = dims
+        self._alive.append(t)
+        return t
+
+    def outlived(self) -> bool:
+        """Hold no tensors any longer, and return whether anything else holds one with tokens."""
+        marked = [weakref.ref(t) for t in self._alive if holds_tokens(self._dims[id(t)])]
+        self._alive.clear()
+        self._dims.clear()
+        if all(t() is None for t in marked):
+            return False
+        gc.collect()  # what only refers to itself is not kept
+        return any(t() is not None for t in marked)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside this context, operations may add up all tokens, as the gradients of weights do."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def dims(self, t: Tensor) -> Dims:
+        """Return where a tensor holds tokens.
+
+        Raises:
+            TokensMixed: The tensor was made by the number of tokens.
+        """
+        known = self._dims.get(id(t))
+        if known is not None:
+            return known
+        if any(map(self.sizes.holds_tokens, t.shape)):
+            raise TokensMixed("the layer makes a tensor by the number of tokens")
+        return tuple(map(self.sizes.without_tokens, t.shape))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks for the device
+            return func(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(is_traceable_wrapper_subclass(t) for t in given):
+            return NotImplemented  # their class takes them apart
+        self.steps.append((str(func), tuple(self._numbers(func, (args, kwargs)))))
+        if any(id(t) in self._sums for t in given):
+            return self._on_sums(func, args, kwargs, given)
+        if not any(holds_tokens(self.dims(t)) for t in given):
+            return self._without_tokens(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TokensMixed(f"{func.overloadpacket} draws random numbers for each token")
+        rule = rule_of(func)
+        if rule is None:
+            return self._decomposed(func, args, kwargs)
+        result = func(*args, **kwargs)
+        operation = Operation(func, args, kwargs, result, self.dims, self.sizes)
+        if self._in_backward and sums_tokens(operation):
+            self._sums.add(id(self.mark(result, dims_of_sum(operation))))
+        else:
+            self._mark_outputs(func, given, result, rule(operation))
+        return result
+
+    def _on_sums(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+        """Run an operation of which some argument is a sum over tokens."""
+        sums = [id(t) in self._sums for t in given]
+        if not stays_a_sum(func, sums, [self.dims(t) for t in given]):
+            if func._can_decompose():
+                with self:
+                    return func.decompose(*args, **kwargs)
+            raise TokensMixed(f"{func.overloadpacket} computes with a sum over tokens")
+        result = func(*args, **kwargs)
+        operation = Operation(func, args, kwargs, result, self.dims, self.sizes)
+        self._sums.add(id(self.mark(result, dims_of_sum(operation))))
+        return result
+
+    def is_sum(self, t: Tensor) -> bool:
+        """Return whether a tensor is a sum over tokens."""
+        return id(t) in self._sums
+
+    def _without_tokens(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of which no argument holds tokens. The result may hold the same value for each token."""
+        result = func(*args, **kwargs)
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and any(map(self.sizes.holds_tokens, t.shape)):
+                if func.overloadpacket not in _CONSTANTS and not self._repeats(func, args, t):
+                    raise TokensMixed(f"{func.overloadpacket} makes a tensor by the number of tokens")
+                self.mark(t, tuple(map(self.sizes.of_size, t.shape)))
+        return result
+
+    def _repeats(self, func: Any, args: tuple[Any, ...], result: Tensor) -> bool:
+        """Return whether a result has as many equal entries as there are tokens."""
+        if func.overloadpacket is not _aten.expand:
+            return False
+        sizes = (1,) * (result.dim() - args[0].dim()) + tuple(args[0].shape)
+        return all(before == 1 or before == after for before, after in zip(sizes, result.shape, strict=True))
+
+    def _decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self:
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            simpler = torch._decomp.decomposition_table.get(func)
+            if simpler is not None:
+                return simpler(*args, **kwargs)
+        raise TokensMixed(f"calls {func.overloadpacket}, of which it is not known whether it relates tokens")
+
+    def _mark_outputs(self, func: Any, given: Sequence[Tensor], result: Any, dims: Dims | list[Dims]) -> None:
+        outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for t, of_t in zip(outs, dims if isinstance(dims, list) else [dims] * len(outs), strict=True):
+            assert tuple(map(self.sizes.size, of_t)) == tuple(t.shape), (func, of_t, t.shape)
+            if any(t is other for other in given) and self.dims(t) != of_t:
+                raise TokensMixed(f"{func.overloadpacket} writes tokens into a tensor of something else")
+            self.mark(t, of_t)
+
+    def _numbers(self, func: Any, arguments: Any) -> Iterator[object]:
+        """Return the numbers among arguments; sizes as multiples of the number of tokens."""
+        sized = func.overloadpacket in _SIZED
+        for value in tree_leaves(arguments):
+            if isinstance(value, int) and sized and self.sizes.holds_tokens(value):
+                yield TOKENS, value // self.sizes.tokens
+            elif isinstance(value, (bool, int, float, complex, torch.dtype)):
+                yield value
+            elif isinstance(value, FakeTensor) and value.constant is not None:  # made of numbers, by `torch.tensor`
+                yield tuple(value.constant.flatten().tolist())

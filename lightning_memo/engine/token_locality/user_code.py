@@ -1,0 +1,71 @@
+"""Code of a user that a run on fake tensors does not show: hooks on modules, and backward functions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+# Packages whose hooks and backward functions treat each token by itself.
+_LIBRARIES = (
+    "torch", "transformers", "peft", "accelerate", "lightning", "lightning_memo", "torchao", "bitsandbytes",
+    "liger_kernel",
+)  # fmt: skip
+
+
+def hooked_module(layer: nn.Module) -> str:
+    """Return the name of a module inside a layer on which a user has registered hooks; empty if there is none."""
+    for name, module in layer.named_modules():
+        if module is not layer and any(map(_of_users, _hook_tables(module))):
+            return name
+    return ""
+
+
+@contextlib.contextmanager
+def without_hooks(layer: nn.Module) -> Iterator[None]:
+    """Inside this context, a user's hooks on modules inside a layer are not called: they may keep what they see."""
+    tables = [table for module in layer.modules() if module is not layer for table in _hook_tables(module)]
+    removed = [(table, table.copy()) for table in tables if _of_users(table)]
+    try:
+        for table, _ in removed:
+            for number in _of_users(table):
+                del table[number]
+        yield
+    finally:
+        for table, before in removed:
+            table.clear()
+            table.update(before)
+
+
+def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _of_users(table: dict[int, Any]) -> list[int]:
+    """Return the numbers of a user's hooks."""
+    return [number for number, hook in table.items() if not _is_of_a_library(hook)]
+
+
+def has_custom_functions(t: Tensor) -> bool:
+    """Return whether a tensor was computed by autograd functions of a user, whose backward may do anything."""
+    nodes, seen = [t.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+        if function is not None and not _is_of_a_library(function):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_of_a_library(code: Any) -> bool:
+    code = code.func if isinstance(code, functools.partial) else code
+    home = getattr(code, "__module__", None) or type(code).__module__
+    return home.partition(".")[0] in _LIBRARIES

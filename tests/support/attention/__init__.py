@@ -1,0 +1,1 @@
+"""Models whose attention is not plain, and their training against plain training."""

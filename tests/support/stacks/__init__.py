@@ -1,0 +1,1 @@
+"""Models with unusual stacks of layers."""

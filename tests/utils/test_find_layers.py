@@ -1,0 +1,103 @@
+"""Which modules of a model are its layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import FAMILIES, PlainBlock, PlainModel
+from support.stacks import layer_stacks
+from torch import nn
+
+from lightning_memo.utils.find_layers import find_stacks, select_stacks
+
+
+class Experts(PlainBlock):
+    """A block with a list of experts, which is larger than the rest of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(4))
+        self.heads = nn.ModuleDict({"a": nn.Linear(32, 8), "b": nn.Linear(32, 8)})
+
+
+def _in_dict() -> nn.Module:
+    """The way of nanoGPT."""
+    parts = {"wte": nn.Embedding(8, 32), "h": nn.ModuleList(layer_stacks.blocks(2)), "ln_f": nn.LayerNorm(32)}
+    return nn.ModuleDict({"transformer": nn.ModuleDict(parts)})
+
+
+def _pair() -> nn.Module:
+    return nn.ModuleList([PlainModel(layer_stacks.blocks(2)), nn.Sequential(nn.Linear(4, 4))])
+
+
+def _teacher() -> nn.Module:
+    llama = FAMILIES["llama"].build
+    return nn.ModuleDict({"student": llama(num_hidden_layers=3), "teacher": llama()})
+
+
+def _generators() -> nn.Module:
+    return nn.ModuleDict({name: PlainModel(layer_stacks.blocks(2)) for name in ("there", "back")})
+
+
+CASES = {
+    "list": (lambda: PlainModel(layer_stacks.blocks(3)), {"blocks": 3}),
+    "experts": (lambda: PlainModel([Experts(), Experts()]), {"blocks": 2}),
+    "experts of one layer": (lambda: PlainModel([Experts()]), {"blocks": 1}),
+    "nested": (layer_stacks.nested, {"blocks": 6}),
+    "stages": (layer_stacks.stages, {"blocks": 4}),
+    "mixed": (layer_stacks.mixed, {"blocks": 4}),
+    "Sequential with a norm": (layer_stacks.sequential, {"blocks": 4}),
+    "shared": (layer_stacks.repeated, {"blocks": 1}),
+    "nanoGPT": (_in_dict, {"transformer.h": 2}),
+    "models in a list": (_pair, {"0.blocks": 2}),
+    "student and teacher": (_teacher, {"teacher.model.layers": 4, "student.model.layers": 3}),
+    "models in a dict": (_generators, {"there.blocks": 2, "back.blocks": 2}),
+    "ALBERT": (layer_stacks.albert, {"albert.encoder.albert_layer_groups": 1}),
+    "BART": (layer_stacks.bart, {"model.decoder.layers": 3, "model.encoder.layers": 3}),
+    "linear layers": (lambda: nn.ModuleDict({"mlp": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}), {"mlp": 2}),
+}
+
+
+@pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES)
+def test_stacks_of_a_model(build, expected):
+    """The stacks, the largest first, with the number of their layers."""
+    with torch.device("meta"):
+        stacks = find_stacks(build())
+    assert {stack.name: len(stack.layers) for stack in stacks} == expected
+    assert [stack.name for stack in stacks] == list(expected)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), nn.ModuleList(), nn.ModuleDict()],
+    ids=lambda model: type(model).__name__,
+)
+def test_no_stacks(model):
+    with pytest.raises(ValueError, match="of repeated layers, so there is nothing to swap layer by layer"):
+        find_stacks(model)
+
+
+def test_small_stacks_are_left_out():
+    """A stack with less than a quarter of the largest one's parameters is not selected, unless it is named."""
+    model = nn.ModuleDict(
+        {"large": nn.ModuleList(layer_stacks.blocks(8)), "small": nn.ModuleList(layer_stacks.blocks(1))}
+    )
+    model["medium"] = nn.ModuleList(layer_stacks.blocks(2))
+
+    def names(given=None, alone=False):
+        return [stack.name for stack in select_stacks(model, given, alone)]
+
+    assert names() == ["large", "medium"]
+    assert names(alone=True) == ["large"]
+    assert names("small", alone=True) == ["small"]
+    assert names(["small", "large"]) == ["large", "small"]
+
+
+def test_containers_by_name():
+    """A name, or its end, selects the layers in a container, also in nested lists; without any, all children."""
+    (nested,) = select_stacks(layer_stacks.nested(), "blocks", alone=False)
+    (inner,) = select_stacks(layer_stacks.nested(), "blocks.1", alone=False)
+    (sequential,) = select_stacks(nn.ModuleDict({"model": layer_stacks.sequential()}), "blocks", alone=False)
+    assert (len(nested.layers), len(inner.layers), len(sequential.layers)) == (6, 2, 4)
+    with pytest.raises(ValueError, match=r"; its lists are: blocks, blocks\.0, blocks\.1, blocks\.2$"):
+        select_stacks(layer_stacks.nested(), "layers", alone=False)
