@@ -15,9 +15,13 @@ demo: $(INSTALLED)
 
 # One thread per worker, because the tests compare numbers bit by bit and share the cores. Each worker runs consecutive
 # files, so that fixtures and process pools are reused, and takes half of the other's remaining tests when it has finished.
+# Bytecode is cached even if the environment forbids it, because the tests start hundreds of processes.
+test: export EXTRAS_REQUIRED = 1
+test: export OMP_NUM_THREADS = 1
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	EXTRAS_REQUIRED=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) tests $(QUANTIZED_TESTS:%=--ignore=%)
-	EXTRAS_REQUIRED=1 OMP_NUM_THREADS=1 PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
+	$(RUN) -m pytest $(WORKERS) tests $(QUANTIZED_TESTS:%=--ignore=%)
+	PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
