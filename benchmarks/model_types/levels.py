@@ -24,14 +24,11 @@ class Level:
     instead: tuple[str, Mapping[str, Any]] | None = None
 
 
-# With this little memory, the plan of "auto" is not plain training.
-_AUTO = {"alpha": "auto", "device_memory": "1KiB"}
-WHOLE = 'use alpha=0, alpha=1 or "auto"'
 _SLICED = {"alpha": 0.5, "slice_tokens": SLICE_TOKENS}
 LEVELS = {
     "alpha 0": Level({"alpha": 0.0}),
     "alpha 1": Level({"alpha": 1.0}),
-    "fractions": Level({"alpha": 0.5}, instead=(WHOLE, _AUTO)),
+    "fractions": Level({"alpha": 0.5}),
     "slices": Level({**_SLICED, "host_backed": "all"}),
     "slice schedule": Level({**_SLICED, "schedule": "slice"}),
     "context": Level({"context_parallel_size": 2, "alpha": 0.0}, processes=2),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ _LEAST = 1e-6  # smaller gradients, relative to the norm of the whole gradient, 
 AS_NEAR = 3.0  # rounding errors of two orders of summation differ by chance, by up to this factor
 MOST = 1e-2  # whatever the rounding errors of plain training are
 _PERTURBATIONS = 4
+WHOLE = "layers run as one slice"
 Errors = dict[str, float]
 
 
@@ -27,9 +29,9 @@ class Outcome:
     """The result of training at a level.
 
     Attributes:
-        status: "works", "whole" (with layers that are not cut), "refused", "wrong" or "crash".
+        status: "works", "whole" (alpha is a fraction of the layers, which are not cut), "refused", "wrong" or "crash".
         error: Largest relative error of the loss and of any parameter's gradient.
-        why: The message of a refusal or of an error, or the parameter with the largest error.
+        why: Why layers are not cut, the message of a refusal or of an error, or the parameter with the largest error.
         settings: Settings that were used because the message of a refusal advised them.
         plain_error: Error of plain training in fp32 against fp64, if it was needed; `error` is then against fp64, too.
             It is the largest of some trainings with weights that differ slightly, as the error of a single sum may be
@@ -77,16 +79,21 @@ def outcome_of(example: Example, level: Level, references: References, processes
     second = _train(example, level.instead[1], references, processes)
     if second.status != "works":
         return second
-    status = "works" if processes > 1 else "whole"
-    return Outcome(status, second.error, first.why, level.instead[1], second.plain_error)
+    return replace(second, why=first.why, settings=level.instead[1])
 
 
 def _train(example: Example, settings: Mapping[str, Any], references: References, processes: int) -> Outcome:
-    try:
-        steps = train_with_memo(example, settings, processes)
-    except BaseException as error:
-        return _of_error(error)
-    return compare(steps, references)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            steps = train_with_memo(example, settings, processes)
+        except BaseException as error:
+            return _of_error(error)
+    found = compare(steps, references)
+    whole = next((message for each in caught if WHOLE in (message := str(each.message))), "")
+    if whole and found.status == "works" and 0.0 < settings["alpha"] < 1.0:
+        return replace(found, status="whole", why=whole)
+    return found
 
 
 def _of_error(error: BaseException) -> Outcome:

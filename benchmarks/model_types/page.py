@@ -14,6 +14,7 @@ Entry = dict[str, Any]
 _WORKING = ("works", "whole")
 # What messages add to a reason: the setting before it, and the advice after it.
 _FRAMES = (
+    r"^MemoStrategy: layers run as one slice.*?, because (?P<why>.*)\.$",
     r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",
@@ -24,7 +25,7 @@ _NAMES = re.compile(r"\b(?!ALiBi\b)[A-Z]\w*[a-z]\w*[A-Z]\w*\b|\b[A-Z]{2,}[a-z]\w
 _ELLIPSIS = "..."
 _MEANINGS = [
     ["works", f"the loss and each parameter's gradient have a relative error of at most {BOUND:g}"],
-    ["whole", 'the same with `alpha="auto"`: layers run as one slice, with a message; `alpha=0.5` is refused'],
+    ["whole", "the same; layers run as one slice, and alpha is the fraction of the layers that are swapped"],
     ["no", "training is refused in one line"],
     ["**wrong**", "a gradient differs: a bug"],
     ["**error**", "training ends with an error that is no message of `MemoStrategy`: a bug"],

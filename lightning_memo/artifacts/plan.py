@@ -108,7 +108,7 @@ class Plan:
             return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
         if self.swap.storage is not None:  # a recomputed layer holds all its tokens at once
             return self.costs.working_bytes(1.0) + self.swap.buffer_bytes + self.swap.kept_bytes
-        return self.costs.working_bytes_at(self.swap.alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
+        return self.costs.working_bytes_at(self.swap.least_alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
 
     @property
     def device_excess_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -13,6 +14,14 @@ MOST_CALLS: Final = 2**16
 HostBacked = Literal["none", "attention", "all"]
 Schedule = Literal["layer", "nest", "slice"]
 Attention = Literal["sdpa", "cudnn", "flash_attn", "transformer_engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSize:
+    """Bytes of the slot of a layer call, and how many of these go to the disk."""
+
+    total_bytes: int
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +36,8 @@ class SwapPlan:
     """With "plain", nothing is swapped or recomputed."""
 
     alpha: float
-    """Fraction of the tokens whose skeletal activations are swapped; 0.0 with "plain"."""
+    """Fraction of the tokens (with `whole_layers`, of the layer calls) whose skeletal activations are swapped; 0.0 with
+    "plain"."""
 
     schedule: Schedule
     slice_tokens: int | None
@@ -57,6 +67,12 @@ class SwapPlan:
     staging_bytes: int = 0
     """Device bytes of the buffers into which keys and values are fetched."""
 
+    whole_layers: bool = False
+    """Whether alpha is a fraction of the layer calls, which run as one slice each and are swapped or recomputed."""
+
+    recomputed_slot_bytes: int = 0
+    """Host bytes of a recomputed layer call with `whole_layers`."""
+
     storage: StoragePlan | None = None
     """Where each kind of tensor is stored; None if alpha alone decides. With a storage plan, alpha is the fraction of
     the tokens whose tensors are all swapped."""
@@ -84,6 +100,8 @@ class SwapPlan:
             raise ValueError(f"calls={self.calls} must be at most {MOST_CALLS}")
         if self.spilled_calls > (0 if self.streamed else self.swapped_calls):
             raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
+        if self.whole_layers and (self.streamed or self.storage is not None or self.spilled_calls):
+            raise ValueError("whole_layers contradicts host_backed, a storage plan and spilled_calls")
         if len(self.stored_spill_bytes) not in (0, self.calls):
             raise ValueError(f"stored_spill_bytes must have an entry for each of the {self.calls} layer calls, or none")
 
@@ -91,6 +109,22 @@ class SwapPlan:
     def streamed(self) -> bool:
         """Whether each slice swaps into its own slot, and keys and values of earlier slices come from the host."""
         return self.host_backed != "none"
+
+    def alpha_of(self, call: int) -> float:
+        """Fraction of a layer call's tokens whose skeletal activations are swapped."""
+        if not self.whole_layers:
+            return self.alpha
+        return float(is_spread(call % self.calls, round(self.alpha * self.calls), self.calls))
+
+    @property
+    def needs_slices(self) -> bool:
+        """Whether layers cannot run as one slice by the plan."""
+        return self.streamed or self.storage is not None
+
+    @property
+    def least_alpha(self) -> float:
+        """Smallest fraction of the tokens of a layer call whose skeletal activations are swapped."""
+        return math.floor(self.alpha) if self.whole_layers else self.alpha
 
     @property
     def executed(self) -> SwapPlan:
@@ -109,9 +143,10 @@ class SwapPlan:
         """Host bytes for swapped activations: slots, and the bounce buffers of the disk."""
         if self.streamed:
             return self.streamed_host_bytes
-        whole_slots = (self.swapped_calls - self.spilled_calls) * self.slot_bytes
-        stored_bytes = whole_slots if self.storage is None else self.stored_host_bytes
-        return stored_bytes + self.spill_layout.bounce_bytes
+        if self.storage is not None:
+            return self.stored_host_bytes + self.spill_layout.bounce_bytes
+        slots = map(self.slot_size, range(self.swapped_calls))
+        return sum(slot.total_bytes - slot.disk_bytes for slot in slots) + self.spill_layout.bounce_bytes
 
     @property
     def spill_layout(self) -> SpillLayout:
@@ -125,18 +160,30 @@ class SwapPlan:
 
     def bytes_to_spill(self, call: int) -> int:
         """Bytes of a layer call's slot that go to the disk."""
-        if self.storage is None:
-            return self.slot_bytes if self.spills(call) else 0
-        return self.stored_spill_bytes[call % self.calls] if self.stored_spill_bytes else 0
+        return self.slot_size(call).disk_bytes
+
+    def slot_size(self, call: int) -> SlotSize:
+        """Size of a layer call's slot."""
+        if self.storage is not None:
+            disk_bytes = self.stored_spill_bytes[call % self.calls] if self.stored_spill_bytes else 0
+            return SlotSize(self.slot_bytes, disk_bytes)
+        if self.whole_layers and not self.alpha_of(call):
+            return SlotSize(self.recomputed_slot_bytes)
+        return SlotSize(self.slot_bytes, self.slot_bytes if self.spills(call) else 0)
 
     def spills(self, call: int) -> bool:
         """Whether a whole layer call is spilled. Spilled calls are evenly spaced because the disk is slower."""
-        return call < self.swapped_calls and call * self.spilled_calls % self.swapped_calls < self.spilled_calls
+        return call < self.swapped_calls and is_spread(call, self.spilled_calls, self.swapped_calls)
 
     @property
     def buffer_bytes(self) -> int:
         """Device bytes of the two rounding buffers and of the buffers for fetched keys and values."""
         return 2 * self.slot_bytes + self.staging_bytes
+
+
+def is_spread(call: int, chosen: int, calls: int) -> bool:
+    """Return whether a call is among the `chosen` of `calls` that are evenly spaced."""
+    return call * chosen % calls < chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

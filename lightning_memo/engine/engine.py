@@ -208,11 +208,11 @@ class Engine:
         traits = next((traits for traits in self.layer_classes if traits.why_whole), self.layer_classes.agreed)
         return tuple(part.stop for part in self.slices_for(traits, tokens))
 
-    def slices_for(self, traits: LayerTraits, tokens: int) -> tuple[TokenRange, ...]:
-        """Return how the plan cuts a layer's input. A layer that cannot be cut is swapped or recomputed as a whole."""
+    def slices_for(self, traits: LayerTraits, tokens: int, key: int = 0) -> tuple[TokenRange, ...]:
+        """Return how the plan cuts a call's input. A layer that cannot be cut is swapped or recomputed as a whole."""
         assert self.swap is not None
-        alpha = self.swap.alpha
-        if traits.why_whole or self.layer_classes.agreed.why_whole:
+        alpha = self.swap.alpha_of(key)
+        if self.swap.whole_layers or traits.why_whole or self.layer_classes.agreed.why_whole:
             return (TokenRange(0, tokens, Action.SWAP if alpha >= 1.0 else Action.RECOMPUTE),)
         return self.cutter.cut(tokens, alpha, self.swap.slice_tokens)
 
@@ -282,15 +282,15 @@ class Engine:
     def _run_slices(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> Any:
         traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         self.settings.check(traits, type(call.layer).__name__, call.tokens)
-        slices = stored_slices(swap.storage, key, call.tokens) if swap.storage else self.slices_for(traits, call.tokens)
-        if self.comparison.due(key, swap.calls) and len(slices) > 1:
-            needs_slices = swap.streamed or swap.storage is not None
-            if self.comparison.ends_slices(call, x, traits, slices[0].tokens, needs_slices):
-                slices = self.slices_for(traits, call.tokens)
+        tokens = call.tokens
+        slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
+        compared = self.comparison.due(key, swap.calls) and len(slices) > 1
+        if compared and self.comparison.ends_slices(call, x, traits, slices[0].tokens, swap.needs_slices):
+            slices = self.slices_for(traits, tokens, key)
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
         leaves = swap.streamed or key < swap.calls - RESIDENT_CALLS
-        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.bytes_to_spill(key), swap.host_backed == "all")
+        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), swap.host_backed == "all")
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
         self.limits.begin_call(key, call.batch * call.tokens)
         if self.profile is not None:

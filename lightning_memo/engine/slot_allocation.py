@@ -39,7 +39,7 @@ def allocate_slots(
         spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, test_mode, recorder)
     return SlotMemory(
         swap.slot_bytes, swap.host_bytes, device, test_mode,
-        whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
+        whole_slots=not swap.needs_slices, gradient_bytes=swap.gradient_host_bytes,
         state_bytes=swap.state_host_bytes, spill=spill, recorder=recorder, check_restored=settings.check_restored,
     )  # fmt: skip
 

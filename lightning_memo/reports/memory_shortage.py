@@ -23,7 +23,7 @@ def plan_shortage(plan: Plan, can_have_more: bool) -> str:
         ways.append('set a smaller alpha or "auto"')
     costs, swap = plan.costs, plan.swap
     if (
-        costs.working_bytes_at(swap.alpha, swap.slice_tokens) == costs.transient_device_bytes
+        costs.working_bytes_at(swap.least_alpha, swap.slice_tokens) == costs.transient_device_bytes
     ):  # the peak is outside the layers
         ways.append("lower loss_chunk_tokens")
     elif swap.slice_tokens is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from typing import Final
 
 from rich.table import Table
@@ -13,7 +12,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
 from lightning_memo.utils.units import format_bytes, format_seconds
 
-_MOST_CALLS: Final = 8  # layer calls named in a line
+_MOST_CALLS: Final = 8  # layer calls, or ranges of them, named in a line
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -41,12 +40,25 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("layer calls", no_wrap=True)
     for name in ("swapped", "recomputed", "kept on device"):
         table.add_column(f"{name}, each", justify="right", no_wrap=True)
-    first = 0
-    for sizes, alike in groupby(_call_bytes(plan)):
-        last = first + len(list(alike)) - 1
-        table.add_row(f"layer {first}" if first == last else f"layers {first}-{last}", *_cells(sizes))
-        first = last + 1
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for call, sizes in enumerate(_call_bytes(plan)):
+        alike.setdefault(sizes, []).append(call)
+    for sizes, calls in alike.items():
+        table.add_row(_layers(calls), *_cells(sizes))
     return table
+
+
+def _layers(calls: list[int]) -> str:
+    """Names of layer calls, in ascending order: "layers 0-3, 5"."""
+    runs: list[list[int]] = []
+    for call in calls:
+        if runs and call == runs[-1][-1] + 1:
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    more = f", ... ({len(calls)} calls)" if len(names) > _MOST_CALLS else ""
+    return f"layer{'s' * (len(calls) > 1)} {', '.join(names[:_MOST_CALLS])}{more}"
 
 
 def _title(plan: Plan) -> Text:
@@ -66,7 +78,7 @@ def _moved_again_kept(plan: Plan, call: int) -> tuple[int, int, int]:
     if storage is not None and plan.storage_costs is not None:
         number = storage.call_classes[call]
         return call_bytes(plan.storage_costs.classes[number], storage.calls[number], storage.tokens)
-    moved = costs.swapped_bytes(call, 1.0 if swap.mode == "plain" else swap.alpha)
+    moved = costs.swapped_bytes(call, 1.0 if swap.mode == "plain" else swap.alpha_of(call))
     return moved, costs.swapped_bytes(call, 1.0) - moved, 0
 
 
@@ -82,7 +94,8 @@ def _summary(plan: Plan) -> list[str]:
         "attention": ", keys and values on the host",
         "all": ", everything but the current slice on the host",
     }
-    what = f"alpha={swap.alpha:.4g}" if swap.storage is None else "by kind of tensor"
+    of_layers = " of the layers" if swap.whole_layers else ""
+    what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage is None else "by kind of tensor"
     how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",

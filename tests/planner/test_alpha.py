@@ -12,7 +12,7 @@ from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
 AMPLE = 2**50
 
 
-def plan(costs, host_bytes=100 * GIB, device_bytes=None, alpha="auto", allowed=None, align=1):
+def plan(costs, host_bytes=100 * GIB, device_bytes=None, alpha="auto", whole_layers=False, align=1):
     """A plan that is not plain, unless a device budget is given."""
 
     def slot_bytes(fraction):
@@ -26,7 +26,7 @@ def plan(costs, host_bytes=100 * GIB, device_bytes=None, alpha="auto", allowed=N
         schedule="layer",
         slice_tokens=None,
         slot_bytes=slot_bytes,
-        allowed=allowed,
+        whole_layers=whole_layers,
         may_be_plain=device_bytes is not None,
     )
 
@@ -156,27 +156,39 @@ def test_a_given_alpha_must_fit_the_host():
         plan(costs_of(), host_bytes=4 * GIB, alpha=0.9)
 
 
-def test_a_given_alpha_must_be_one_that_the_layers_allow():
-    with pytest.raises(
-        ValueError,
-        match=r'^alpha=0.5 is not possible: .* support only alpha 0 or 1; set one of these, or "auto"$',
-    ):
-        plan(costs_of(), alpha=0.5, allowed=(0.0, 1.0))
-
-
 @pytest.mark.parametrize(
-    ("allowed", "forward_seconds", "expected"),
-    [((0.0, 1.0), 0.8, 0.0), ((0.0, 1.0), 2.0, 1.0), ((0.0, 0.5, 1.0), 0.8, 0.5), ((1.0,), 0.8, 1.0)],
+    ("alpha", "swapped", "host"), [(0.0, [], 0), (0.3, [0, 3], 2), (0.5, [0, 2, 4], 2), (0.9, [0, 2, 3, 4, 5], 3)]
 )
-def test_only_allowed_fractions_are_chosen(allowed, forward_seconds, expected):
-    made = plan(costs_of(forward_seconds=(forward_seconds,) * 6), allowed=allowed)
-    assert made.swap.alpha == expected
-    assert "The layers support only alpha" in made.reason
+def test_a_fraction_of_whole_layers(alpha, swapped, host):
+    """A given fraction is that of the nearest number of layer calls, which are evenly spread."""
+    costs = costs_of()
+    made = plan(costs, alpha=alpha, whole_layers=True)
+    least, most = costs.swapped_bytes(0, 0.0), costs.swapped_bytes(0, 1.0)
+    assert made.swap.alpha == alpha
+    assert [call for call in range(6) if made.swap.alpha_of(call)] == swapped
+    assert made.swap.host_bytes == host * most + (4 - host) * least  # the last two calls stay on the device
+    assert made.swap.slot_bytes == (most if swapped else least)
 
 
-def test_an_allowed_fraction_that_overflows_the_host_is_refused():
-    with pytest.raises(HostMemoryError, match="alpha=1 swaps"):
-        plan(costs_of(), host_bytes=2 * GIB, allowed=(1.0,))
+@pytest.mark.parametrize("forward_seconds", [0.1, 0.5, 0.6, 0.7, 0.8, 2.0])
+def test_the_best_fraction_of_whole_layers(forward_seconds):
+    costs = costs_of(forward_seconds=(forward_seconds,) * 6)
+    best = solve(costs).alpha
+    made = plan(costs, whole_layers=True)
+    assert made.swap.alpha == math.floor(6 * best + 1e-5) / 6
+    assert made.swap.whole_layers == (0.0 < made.swap.alpha < 1.0)
+
+
+@settings(max_examples=100)
+@given(host_bytes=st.integers(4 * GIB // 5, 6 * GIB))
+def test_whole_layers_keep_the_host_budget_and_use_it_up(host_bytes):
+    costs = costs_of(forward_seconds=(9.0,) * 6)
+    made = plan(costs, host_bytes=host_bytes, whole_layers=True)
+    assert made.swap.host_bytes <= host_bytes
+    if made.swap.alpha < 1.0:
+        # One more may be among the last two, which stay on the device.
+        more = plan(costs, alpha=min(made.swap.alpha + 2 / 6, 1.0), whole_layers=True)
+        assert more.swap.host_bytes > host_bytes
 
 
 @settings(max_examples=100)
@@ -209,15 +221,15 @@ def test_one_cold_layer_does_not_decide():
     assert plan(cold) == replace(plan(costs_of()), costs=cold)
 
 
-@pytest.mark.parametrize("allowed", [None, (0.0, 1.0)])
+@pytest.mark.parametrize("whole_layers", [False, True])
 @pytest.mark.parametrize("align", [1, 2**24])
-def test_auto_takes_what_the_device_has_room_for(align, allowed):
-    """At every budget, the plan fits if alpha 0 does, and one more token would not fit."""
+def test_auto_takes_what_the_device_has_room_for(align, whole_layers):
+    """At every budget, the plan fits if alpha 0 does, and one more token, or layer call, would not fit."""
     costs = costs_of(offload_bytes_per_second=4.0 * GIB, prefetch_bytes_per_second=4.0 * GIB)
     least, most = (plan(costs, alpha=alpha, align=align).device_bytes for alpha in (0.0, 1.0))
     taken = []
     for device_bytes in range(least - 2**28, most + 2**28, 2**26 + 1):
-        made = plan(costs, device_bytes=device_bytes, align=align, allowed=allowed)
+        made = plan(costs, device_bytes=device_bytes, align=align, whole_layers=whole_layers)
         taken.append(made.swap.alpha)
         if device_bytes < least:
             assert (made.swap.alpha, made.device_excess_bytes) == (0.0, least - device_bytes)
@@ -225,9 +237,10 @@ def test_auto_takes_what_the_device_has_room_for(align, allowed):
         assert made.device_excess_bytes == 0
         if made.swap.alpha == 1.0:
             continue
-        more = 1.0 if allowed else made.swap.alpha + 1 / costs.tokens
-        assert plan(costs, device_bytes=device_bytes, alpha=more, align=align).device_excess_bytes > 0
-        assert allowed or made.reason.startswith("Device memory is the limit: ")
+        more = made.swap.alpha + 1 / (costs.calls if whole_layers else costs.tokens)
+        needed = plan(costs, device_bytes=device_bytes, alpha=more, align=align, whole_layers=whole_layers)
+        assert needed.device_excess_bytes > 0
+        assert made.reason.startswith("Device memory is the limit: ")
     assert taken == sorted(taken) and taken[-1] == 1.0
 
 

@@ -92,8 +92,8 @@ class ScriptedEngine(Engine):
 
     script: tuple[TokenRange, ...] | None = None
 
-    def slices_for(self, traits: LayerTraits, tokens: int) -> tuple[TokenRange, ...]:
-        return super().slices_for(traits, tokens) if self.script is None else self.script
+    def slices_for(self, traits: LayerTraits, tokens: int, key: int = 0) -> tuple[TokenRange, ...]:
+        return super().slices_for(traits, tokens, key) if self.script is None else self.script
 
 
 class EngineUnderTest:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_meter import CallMeter
@@ -29,14 +30,14 @@ class StoragePolicy:
         swap: Whether slots leave the device.
         per_slice: Whether every slice has a slot of its own, and attention reads earlier keys and values from the host;
             otherwise the call has one slot.
-        spill_bytes: Bytes of the slot that go to the disk.
+        size: Size of the call's slot; `None` for the largest.
         states_on_host: Whether hidden states between layers, and their gradients, are on the host.
     """
 
     memory: SlotMemory | None
     swap: bool
     per_slice: bool = False
-    spill_bytes: int = 0
+    size: SlotSize | None = None
     states_on_host: bool = False
 
 
@@ -61,9 +62,9 @@ class CallStorage:
         self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter, call: LayerCall, x: Tensor, by_kind: bool
     ) -> None:
         self._groups, self._policy, self._meter, self._tokens = groups, policy, meter, call.tokens
-        self._spills_all = policy.spill_bytes > 0 and not by_kind
+        self._spills_all = policy.size is not None and policy.size.disk_bytes > 0 and not by_kind
         self.memory = policy.memory
-        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.spill_bytes)
+        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.size)
         self.resident = ResidentTensors()
         self._input: Handle | None = None
         if self.group is not None and not by_kind:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.artifacts.spill_layout import BLOCK_BYTES, whole_blocks
+from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.engine.copies.copy_events import AllOf, CopyError, CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
 from lightning_memo.engine.copies.test_mode import TestMode, delays_of
@@ -54,7 +55,7 @@ class SlotMemory:
     ended. In the backward, call `i` is fetched into it when the backward of call `i + 2` is over.
 
     Attributes:
-        slot_bytes: Size of a slot.
+        slot_bytes: Size of the largest slot.
         host_bytes: Host memory of the plan, including `gradient_bytes`, `state_bytes` and the spill's bounce buffers.
         device: Where the layers run.
         test_mode: Random delays and poisoned buffers that reveal copy races.
@@ -117,23 +118,24 @@ class SlotMemory:
     def _arenas(self) -> tuple[HostArena, ...]:
         return self.arena, self.gradient_arena, self.state_arena
 
-    def lease(self, call: int, swap: bool, spill_bytes: int = 0) -> Slot:
+    def lease(self, call: int, swap: bool, size: SlotSize | None = None) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
 
         Args:
             call: Number of the layer call.
             swap: Whether the slot leaves the device.
-            spill_bytes: Size of its disk share.
+            size: Size of the slot; `None` for the largest, all of which goes to the host.
         """
-        split = self.slot_bytes - spill_bytes
-        slot = Slot(None, SlotShare(0, split), SlotShare(split, self.slot_bytes), swap)
+        size = size or SlotSize(self.slot_bytes)
+        split = size.total_bytes - size.disk_bytes
+        slot = Slot(None, SlotShare(0, split), SlotShare(split, size.total_bytes), swap)
         if self.recorder is not None:
             slot.subject = self.recorder.subject
         self._enter_device(slot, call)
         if swap and self.whole_slots and split:
             self._take_host(slot, split)
-        if swap and spill_bytes and self.spill is not None:
-            slot.disk = self.spill.take(spill_bytes)
+        if swap and size.disk_bytes and self.spill is not None:
+            slot.disk = self.spill.take(size.disk_bytes)
         return slot
 
     def offload(self, slot: Slot, last: bool = False) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.engine.memory.block_reader import HostRange
 from lightning_memo.engine.memory.checksums import SlotChecksums
 from lightning_memo.engine.memory.saved_storages import Registry, flat
@@ -33,7 +34,7 @@ class OffloadGroup:
         number: Position among the groups that are alive, in the order of the forward.
         memory: The memory in which the slot is leased; `None` if all tensors stay on the device.
         swap: Whether the slot leaves the device.
-        spill_bytes: Bytes of the slot that go to the disk; the rest goes to the host.
+        size: Size of the slot; `None` for the largest.
 
     Attributes:
         slot: The slot; `None` if all tensors stay on the device.
@@ -41,10 +42,10 @@ class OffloadGroup:
     """
 
     def __init__(
-        self, groups: OffloadGroups, number: int, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0
+        self, groups: OffloadGroups, number: int, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None
     ) -> None:
         self.number = number
-        self.slot = None if memory is None else memory.lease(number, swap, spill_bytes)
+        self.slot = None if memory is None else memory.lease(number, swap, size)
         checked = memory is not None and memory.check_restored and swap
         self.checks = SlotChecksums(self.slot) if checked and self.slot is not None else None
         self._groups = groups
@@ -152,9 +153,9 @@ class OffloadGroups:
     def __iter__(self) -> Iterator[OffloadGroup]:
         return iter([group for _, group in sorted(self._groups.items())])
 
-    def open(self, memory: SlotMemory | None, swap: bool, spill_bytes: int = 0) -> OffloadGroup:
+    def open(self, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None) -> OffloadGroup:
         """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
-        group = OffloadGroup(self, max(self._groups.keys(), default=-1) + 1, memory, swap, spill_bytes)
+        group = OffloadGroup(self, max(self._groups.keys(), default=-1) + 1, memory, swap, size)
         self._groups[group.number] = group
         return group
 

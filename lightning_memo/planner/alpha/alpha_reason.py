@@ -13,11 +13,6 @@ _SLOW: Final = "copies take longer than the forward and slow the step"
 _WAITS: Final = "Layers wait for the disk."
 
 
-def listed(allowed: tuple[float, ...]) -> str:
-    """Fractions as text: "0 or 1"."""
-    return " or ".join(f"{alpha:g}" for alpha in sorted(allowed))
-
-
 def given_alpha_reason(feasibility: Feasibility, alpha: float) -> str:
     """Whether the copies of a given alpha slow the step.
 
@@ -30,28 +25,26 @@ def given_alpha_reason(feasibility: Feasibility, alpha: float) -> str:
     return f"alpha was given; {copies}.{waits}"
 
 
-def best_alpha_reason(
-    feasibility: Feasibility, solution: AlphaSolution, alpha: float, allowed: tuple[float, ...] | None
-) -> str:
+def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: float) -> str:
     """What limits the alpha that the planner chose.
 
     Args:
         feasibility: Costs and budget of the step.
         solution: Optimum under the overlap and host memory constraints.
         alpha: Fraction of the tokens that was chosen.
-        allowed: The only fractions that the layers support; None for all.
     """
     limit, allows = _limit_text(feasibility, solution)
-    more = min(alpha + 1 / feasibility.costs.tokens, 1.0)
+    parts = feasibility.costs.calls if feasibility.whole_layers else feasibility.costs.tokens
+    more = min(alpha + 1 / parts, 1.0)
     budget = feasibility.budget
-    if allowed is not None:
-        return f"{limit} The layers support only alpha {listed(allowed)}."
     if not feasibility.keeps_up(alpha):
         return f"{limit} {_WAITS}"
     if not feasibility.keeps_up(more):
         return f"Disk speed is the limit: above alpha={alpha:.4g} layers would wait for the disk. {allows}"
     if not feasibility.fits_device(more):
         return f"Device memory is the limit: {_overflow_text(feasibility, alpha)}. {allows}"
+    if feasibility.whole_layers and alpha < solution.alpha:
+        return f"{limit} Layers run whole, so alpha={alpha:.4g} is a fraction of the layer calls."
     if alpha < solution.alpha - 2 / feasibility.costs.tokens:
         cause = "The disk's bounce buffers take host memory" if budget.spill_bytes else "Host slots are aligned"
         return f"{limit} {cause}, so alpha={alpha:.4g} is the largest that fits."

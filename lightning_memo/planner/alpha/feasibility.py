@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.swap_plan import StreamedBytes
+from lightning_memo.artifacts.swap_plan import StreamedBytes, is_spread
 from lightning_memo.planner.alpha.disk_tier import calls_to_spill, disk_keeps_up
 
 
@@ -21,6 +21,8 @@ class Feasibility:
         streamed_bytes: Returns the exact bytes for an alpha where each slice swaps into a slot of its own, which never
             goes to the disk; None if whole layer calls swap.
         slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
+        whole_layers: Whether fractions are those of the layer calls, of which `slot_bytes` knows the bytes of swapped
+            (1.0) and recomputed (0.0) ones.
     """
 
     costs: LayerCosts
@@ -28,6 +30,7 @@ class Feasibility:
     slot_bytes: Callable[[float], int]
     streamed_bytes: Callable[[float], StreamedBytes] | None
     slice_tokens: int | None = None
+    whole_layers: bool = False
 
     @property
     def _calls(self) -> int:
@@ -38,11 +41,21 @@ class Feasibility:
         """Bytes of all swapped activations."""
         if self.streamed_bytes is not None:
             return self.streamed_bytes(alpha).host
-        return self._calls * self.slot_bytes(alpha) if self._calls else 0
+        if not self._calls:
+            return 0
+        if self.mixed(alpha):
+            chosen = round(alpha * self.costs.calls)
+            swapped = sum(is_spread(call, chosen, self.costs.calls) for call in range(self._calls))
+            return swapped * self.slot_bytes(1.0) + (self._calls - swapped) * self.slot_bytes(0.0)
+        return self._calls * self.slot_bytes(alpha)
+
+    def mixed(self, alpha: float) -> bool:
+        """Whether some layer calls are swapped as a whole, and the others recomputed."""
+        return self.whole_layers and 0.0 < alpha < 1.0
 
     def spilled_calls(self, alpha: float) -> int | None:
         """Smallest number of layer calls that have to go to the disk; None if host and disk cannot hold them all."""
-        if self.streamed_bytes is not None:
+        if self.streamed_bytes is not None or self.mixed(alpha):
             return 0 if self.host_bytes(alpha) <= self.budget.host_bytes else None
         return calls_to_spill(self._calls, self.slot_bytes(alpha), self.budget) if self._calls else 0
 
@@ -61,8 +74,9 @@ class Feasibility:
             sizes = self.streamed_bytes(alpha)
             buffers = 2 * sizes.slot + sizes.staging
         else:
-            buffers = 2 * self.slot_bytes(alpha)
-        return self.costs.fixed_device_bytes + self.costs.working_bytes_at(alpha, self.slice_tokens) + buffers
+            buffers = 2 * self.slot_bytes(1.0 if self.mixed(alpha) else alpha)
+        least_alpha = 0.0 if self.mixed(alpha) else alpha
+        return self.costs.fixed_device_bytes + self.costs.working_bytes_at(least_alpha, self.slice_tokens) + buffers
 
     def fits_device(self, alpha: float) -> bool:
         """Whether the device budget holds the plan."""

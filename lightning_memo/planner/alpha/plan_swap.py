@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import HostBacked, Schedule, StreamedBytes, SwapPlan
-from lightning_memo.planner.alpha.alpha_reason import best_alpha_reason, given_alpha_reason, listed
+from lightning_memo.planner.alpha.alpha_reason import best_alpha_reason, given_alpha_reason
 from lightning_memo.planner.alpha.feasibility import Feasibility
 from lightning_memo.planner.alpha.largest_alpha import TOLERANCE, HostMemoryError, solve_alpha
 from lightning_memo.planner.alpha.plain_training import plain_plan
@@ -26,7 +26,7 @@ def plan_swap(
     schedule: Schedule,
     slice_tokens: int | None,
     slot_bytes: Callable[[float], int],
-    allowed: tuple[float, ...] | None = None,
+    whole_layers: bool = False,
     may_be_plain: bool = True,
     host_backed: HostBacked = "none",
     streamed_bytes: Callable[[float], StreamedBytes] | None = None,
@@ -47,7 +47,8 @@ def plan_swap(
         slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
         slot_bytes: Returns the exact host bytes of one layer call for an alpha, alignment included; must not decrease
             with alpha.
-        allowed: Fractions that the layers support; None if they support all.
+        whole_layers: Whether layers cannot be cut, so that alpha is a fraction of the layer calls. `slot_bytes` is then
+            called with 0.0 and 1.0 only.
         may_be_plain: Whether plain training may be chosen. It may not if it does not fit on another process.
         host_backed: Tensors that live on the host, see `lightning_memo.artifacts.swap_plan.SwapPlan`.
         streamed_bytes: Returns the exact bytes for an alpha if `host_backed` is not "none". `slot_bytes` is not
@@ -55,15 +56,14 @@ def plan_swap(
 
     Raises:
         HostMemoryError: The host cannot hold the activations that have to be swapped.
-        ValueError: The layers do not support the given alpha.
     """
     if alpha == "auto" and may_be_plain:
         plain = plain_plan(costs, budget, fingerprint, schedule, slice_tokens)
         if plain is not None:
             return plain
     warm = steady(costs)
-    feasibility = Feasibility(warm, budget, slot_bytes, streamed_bytes, slice_tokens)
-    chosen, reason = _choose_alpha(feasibility, alpha, allowed)
+    feasibility = Feasibility(warm, budget, slot_bytes, streamed_bytes, slice_tokens, whole_layers)
+    chosen, reason = _choose_alpha(feasibility, alpha)
     swap = _swap_plan(feasibility, chosen, schedule, host_backed)
     seconds = step_seconds(warm, swap)
     return Plan(fingerprint=fingerprint, costs=costs, budget=budget, swap=swap, step_seconds=seconds, reason=reason)
@@ -71,13 +71,16 @@ def plan_swap(
 
 def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_backed: HostBacked) -> SwapPlan:
     sizes = None if feasibility.streamed_bytes is None else feasibility.streamed_bytes(alpha)
+    mixed = feasibility.mixed(alpha)
     swap = SwapPlan(
         mode="memo",
         alpha=alpha,
         schedule=schedule,
         slice_tokens=feasibility.slice_tokens,
         calls=feasibility.costs.calls,
-        slot_bytes=feasibility.slot_bytes(alpha) if sizes is None else 0,
+        slot_bytes=feasibility.slot_bytes(1.0 if mixed else alpha) if sizes is None else 0,
+        whole_layers=mixed,
+        recomputed_slot_bytes=feasibility.slot_bytes(0.0) if mixed else 0,
         spilled_calls=feasibility.spilled_calls(alpha) or 0,
     )
     if sizes is None:
@@ -93,55 +96,37 @@ def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_
     )
 
 
-def _choose_alpha(feasibility: Feasibility, alpha: float | str, allowed: tuple[float, ...] | None) -> tuple[float, str]:
+def _choose_alpha(feasibility: Feasibility, alpha: float | str) -> tuple[float, str]:
     """Returns alpha and the reason for it."""
     if alpha == "auto":
         solution = solve_alpha(feasibility.costs, feasibility.budget)
-        chosen = _feasible_alpha(feasibility, solution.alpha, allowed)
-        return chosen, best_alpha_reason(feasibility, solution, chosen, allowed)
+        chosen = _feasible_alpha(feasibility, solution.alpha)
+        return chosen, best_alpha_reason(feasibility, solution, chosen)
     given = float(alpha)
-    if allowed is not None and given not in allowed:
-        raise ValueError(
-            f"alpha={given:g} is not possible: the layers of this model support only alpha {listed(allowed)}; "
-            'set one of these, or "auto"'
-        )
     if not feasibility.fits(given):
         remedy = 'set a smaller alpha or alpha="auto", or raise host_memory'
         raise HostMemoryError(given, feasibility.host_bytes(given), feasibility.budget, remedy)
     return given, given_alpha_reason(feasibility, given)
 
 
-def _feasible_alpha(feasibility: Feasibility, limit: float, allowed: tuple[float, ...] | None) -> float:
-    """Largest fraction up to `limit`, in whole tokens, whose slots fit with their alignment.
+def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
+    """Largest fraction up to `limit`, in whole tokens or layer calls, whose slots fit with their alignment.
 
-    The disk also has to keep up and the device has to have room, except at the smallest fraction.
+    The disk also has to keep up and the device has to have room, except at the smallest fraction. Memory grows with the
+    fraction.
+
+    Raises:
+        HostMemoryError: Not even the smallest fraction fits.
     """
-    limit = min(limit + TOLERANCE, 1.0)
-    if allowed is not None:
-        possible = [alpha for alpha in sorted(allowed) if feasibility.fits(alpha)]
-        # Exceeding the overlap limit only costs time: the layers may leave no other choice than the smallest fraction.
-        if possible:
-            good = [a for a in possible if a <= limit and feasibility.keeps_up(a) and feasibility.fits_device(a)]
-            return max(good, default=possible[0])
-        least = min(allowed)
-    else:
-        fitting = _fitting_tokens(feasibility, math.floor(limit * feasibility.costs.tokens))
-        if fitting is not None:
-            return fitting / feasibility.costs.tokens
-        least = 0.0
-    raise HostMemoryError(least, feasibility.host_bytes(least), feasibility.budget)
-
-
-def _fitting_tokens(feasibility: Feasibility, most: int) -> int | None:
-    """Largest number of tokens up to `most` that can be swapped. None if not even zero tokens fit.
-
-    Slots grow with the tokens.
-    """
+    parts = feasibility.costs.calls if feasibility.whole_layers else feasibility.costs.tokens
 
     def too_many(count: int) -> bool:
-        alpha = count / feasibility.costs.tokens
+        alpha = count / parts
         keeps_up = count == 0 or (feasibility.keeps_up(alpha) and feasibility.fits_device(alpha))
         return not (feasibility.fits(alpha) and keeps_up)
 
+    most = math.floor(min(limit + TOLERANCE, 1.0) * parts)
     fitting = bisect_left(range(most + 1), True, key=too_many)
-    return fitting - 1 if fitting else None
+    if not fitting:
+        raise HostMemoryError(0.0, feasibility.host_bytes(0.0), feasibility.budget)
+    return (fitting - 1) / parts

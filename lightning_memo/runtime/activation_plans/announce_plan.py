@@ -21,7 +21,10 @@ def announce_plan(plan: Plan, attention: str, why_whole: str) -> None:
         why_whole: Why layers cannot be cut into slices; empty if they can.
     """
     if why_whole:
-        rank_zero_warn(f"MemoStrategy: layers run as one slice, because {why_whole}.")
+        swap = plan.swap
+        swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
+        some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
+        rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}.")
     for trial in plan.attention_trials:
         if trial.name == attention and trial.why_not:
             rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')

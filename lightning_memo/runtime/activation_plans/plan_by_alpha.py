@@ -27,7 +27,7 @@ def plan_by_alpha(
         everyone: Whether all processes agree, or only those that work on the same sequences.
 
     Raises:
-        ValueError: Some process finds no plan, or the user's alpha cuts a layer that cannot be cut.
+        ValueError: Some process finds no plan.
     """
     return agree_on_plan(_AlphaPlanner(step, engine, config, most_alpha).solve, ranks, everyone)
 
@@ -41,7 +41,7 @@ class _AlphaPlanner:
 
     def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
         """The plan of this process for an alpha; `None` is the user's."""
-        plan = self._plan_at(self._given_alpha() if alpha is None else alpha, may_be_plain)
+        plan = self._plan_at(self._config.alpha if alpha is None else alpha, may_be_plain)
         return plan if plan.swap.alpha <= self._most_alpha else self._plan_at(self._most_alpha, may_be_plain)
 
     def _plan_at(self, alpha: float | str, may_be_plain: bool) -> Plan:
@@ -53,23 +53,12 @@ class _AlphaPlanner:
             schedule=self._engine.layer_classes.schedule,
             slice_tokens=self._slice_tokens,
             slot_bytes=self._slot_bytes,
-            allowed=(0.0, 1.0) if self._engine.layer_classes.why_whole else None,
+            whole_layers=bool(self._engine.layer_classes.why_whole),
             # The profiled step was cut into slices: the memory of a step without slices is not known.
             may_be_plain=may_be_plain and self._backing == "none",
             host_backed=self._backing,
             streamed_bytes=None if self._backing == "none" else self._streamed_bytes,
         )
-
-    def _given_alpha(self) -> float | str:
-        """The user's alpha.
-
-        Raises:
-            ValueError: It cuts a layer that cannot be cut.
-        """
-        alpha, why = self._config.alpha, self._engine.layer_classes.why_whole
-        if why and alpha not in ("auto", 0.0, 1.0):
-            raise ValueError(f'alpha={alpha} cuts the layers into slices, but {why}: use alpha=0, alpha=1 or "auto"')
-        return alpha
 
     def _slot_bytes(self, alpha: float) -> int:
         """Size of the largest host slot at an alpha."""

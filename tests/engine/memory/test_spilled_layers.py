@@ -16,7 +16,7 @@ from support.samples.spilled import SWAPPED_CALLS, Counted, build
 
 from lightning_memo.artifacts import spill_layout
 from lightning_memo.artifacts.spill_layout import BLOCK_BYTES
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SlotSize, SwapPlan
 from lightning_memo.engine.memory.slot import Slot
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill_file import SpillError
@@ -85,7 +85,7 @@ def test_a_slot_may_go_to_the_host_in_part(tmp_path: Path) -> None:
         under_test.load(1.0, spilled_calls=1)
         memory = under_test.engine.memory
         assert memory is not None and memory.spill is not None
-        slot = memory.lease(0, swap=True, spill_bytes=5000)
+        slot = memory.lease(0, swap=True, size=SlotSize(memory.slot_bytes, 5000))
         tensors = [torch.full((n,), float(n)) for n in (100, 200, 300, 900)]
         stored = [slot.put(t, spill=t.numel() > 250) for t in tensors]
         assert slot.put(torch.empty(BLOCK_BYTES), spill=True) is None
