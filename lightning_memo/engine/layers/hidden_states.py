@@ -32,7 +32,7 @@ class WholeStates:
         self._bounds = [(part.start, part.stop) for part in slices]
         self._y: Assembly | Tensor | None = None
         self._dx: Assembly | Tensor | None = None
-        self._dy: Iterator[Tensor] = iter(())
+        self._dy: Iterator[Tensor] | None = None
 
     def inputs(self, x: Tensor) -> Iterator[Tensor]:
         """Return the input of each slice, without history."""
@@ -54,13 +54,19 @@ class WholeStates:
 
     def next_output_gradient(self) -> Tensor | None:
         """Return the part of the output's gradient of the slice whose turn it is; `None` if the output has none."""
-        dy = next(self._dy, None)
-        self._dy = iter(())  # the gradient need not live longer than the slice needs it
-        return dy
+        if self._dy is None:
+            return None
+        for dy in self._dy:
+            self._forget_gradient()
+            return dy
+        raise AssertionError("every slice has taken its part of the output's gradient")
+
+    def _forget_gradient(self) -> None:
+        self._dy = iter(())  # it need not live longer than the slice needs it
 
     def drop_output_gradient(self) -> None:
         """Hold the gradient of the output no longer."""
-        self._dy = iter(())
+        self._dy = None
 
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
         """Take a slice's part of the gradient of the layer's input."""
@@ -93,8 +99,8 @@ class SlicedStates(WholeStates):
     def write_output(self, part: TokenRange, y: Tensor) -> None:
         self._y = self._written(self._y, part, y, "output")
 
-    def next_output_gradient(self) -> Tensor | None:
-        return next(self._dy, None)
+    def _forget_gradient(self) -> None:
+        """Later slices need their parts."""
 
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
         self._dx = self._written(self._dx, part, dx, "input gradient")

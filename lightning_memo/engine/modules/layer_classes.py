@@ -89,19 +89,15 @@ class LayerClasses:
                 layer cannot run more than once.
         """
         refuse_changing_scales(call.layer)
-        shapes = tuple((name, tuple(p.shape)) for name, p in call.layer.named_parameters())
+        modules, switches = _modules_of(call.layer)
         # Traits of a single token do not hold for longer sequences.
-        modules = tuple((name, type(m), *m._buffers) for name, m in call.layer.named_modules())
-        # A callback may switch parts of a layer on while training.
-        values = ((name, value) for m in call.layer.modules() for name, value in vars(m).items())
-        switches = tuple(value for name, value in values if type(value) is bool and not name.startswith("_"))
         form: object = (x.dtype, call.form(), switches, call.tokens < 2)
-        by_form = self._traits.setdefault((id(call.layer), modules, shapes), {})
+        by_form = self._traits.setdefault((id(call.layer), modules), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER
         if form not in by_form:
             with collecting_nothing():
-                by_form[form] = self._find(call, x, (modules, shapes, form), form is _ANY_OTHER)
+                by_form[form] = self._find(call, x, (modules, form), form is _ANY_OTHER)
         return by_form[form]
 
     def _find(self, call: LayerCall, x: Tensor, kind: object, any_other: bool) -> LayerTraits:
@@ -137,3 +133,17 @@ class LayerClasses:
         if self._why_scaled is None:
             self._why_scaled = next(filter(None, map(why_scaled_together, self._layers)), "")
         return self._why_scaled
+
+
+def _modules_of(layer: nn.Module) -> tuple[object, object]:
+    """Return what makes the class of a layer, and the flags by which a callback may switch parts of it while training.
+
+    This runs in each call of a layer.
+    """
+    modules: list[object] = []
+    switches: list[bool] = []
+    for name, m in layer.named_modules():
+        modules += name, type(m), *m._buffers, *(p.shape for p in m._parameters.values() if p is not None)
+        # By identity, which is faster: other values may be tensors.
+        switches += [v for k, v in m.__dict__.items() if (v is True or v is False) and k[0] != "_"]
+    return tuple(modules), tuple(switches)

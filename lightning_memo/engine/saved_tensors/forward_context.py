@@ -33,6 +33,8 @@ class ForwardContext:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restore the conditions and enable gradients inside the context; put the present state back afterwards."""
-        states = self.rng.replayed(), self.buffers.replayed(), self.attributes.replayed()
-        with states[0], states[1], states[2], torch.enable_grad(), self.autocast():
+        with (
+            self.rng.replayed(), self.buffers.replayed(), self.attributes.replayed(), torch.enable_grad(),
+            self.autocast(),
+        ):  # fmt: skip
             yield
