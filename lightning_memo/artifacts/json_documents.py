@@ -104,6 +104,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else _decode(options[0], value, where)
     if origin is Literal and isinstance(value, str) and value in options:
         return value
+    if kind is bool and isinstance(value, bool):
+        return value
     if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63:
         return kind(value)
     # Text is printed on terminals, where control characters would take effect.
@@ -115,5 +117,5 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 def _expected(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return " or ".join(f'"{option}"' for option in typing.get_args(kind))
-    names = {int: "an integer", float: "a number", str: "printable text"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "printable text"}
     return names.get(kind, "a list")

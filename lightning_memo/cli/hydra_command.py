@@ -52,6 +52,18 @@ def run_command(command: Callable[[], None]) -> None:
     except Exception as error:
         exit_for_user(error)
         raise
+    _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """Ends the process group after a command that succeeded.
+
+    Otherwise Gloo's threads may still hold tensors while the interpreter ends, which rarely aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291). After a failure, other processes may wait in a collective.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def exit_for_user(error: BaseException) -> None:

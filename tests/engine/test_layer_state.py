@@ -57,7 +57,7 @@ def module(kind: Callable[[nn.Module], nn.Module]) -> LanguageModel:
     return LanguageModel(lambda: PlainModel([kind(PlainBlock(dropout=0.1)) for _ in range(3)]))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("kind", [Delayed, Replaced, Normalised])
 def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float) -> None:
     """Probing, profiling and recomputing layers leave no trace, and a recomputation sees the buffers of the forward.
@@ -66,7 +66,7 @@ def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float
     """
     settings = {"max_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 2, "limit_val_batches": 1}
     strategy = MemoStrategy(alpha=alpha, plan_memory=False, check_restored=True)
-    with pytest.warns(UserWarning, match="layers run as one slice, because"):
+    with pytest.warns(UserWarning, match="layers run as one slice.*, because"):
         result = fit(strategy, module(kind), loader(), loader(), **settings)
     expected = plain(module(kind), loader(), val_data=loader(), **settings)
     assert result.losses == expected.losses
@@ -77,7 +77,6 @@ def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"alpha": 0.5}, 'changes its buffer history in each forward: use alpha=0, alpha=1 or "auto"'),
         ({"storage": "kinds"}, 'changes its buffer history in each forward: use storage="alpha"'),
         (
             {"slice_tokens": 8, "host_backed": "attention"},

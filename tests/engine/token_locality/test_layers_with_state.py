@@ -22,8 +22,8 @@ from lightning_memo import MemoStrategy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-WHOLE: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 1.0}]
-CUT: list[dict[str, Any]] = [*WHOLE, {"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}]
+WHOLE: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}]
+CUT: list[dict[str, Any]] = [*WHOLE, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}]
 
 
 class Conjugated(PlainBlock):
@@ -185,11 +185,15 @@ def check(build: Callable[[], nn.Module], settings: dict[str, Any], steps: int =
 
 
 @pytest.mark.parametrize("settings", WHOLE)
-@pytest.mark.parametrize(
-    "kind", [Conjugated, Negated, Quantized, Counting, CountingAside, Catching, Switched, Normalized]
-)
+@pytest.mark.parametrize("kind", [Conjugated, Negated, Counting, CountingAside, Catching, Switched, Normalized])
 def test_layers_that_run_whole(kind: type[nn.Module], settings: dict[str, Any]) -> None:
     check(blocks(kind), settings)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_copies_of_weights_that_are_rounded(alpha: float) -> None:
+    """At other alphas the layer is cut, and sums over two slices round differently in bfloat16."""
+    check(blocks(Quantized), {"alpha": alpha})
 
 
 @pytest.mark.parametrize("settings", [s for s in CUT if s not in WHOLE])
@@ -229,7 +233,7 @@ class HeadDropout(PlainBlock):
 
 @pytest.mark.parametrize(("kind", "tokens"), [(DropConnect, 64), (HeadDropout, 16)])
 def test_dropout_of_something_else_than_tokens(kind: type[nn.Module], tokens: int) -> None:
-    with pytest.raises(ValueError, match="dropout gets a tensor that does not hold the tokens"):
+    with pytest.warns(UserWarning, match="dropout gets a tensor that does not hold the tokens"):
         fit_one(blocks(kind), {"alpha": 0.5}, make_batch(1, tokens))
 
 

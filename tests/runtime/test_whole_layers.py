@@ -1,0 +1,65 @@
+"""Where layers cannot be cut, alpha is the fraction of the layer calls that are swapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import PlainBlock, PlainModel, make_batch
+from support.harness import Batch
+from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
+from torch import nn
+
+from lightning_memo import MemoStrategy
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+LAYERS = 7
+
+
+class Watch(LanguageModel):
+    """Notes the memory that steps take."""
+
+    peak_host_bytes = overflow_bytes = unplanned_slots = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        stats = self.trainer.strategy.engine.memory.stats  # type: ignore[attr-defined]
+        self.peak_host_bytes, self.overflow_bytes = stats.peak_host_bytes, stats.overflow_bytes
+        self.unplanned_slots = stats.unplanned_slots
+
+
+def model() -> nn.Module:
+    """Layers of unlike sizes, of which every second one mixes tokens."""
+    return PlainModel([Mixing(PlainBlock()) if n % 2 else PlainBlock(dropout=0.1) for n in range(LAYERS)])
+
+
+def data() -> list[Batch]:
+    return [make_batch(2, 48, seed=n) for n in range(4)]
+
+
+@pytest.mark.parametrize(("alpha", "swapped"), [(0.2, 1), (0.5, 4), (0.8, 6)])
+def test_memory_and_gradients(alpha: float, swapped: int) -> None:
+    """Slots hold what layers save, host memory is what the plan says, and the results are bit-identical."""
+    module = Watch(model)
+    with pytest.warns(
+        UserWarning, match=f"one slice, and alpha={alpha} swaps {swapped} of {LAYERS} layer calls, because"
+    ):
+        result = fit(MemoStrategy(alpha=alpha, check_restored=True), module, batches(data()))
+    swap = result.plan.swap
+    assert swap.whole_layers and sum(map(swap.alpha_of, range(LAYERS))) == swapped
+    assert (module.overflow_bytes, module.unplanned_slots) == (0, 0)
+    assert module.peak_host_bytes == swap.host_bytes
+    expected = plain(LanguageModel(model), batches(data()))
+    assert result.losses == expected.losses
+    weights = expected.module.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+
+
+def test_a_plan_is_resumed(tmp_path: Any) -> None:
+    """The plan in a checkpoint is used again, and a plan from a file may be used by layers that can be cut."""
+    first = fit(MemoStrategy(alpha=0.5), LanguageModel(model), batches(data()))
+    path = tmp_path / "plan.json"
+    first.plan.save(path)
+    again = fit(MemoStrategy(alpha=0.5, plan=path), LanguageModel(model), batches(data()))
+    assert again.plan.swap == first.plan.swap
+    assert again.losses == first.losses
