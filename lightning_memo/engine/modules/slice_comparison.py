@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -71,7 +73,7 @@ class SliceComparison:
         """
         if self.before is not None:
             self.before()
-        tokens = max(2, min(_MOST_TOKENS, call.tokens // _PART, longest))
+        tokens = _unlike_other_sizes(max(2, min(_MOST_TOKENS, call.tokens // _PART, longest)), call)
         start, turn = (call.tokens - tokens) // 2, self._compared
         with collecting_nothing():
             unlike = difference_in_slices(call, x, traits.side_places, start, tokens, turn)
@@ -89,3 +91,10 @@ class SliceComparison:
         )
         self._layer_classes.agree(why, traits.schedule)
         return True
+
+
+def _unlike_other_sizes(tokens: int, call: LayerCall) -> int:
+    """Return a number near `tokens` that is no other size of the arguments, whose dims of tokens are found by size."""
+    sizes = {size for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) for size in t.shape}
+    near = itertools.chain(range(tokens, 1, -1), range(tokens + 1, call.tokens + 1))
+    return next((n for n in near if n not in sizes | {call.batch}), tokens)

@@ -67,6 +67,12 @@ def test_trains_as_plain_training_or_refuses(chunk: int) -> None:
     assert trained >= len(seeds) // 2  # refusing is no way out
 
 
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize("seed", [342])  # compared on two tokens of two sequences
+def test_once_refused_without_need(seed: int) -> None:
+    assert outcome(draw(seed)) == "trained"
+
+
 def _no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike_layers.LocalityProofs, "of", lambda *_: Locality(""))
 
