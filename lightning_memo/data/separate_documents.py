@@ -8,6 +8,8 @@ import textwrap
 
 from torch import nn
 
+from lightning_memo.utils.class_names import class_name
+
 _RECURRENT_TYPES = frozenset(
     {"linear_attention", "conv", "hybrid", "hybrid_sliding", "compressed_sparse_attention",
      "heavily_compressed_attention"}
@@ -33,7 +35,7 @@ def refuse_mixed_documents(model: nn.Module) -> None:
             why = "makes its attention masks without position_ids"
         if why:
             raise ValueError(
-                f"packing=True puts several documents into a row, and {type(module).__name__} {why}, so that documents "
+                f"packing=True puts several documents into a row, and {class_name(module)} {why}, so that documents "
                 "would see each other: give packing=False"
             )
 

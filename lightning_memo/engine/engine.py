@@ -235,7 +235,7 @@ class Engine:
             whole = not self.settings.divided and not self.settings.states_on_host
             if whole and not self.profiles(*args[0].shape[:2]):
                 return forward(*args, **kwargs)
-        refuse_layer_in_backward(type(layer).__name__)
+        refuse_layer_in_backward(layer)
         # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
         if not torch.is_grad_enabled() or not (self.sequence or needs_grad(layer, (args, kwargs))):
             return self._run_plainly(layer, forward, args, kwargs)
@@ -281,7 +281,7 @@ class Engine:
 
     def _run_slices(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> Any:
         traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
-        self.settings.check(traits, type(call.layer).__name__, call.tokens)
+        self.settings.check(traits, call.name, call.tokens)
         tokens = call.tokens
         slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
         compared = self.comparison.due(key, swap.calls) and len(slices) > 1
@@ -306,7 +306,7 @@ class Engine:
         with self.attention.choosing():
             traits = self.layer_classes.of(call, x)
         sliced = self.cutter.outside or self.sequence is not None
-        backing = self.settings.backing(traits, type(call.layer).__name__, call.tokens, sliced)
+        backing = self.settings.backing(traits, call.name, call.tokens, sliced)
         slices = self.cutter.cut(call.tokens, 0.0, None if backing == "none" else self.settings.slice_tokens)
         if self.sequence is not None:
             slices = self.sequence.slices

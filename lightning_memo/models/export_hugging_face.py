@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.parallel.checkpoints import atomic_replace
 from lightning_memo.parallel.run_on_ranks import is_first_rank
+from lightning_memo.utils.class_names import class_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,7 +53,7 @@ def export_huggingface(
     """
     target = check_free(folder)
     if not hasattr(model, "save_pretrained"):
-        raise ValueError(f"{type(model).__name__} is no Hugging Face model: give the one that is in it")
+        raise ValueError(f"{class_name(model)} is no Hugging Face model: give the one that is in it")
     if merge:
         model, state_dict = _merged(model, state_dict), None
     if state_dict is None and _is_sharded(model):

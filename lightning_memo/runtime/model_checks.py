@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
+from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
 
 
@@ -27,7 +28,7 @@ def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module])
                 "gradient checkpointing is on in the model (model.gradient_checkpointing_disable()): " + TURN_IT_OFF
             )
         if isinstance(module, CheckpointWrapper):
-            inner = type(module._checkpoint_wrapped_module).__name__
+            inner = class_name(module._checkpoint_wrapped_module)
             raise ValueError(f"activation checkpointing is wrapped around {inner} (CheckpointWrapper): {TURN_IT_OFF}")
 
 
@@ -77,7 +78,7 @@ def refuse_liger_shards(model: nn.Module) -> None:
     Raises:
         ValueError: A module runs by a kernel of liger-kernel, which takes whole weights.
     """
-    found = next((type(m).__name__ for m in model.modules() if _runs_by_liger(m)), None)
+    found = next((class_name(m) for m in model.modules() if _runs_by_liger(m)), None)
     if found is not None:
         raise ValueError(
             f"{found} runs by a kernel of liger-kernel, which takes whole weights, not shards: set "

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -35,7 +36,7 @@ def random_tokens(module: LightningModule) -> RandomTokens:
         if size:
             return RandomTokens(vocabulary=size)
     raise ValueError(
-        f"{type(module).__name__} holds no Hugging Face model with a vocabulary (a model that configure_model builds "
+        f"{class_name(module)} holds no Hugging Face model with a vocabulary (a model that configure_model builds "
         "does not exist yet): give batch_of, a function that takes a number of tokens and returns a batch for "
         "training_step"
     )

@@ -9,6 +9,8 @@ from typing import Final, TypeAlias
 
 from torch import nn
 
+from lightning_memo.utils.class_names import class_name
+
 LayersOf: TypeAlias = Callable[[nn.Module], list[nn.Module]]
 
 # Smaller stacks, by this factor in parameters, are trained plainly: each host slot has the size of the largest layer.
@@ -68,7 +70,7 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
     stacks = list(_stacks_in("", model, _children_with_modules)) or list(_stacks_in("", model, _children_alike))
     if not stacks:
         raise ValueError(
-            f"{type(model).__name__} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
+            f"{class_name(model)} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
             'is nothing to swap layer by layer. If the layers are elsewhere, name them: MemoStrategy(layers="encoder.'
             'blocks"). Otherwise use another strategy.'
         )

@@ -63,3 +63,15 @@ def test_a_plan_is_resumed(tmp_path: Any) -> None:
     again = fit(MemoStrategy(alpha=0.5, plan=path), LanguageModel(model), batches(data()))
     assert again.plan.swap == first.plan.swap
     assert again.losses == first.losses
+
+
+def late() -> nn.Module:
+    """Only the last layer mixes tokens."""
+    return PlainModel([PlainBlock(), PlainBlock(), Mixing(PlainBlock())])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float) -> None:
+    line = r'^host_backed="all" runs layers slice after slice, but Mixing .*: set host_backed="none"$'
+    with pytest.raises(ValueError, match=line):
+        fit(MemoStrategy(alpha=alpha, slice_tokens=16, host_backed="all"), LanguageModel(late), batches(data()))

@@ -19,6 +19,7 @@ from lightning_memo.engine.forward.intercept import current_handler
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import valid_ranges
+from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
 # The name must not contain "flash": transformers would look for kernels on the hub.
@@ -157,7 +158,7 @@ def _check_every_query_sees(module: nn.Module, mask: Tensor | MaskPattern | None
         return
     if bool((mask.amax(-1) <= torch.finfo(mask.dtype).min).any()):
         raise ValueError(
-            f"{type(module).__name__} uses eager attention, which attends to all keys where the attention mask hides "
+            f"{class_name(module)} uses eager attention, which attends to all keys where the attention mask hides "
             'all of them: pad on the right, or load the model with attn_implementation="sdpa"'
         )
 
@@ -168,7 +169,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     Raises:
         ValueError: The call would see only this process's tokens, or its mask is not supported.
     """
-    name = type(module).__name__
+    name = class_name(module)
     if handler is None:
         raise ValueError(
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
@@ -189,7 +190,7 @@ def _check_call(
     Raises:
         ValueError: Attention weights are to be returned, or a pattern does not describe all keys.
     """
-    name, queries, keys = type(module).__name__, query.shape[2], key.shape[2]
+    name, queries, keys = class_name(module), query.shape[2], key.shape[2]
     if is_collected("attentions") or arguments.get("output_attentions"):
         raise ValueError(
             f"{name} is asked for its attention weights (output_attentions=True), which lightning_memo's attention "
@@ -211,7 +212,7 @@ def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any
     for name in ("s_aux", "softcap"):
         if arguments.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} calls attention with {name}, which is not computed among processes: train "
+                f"{class_name(module)} calls attention with {name}, which is not computed among processes: train "
                 "this model with context_parallel_size=1 and sequence_parallel=False"
             )
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.attention.mask_patterns import MaskPattern
 from lightning_memo.engine.forward.intercept import leave_to_model
+from lightning_memo.utils.class_names import class_name
 
 # Arguments of attention functions that change the result and that no kernel computes.
 _NOT_COMPUTED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
@@ -44,7 +45,7 @@ def attend_as_model(
         ValueError: The model has no such function; or slices or other processes hold some of the tokens.
     """
     if why:
-        leave_to_model(f"{type(module).__name__} calls attention with {why}, which no attention kernel computes")
+        leave_to_model(f"{class_name(module)} calls attention with {why}, which no attention kernel computes")
     *qkv, mask = tensors
     mask = mask.tensor() if isinstance(mask, MaskPattern) else mask
     return _function(eager, module)(module, *qkv, mask, **arguments)
@@ -60,6 +61,6 @@ def _function(eager: bool, module: nn.Module) -> Callable[..., Any]:
         if found is not None:
             return found
     raise ValueError(
-        f"{type(module).__name__} calls attention with arguments that no attention kernel computes, and its module has "
+        f"{class_name(module)} calls attention with arguments that no attention kernel computes, and its module has "
         "no eager_attention_forward: train this model without MemoStrategy"
     )

@@ -85,7 +85,7 @@ def _join(name: str, outputs: Sequence[Any], slices: Sequence[TokenRange], call:
             return place.join(outputs)
     given = list(outputs[0].shape) if isinstance(outputs[0], Tensor) else type(outputs[0]).__name__
     raise ValueError(
-        f"{type(call.layer).__name__} was asked for {name}, which for {rows} rows of {slices[0].tokens} tokens are "
+        f"{call.name} was asked for {name}, which for {rows} rows of {slices[0].tokens} tokens are "
         f"{given}, and cannot be joined from slices: set output_{name}=False, or alpha=0 and no slice_tokens"
     )
 

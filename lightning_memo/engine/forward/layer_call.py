@@ -15,6 +15,7 @@ from lightning_memo.engine.forward.python_state import copy_containers
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.utils.class_names import class_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class LayerCall:
     token_dim: int = 1
     shards: int = 1
     layout: TokenLayout | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the layer's class, for messages."""
+        return class_name(self.layer)
 
     def run(self, x: Tensor, part: TokenRange) -> Any:
         """Run the layer's own forward on some of the tokens, whose input is `x`."""

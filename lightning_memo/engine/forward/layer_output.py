@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
+from lightning_memo.utils.class_names import class_name
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPlace:
@@ -67,7 +69,7 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
     if place is None:
         shapes = ", ".join(str(list(leaves[n].shape)) for n in tensors)
         raise ValueError(
-            f"{type(layer).__name__} returned {type(output).__name__} with {shapes or 'no tensor'} for an input of "
+            f"{class_name(layer)} returned {type(output).__name__} with {shapes or 'no tensor'} for an input of "
             f"shape {list(x.shape)}, but a layer has to return hidden states of the same shape: name other layers, "
             'MemoStrategy(layers="encoder.blocks"), or train this model without MemoStrategy'
         )

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memo.utils.class_names import class_name
+
 _Container = dict[Any, Any] | list[Any] | set[Any]
 # An attribute: the module's dotted name, its own name, and between them that of the object or parameter that holds it.
 Place = tuple[str, ...]
@@ -56,7 +58,7 @@ class PythonState:
     def __init__(self, layer: nn.Module, arguments: Any) -> None:
         self._held: list[_Held] = []
         for path, module in layer.named_modules():
-            name = type(module).__name__
+            name = class_name(module)
             self._note(name, (path,), vars(module))
             for key, value in [*vars(module).items(), *module._parameters.items()]:
                 if _has_attributes(value) or issubclass(type(value), nn.Parameter):

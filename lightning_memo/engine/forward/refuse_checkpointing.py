@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
+
+from lightning_memo.utils.class_names import class_name
 
 TURN_IT_OFF = "turn it off: MemoStrategy recomputes by itself; alpha=0 is full recomputation"
 # Every use of `torch.utils.checkpoint` calls one of these, reentrant or not, and however it was imported.
@@ -39,17 +42,18 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(f"a layer uses activation checkpointing (torch.utils.checkpoint): {TURN_IT_OFF}")
 
 
-def refuse_layer_in_backward(layer: str) -> None:
+def refuse_layer_in_backward(layer: nn.Module) -> None:
     """Refuse a layer call during a backward, which happens only if something around the layer recomputes it.
 
     Args:
-        layer: Name of the layer's class.
+        layer: The layer.
 
     Raises:
         ValueError: A backward is running.
     """
     if torch._C._current_graph_task_id() != -1:
-        raise ValueError(f"{layer} runs again in the backward, by activation checkpointing around it: {TURN_IT_OFF}")
+        name = class_name(layer)
+        raise ValueError(f"{name} runs again in the backward, by activation checkpointing around it: {TURN_IT_OFF}")
 
 
 def refuse_without_grad(what: str) -> None:

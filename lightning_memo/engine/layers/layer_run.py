@@ -98,7 +98,7 @@ class LayerRun:
         """
         if not self.whole and not spec.sliceable:
             raise ValueError(
-                f"{type(self.call.layer).__name__} was cut into {len(self.slices)} slices, but its attention is now "
+                f"{self.call.name} was cut into {len(self.slices)} slices, but its attention is now "
                 "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha=0"
             )
 
@@ -113,7 +113,7 @@ class LayerRun:
         """
         if not self.whole:
             raise ValueError(
-                f"{type(self.call.layer).__name__} was cut into {len(self.slices)} slices, but now {why}: keep "
+                f"{self.call.name} was cut into {len(self.slices)} slices, but now {why}: keep "
                 "attention alike in all steps, or set alpha=0"
             )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_memo.utils.class_names import class_name
+
 
 def rest_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[str], list[Callable[[], None]]]:
     """Make layers, their submodules and the modules around them run as they were written.
@@ -27,7 +29,7 @@ def rest_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[s
     for name, module in model.named_modules():
         if module in inside or not inside.isdisjoint(module.modules()):
             undone = list(_rest(module))
-            names += [name or type(module).__name__] * bool(undone)
+            names += [name or class_name(module)] * bool(undone)
             undo += undone
     return names, undo
 

@@ -116,7 +116,7 @@ class LayerClasses:
         if scaled := self._scaled_together():
             locality = Locality(scaled)
         elif any_other:
-            locality = Locality(f"{type(call.layer).__name__} gets other arguments in each call")
+            locality = Locality(f"{call.name} gets other arguments in each call")
         elif call.tokens > 1:
             locality = self._proofs.of(call, x, kind)
         if locality.why_not and call.layout is not None and self._settings.divided and call.tokens > 1:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.local_tensors import awaited
+from lightning_memo.utils.class_names import class_name
 
 
 class LayerForward:
@@ -79,7 +80,7 @@ def read_call(
         x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters), ""), None), []
     if not isinstance(x, Tensor):
         raise ValueError(
-            f"{type(layer).__name__} got {type(x).__name__} as its first argument: layers get their hidden states "
+            f"{class_name(layer)} got {type(x).__name__} as its first argument: layers get their hidden states "
             'there, as a tensor; change its forward, or name other layers: MemoStrategy(layers="...")'
         )
     rest = [None if _is_cache(value) else value for value in rest]

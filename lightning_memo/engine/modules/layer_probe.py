@@ -117,7 +117,7 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:  # models check the sizes of masks
         if tokens == call.tokens:
             raise
-        why = f"{type(call.layer).__name__} cannot run on some of the tokens: {str(error).splitlines()[0]}"
+        why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
     return replace(_probe(call, x, backend_of, call.tokens), why_whole=why)
 
 
@@ -151,7 +151,7 @@ def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerSta
     # On a part of the tokens, which takes less memory, if that suffices.
     if not (repeats(TokenRange(0, max(1, tokens // 2), Action.KEEP)) or repeats(everything)):
         raise ValueError(
-            f"{type(call.layer).__name__} gives another output for the same input: its forward depends on something "
+            f"{call.name} gives another output for the same input: its forward depends on something "
             "besides inputs, weights, buffers and torch's random state (a counter, a generator of its own): make it a "
             "function of these, or train this model without MemoStrategy"
         )
@@ -180,7 +180,7 @@ def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, pa
 
 def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...]) -> str:
     """Return why a layer that mixes tokens in attention only has to run as one slice; empty if it can be cut."""
-    name = type(call.layer).__name__
+    name = call.name
     if call.tokens < 2:
         return f"{name} got a single token"
     if changing:

@@ -32,7 +32,7 @@ class LayerState:
     def __init__(self, call: LayerCall, device: torch.device) -> None:
         self.rng, self.buffers = RngState.capture(device), MutatedBuffers(call.layer)
         self.python = PythonState(call.layer, (call.args, call.kwargs))
-        self._name = type(call.layer).__name__
+        self._name = call.name
         self._versions = [(t, t._version) for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
         own = [value for m in call.layer.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
         self._own = [(generator, generator.get_state()) for generator in own]

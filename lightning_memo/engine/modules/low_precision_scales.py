@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_memo.utils.class_names import class_name
+
 # Fields of torchao's configuration that describe how a tensor of tokens is cast.
 _CASTS_OF_TOKENS = (
     "cast_config_input", "cast_config_grad_output", "cast_config_input_for_grad_weight",
@@ -22,7 +24,7 @@ def why_scaled_together(module: nn.Module) -> str:
     """
     for name, m in module.named_modules():
         if _package(m) == "torchao" and _scales_tensors(getattr(m, "config", None)):
-            where = f"{name} of {type(module).__name__}" if name else type(module).__name__
+            where = f"{name} of {class_name(module)}" if name else class_name(module)
             return (
                 f'{where} has one float8 scale for all tokens (torchao\'s recipe "tensorwise"; with "rowwise" or '
                 '"rowwise_with_gw_hp" each token has its own)'
@@ -42,7 +44,7 @@ def refuse_changing_scales(module: nn.Module) -> None:
     for m in module.modules():
         if _package(m) == "transformer_engine" and _transformer_engine_is_in_fp8():
             raise ValueError(
-                f"{type(m).__name__} of {type(module).__name__} is TransformerEngine's and computes in FP8, which "
+                f"{class_name(m)} of {class_name(module)} is TransformerEngine's and computes in FP8, which "
                 "changes its scales in each forward, but MemoStrategy runs layers more than once: leave its autocast "
                 "out, or take torchao's float8 training"
             )

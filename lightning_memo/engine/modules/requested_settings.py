@@ -101,6 +101,14 @@ class RequestedSettings:
             return "attention" if self.host_backed == "auto" else self.host_backed
         if self.host_backed == "auto":
             return "none"
-        raise ValueError(
+        raise self.backing_error(why)
+
+    def backing_error(self, why: str) -> ValueError:
+        """Return the error for layers that run as one slice where keys and values are on the host.
+
+        Args:
+            why: Why layers have to run as one slice.
+        """
+        return ValueError(
             f'host_backed="{self.host_backed}" runs layers slice after slice, but {why}: set host_backed="none"'
         )

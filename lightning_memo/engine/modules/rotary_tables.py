@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.utils.class_names import class_name
 
 _DEPENDING = ("dynamic", "longrope")
 
@@ -50,7 +51,7 @@ def attach_rotary(model: nn.Module, layers: Sequence[nn.Module], current: Curren
         for module in layer.modules():
             if depends_on_length(module):
                 raise ValueError(
-                    f"{type(module).__name__} makes rotary tables by the length of the sequence (dynamic or longrope) "
+                    f"{class_name(module)} makes rotary tables by the length of the sequence (dynamic or longrope) "
                     "inside a layer, which runs on some of the tokens at a time: use another rope_scaling, like yarn"
                 )
     rotate = functools.partial(_rotate_part, current)

@@ -79,7 +79,7 @@ class SliceComparison:
             unlike = difference_in_slices(call, x, traits.side_places, start, tokens, turn)
         if not unlike:
             return False
-        why = f"{type(call.layer).__name__} does not compute in slices what it computes on all tokens ({unlike})"
+        why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"
         if needs_slices or call.layout is not None or any(isinstance(p, DTensor) for p in call.layer.parameters()):
             raise ValueError(
                 f"{why}, and these settings need slices: earlier steps may have been wrong; train this model without "

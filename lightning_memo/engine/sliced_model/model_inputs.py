@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_memo.kernels.async_transfer import to_device_async
 from lightning_memo.parallel.batches.positions import right_padded_lengths
+from lightning_memo.utils.class_names import class_name
 
 IGNORED = -100
 
@@ -49,7 +50,7 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
     Raises:
         ValueError: The inputs ask for something that needs all tokens at once.
     """
-    name = type(model).__name__
+    name = class_name(model)
     cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(

@@ -66,9 +66,7 @@ class SequenceRun:
             self.all_arguments.append(SliceArguments(memory, self.slice))
             self._called.clear()
         if call.layer in self._called or self.output is not None:
-            raise ValueError(
-                f'{type(call.layer).__name__} runs twice in a forward, or after the last layer: use schedule="layer"'
-            )
+            raise ValueError(f'{call.name} runs twice in a forward, or after the last layer: use schedule="layer"')
         self._called.add(call.layer)
         self.arguments.add((call.args, call.kwargs))
 

@@ -28,6 +28,7 @@ from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -41,16 +42,16 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
     if found is None:
         raise ValueError(
             'schedule="slice" runs a causal language model of transformers slice by slice, but '
-            f'{type(model).__name__} has none: use schedule="layer"'
+            f'{class_name(model)} has none: use schedule="layer"'
         )
     if not takes_loss_arguments(found):
         raise ValueError(
             f'schedule="slice" shifts labels and counts tokens once for all slices, but the forward of '
-            f'{type(found).__name__} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
+            f'{class_name(found)} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
         )
     if why := why_positions_unknown(found):
         raise ValueError(
-            f'schedule="slice" runs the model slice after slice, but {type(found).__name__} {why}, and would count the '
+            f'schedule="slice" runs the model slice after slice, but {class_name(found)} {why}, and would count the '
             'tokens of each slice from 0: use schedule="layer"'
         )
     if why := why_scaled_together(found):

@@ -132,7 +132,7 @@ class _Recomputation:
         run.meter.mark("recompute_end")
         if not self._enough:
             raise RuntimeError(
-                f"{type(run.call.layer).__name__} saved {len(self._found.saved)} tensors when it was recomputed and "
+                f"{run.call.name} saved {len(self._found.saved)} tensors when it was recomputed and "
                 f"{part.saved} before: its forward depends on something besides its inputs, weights and random state"
             )
         return self._found

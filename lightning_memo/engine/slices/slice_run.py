@@ -115,7 +115,7 @@ class SliceRun:
     def unpack(self, handle: Handle) -> Tensor:
         """Return the tensor of a handle, in the backward."""
         if self._in_forward:
-            refuse_inner_backward(type(self.run.call.layer).__name__)
+            refuse_inner_backward(self.run.call.name)
         if isinstance(handle, int):
             return self.recompute().take(handle)
         if isinstance(handle, (ParkedView, WeightCopy)):

@@ -74,7 +74,7 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[tuple[str, str
     Raises:
         ValueError: The layer keeps tensors where a run cannot be undone, or saves tensors before they are filled.
     """
-    name = type(call.layer).__name__
+    name = call.name
     trackers = [TokenTracker(tokens) for tokens in _unlike_other_sizes(call, x)]
     try:
         locality = _compared(call, x, trackers, unused)
@@ -106,7 +106,7 @@ def _compared(
     Raises:
         TokensMixed: The layer relates tokens to each other, or cannot be shown not to.
     """
-    name = type(call.layer).__name__
+    name = call.name
     if hooked := hooked_module(call.layer):
         raise TokensMixed(f"hooks on {hooked} would see the tokens of one slice only")
     short, long = (_run(call, x, tracker, unused) for tracker in trackers)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import why_positions_unknown
+from lightning_memo.utils.class_names import class_name
 
 _ADDED = ("position_ids", "shift_labels", "num_items_in_batch")
 
@@ -46,7 +47,7 @@ class LossArguments:
         cut = self._current.layout is not None
         if cut and why_unknown:
             raise ValueError(
-                f"{type(model).__name__} {why_unknown}, and would count the tokens that each process holds "
+                f"{class_name(model)} {why_unknown}, and would count the tokens that each process holds "
                 "from 0: train this model with context_parallel_size=1 and sequence_parallel=False"
             )
         names = [name for name in _ADDED if batch.get(name) is not None]
@@ -54,13 +55,13 @@ class LossArguments:
             names = [name for name in names if name == "position_ids" and cut]
         if cut and labels is not None and labels is not batch.get("labels"):
             raise ValueError(
-                f"{type(model).__name__} got labels other than the batch's, which were shifted before the batch "
+                f"{class_name(model)} got labels other than the batch's, which were shifted before the batch "
                 'was divided: pass batch["labels"] unchanged, or compute the loss from logits and batch["shift_labels"]'
             )
         positions = kwargs.get("position_ids")
         if cut and positions is not None and not _same(positions, batch.get("position_ids")):
             raise ValueError(
-                f"{type(model).__name__} got position_ids other than the batch's, which belong to this process's "
+                f"{class_name(model)} got position_ids other than the batch's, which belong to this process's "
                 "tokens: omit them, or let the loader put position_ids [batch, tokens] into the batch"
             )
         return args, kwargs | {name: batch[name] for name in names}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.utils.class_names import class_name
 
 # What all modules of transformers call the function that computes the loss from the router logits.
 _NAME = "load_balancing_loss_func"
@@ -52,7 +53,7 @@ class RouterLosses:
                 return
             if unknown and _asks_for_router_logits(model, kwargs):
                 raise ValueError(
-                    f"{type(model).__name__} may compute a loss from its router logits, which this process would "
+                    f"{class_name(model)} may compute a loss from its router logits, which this process would "
                     "compute over its own tokens: set output_router_logits=False, or train in one process"
                 )
             for home in known:

@@ -18,6 +18,7 @@ from lightning_memo.parallel.tensor.module_styles import (
 )
 from lightning_memo.parallel.tensor.packed_projections import PackedAttention, PackedColwise
 from lightning_memo.parallel.tensor.tensor_plan import COLWISE, REPLICATED, ROWWISE, TensorPlan, inner_linear
+from lightning_memo.utils.class_names import class_name
 
 
 def assign_styles(plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> dict[str, TensorStyle]:
@@ -42,7 +43,7 @@ class _Styling:
         self._stream: Placement = Shard(STREAM_TOKEN_DIM) if sequence_parallel else Replicate()
         self._blocks = {name: self._block(name) for name in plan.blocks}
         if loss_parallel and plan.head is None and hasattr(plan.model, "get_output_embeddings"):
-            raise ValueError(f"loss_parallel=True: {type(plan.model).__name__} has no output embeddings")
+            raise ValueError(f"loss_parallel=True: {class_name(plan.model)} has no output embeddings")
 
     def collect(self) -> dict[str, TensorStyle]:
         styles: dict[str, TensorStyle] = dict(self._blocks)
@@ -154,6 +155,6 @@ def _check_module(name: str, m: nn.Module, style: str) -> None:
     if style in REPLICATED or (isinstance(m, kinds) and weight.is_floating_point()):
         return
     raise ValueError(
-        f'tensor_parallel_size: {name} is {type(m).__name__} of {getattr(weight, "dtype", None)}, but style "{style}" '
+        f'tensor_parallel_size: {name} is {class_name(m)} of {getattr(weight, "dtype", None)}, but style "{style}" '
         "splits nn.Linear with floating-point weights only: do not quantise the model, or leave it out of the plan"
     )

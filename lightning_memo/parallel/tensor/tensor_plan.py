@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_stacks
 
 COLWISE = ("colwise", "colwise_gather_output")
@@ -68,7 +69,7 @@ class TensorPlan:
         self.styles |= {end: style for end, style in ((self.embedding, "rowwise"), (self.head, "colwise")) if end}
         if not self.projections():
             raise ValueError(
-                f"tensor_parallel_size: {type(self.model).__name__} has no tp_plan that says how the weights of its "
+                f"tensor_parallel_size: {class_name(self.model)} has no tp_plan that says how the weights of its "
                 f"layers are split: {ADVICE}"
             )
         self.layers_path, self.layers = self._find_layers()
@@ -81,7 +82,7 @@ class TensorPlan:
             if "expert" in name:
                 raise ValueError(
                     f"tensor_parallel_size: experts ({name}) are not split by tensor parallelism: train "
-                    f"{type(self.model).__name__} with context_parallel_size or zero_stage=3 instead"
+                    f"{class_name(self.model)} with context_parallel_size or zero_stage=3 instead"
                 )
             if style not in known:
                 raise ValueError(
@@ -185,7 +186,7 @@ class TensorPlan:
         for name, size in sizes:
             if size % ranks:
                 raise ValueError(
-                    f"tensor_parallel_size={ranks} does not divide {name}={size} of {type(self.model).__name__}: it "
+                    f"tensor_parallel_size={ranks} does not divide {name}={size} of {class_name(self.model)}: it "
                     f"can be {allowed}; for more GPUs set context_parallel_size or data_parallel_size"
                 )
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.utils.class_names import class_name
 
 
 def announce_plan(plan: Plan, attention: str, why_whole: str) -> None:
@@ -58,7 +59,7 @@ def warn_of_no_plan(layers: Sequence[nn.Module]) -> None:
     Args:
         layers: The layers of the engine, none of which got a gradient.
     """
-    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
+    kinds = ", ".join(dict.fromkeys(class_name(layer) for layer in layers))
     rank_zero_warn(
         f"MemoStrategy: nothing is swapped, because no backward went through the layers ({kinds}); if other layers are "
         'trained, name them: MemoStrategy(layers="encoder.blocks")'

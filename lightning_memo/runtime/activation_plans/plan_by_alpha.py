@@ -27,7 +27,7 @@ def plan_by_alpha(
         everyone: Whether all processes agree, or only those that work on the same sequences.
 
     Raises:
-        ValueError: Some process finds no plan.
+        ValueError: Some process finds no plan, or some layer cannot run by the settings.
     """
     return agree_on_plan(_AlphaPlanner(step, engine, config, most_alpha).solve, ranks, everyone)
 
@@ -40,7 +40,13 @@ class _AlphaPlanner:
         self._slice_tokens = None if config.slice_tokens == "auto" else int(config.slice_tokens)
 
     def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
-        """The plan of this process for an alpha; `None` is the user's."""
+        """The plan of this process for an alpha; `None` is the user's.
+
+        Raises:
+            ValueError: Some layer cannot run slice after slice, and keys and values are on the host.
+        """
+        if self._backing != "none" and (why := self._engine.layer_classes.why_whole):
+            raise self._engine.settings.backing_error(why)  # the first layer did not show it
         plan = self._plan_at(self._config.alpha if alpha is None else alpha, may_be_plain)
         return plan if plan.swap.alpha <= self._most_alpha else self._plan_at(self._most_alpha, may_be_plain)
 
