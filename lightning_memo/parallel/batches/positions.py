@@ -21,9 +21,11 @@ def why_positions_unknown(model: nn.Module) -> str:
 
 
 def _counts_padding(module: nn.Module) -> bool:
-    """Returns whether a module's positions begin after the id of the padding token, like RoBERTa's."""
+    """Returns whether a module's positions begin after the id of the padding token, like RoBERTa's and fairseq's."""
     table = getattr(module, "position_embeddings", None)
-    return isinstance(table, nn.Embedding) and table.padding_idx is not None
+    if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        return True
+    return hasattr(module, "create_position_ids_from_input_ids") and getattr(module, "padding_idx", None) is not None
 
 
 def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -99,9 +100,13 @@ class TensorPlan:
     def _ends(self) -> tuple[str | None, str | None]:
         """Returns the names of the token embedding and the output head; `None` where the model does not define them."""
         names = {id(m): name for name, m in self.named.items()}
-        ends = (getattr(self.model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
-        embedding, head = (names.get(id(m)) for m in ends)
-        return embedding, head
+        ends: list[str | None] = []
+        for end in ("input", "output"):
+            found = None
+            with contextlib.suppress(NotImplementedError):  # transformers does not know all models' embeddings
+                found = getattr(self.model, f"get_{end}_embeddings", lambda: None)()
+            ends.append(names.get(id(found)))
+        return ends[0], ends[1]
 
     def projections(self) -> dict[str, str]:
         """Returns the names and styles of the linear layers that are split, except the output head."""
