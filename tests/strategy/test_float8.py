@@ -56,14 +56,16 @@ def expected(request: Any) -> tuple[str, Any, dict[str, Tensor]]:
     return request.param, *trained(None, request.param, steps=2)
 
 
-@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 1.0, "plan_memory": True}, {"alpha": "auto"} | BUDGET])
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0, "plan_memory": True}, {"alpha": "auto"} | BUDGET]
+)
 def test_whole_layers_train_bit_by_bit_as_plainly(expected: Any, settings: dict[str, Any]) -> None:
-    """At alpha 0 and 1; "auto" chooses one of them where a layer must not be cut."""
+    """At alpha 0 and 1, and at all others where a layer must not be cut."""
     recipe, losses, gradients = expected[0], expected[1].losses, expected[2]
     strategy = MemoStrategy(check_restored=True, **{"plan_memory": False} | settings)
     result, found = trained(strategy, recipe, steps=2)
     assert result.plan.swap.mode == "memo"
-    if result.plan.swap.alpha in (0.0, 1.0):
+    if result.plan.swap.alpha in (0.0, 1.0) or result.plan.swap.whole_layers:
         assert result.losses == losses
         assert all(torch.equal(found[name], g) for name, g in gradients.items())
     else:
@@ -88,7 +90,6 @@ def test_layers_with_a_scale_for_each_token_may_be_cut(recipe: str, settings: di
 
 
 REFUSED = {
-    "alpha": ({"alpha": 0.5}, 'use alpha=0, alpha=1 or "auto"'),
     "kinds": ({"storage": "kinds"}, 'use storage="alpha"'),
     "slices": ({"alpha": 0.0, "slice_tokens": 16, "host_backed": "attention"}, 'set host_backed="none"'),
     "slices of the model": ({"alpha": 0.0, "slice_tokens": 16, "schedule": "slice"}, 'use schedule="layer"'),
