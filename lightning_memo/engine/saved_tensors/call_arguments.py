@@ -30,19 +30,18 @@ class CallArguments:
 
     def __init__(self, call: LayerCall, x: Tensor) -> None:
         self.call = call
-        self._again = (
-            call.with_copied_containers()
-        )  # as they are now, since this layer and later ones may write to them
+        # As they are now, since this layer and later ones may write to them.
+        self._again = call.with_copied_containers()
         self._device_type = x.device.type
         self._non_activations = NonActivations(call.layer, (call.args, call.kwargs), x)
-        self._weight_copies = WeightCopies()
+        self._weight_copies = WeightCopies(torch.is_autocast_enabled(x.device.type))
 
     def __contains__(self, t: Tensor) -> bool:
         return t in self._non_activations or self._weight_copies.find_frozen(t) is not None
 
     def handle(self, t: Tensor) -> Tensor | ParkedView | WeightCopy:
         """Return the handle of a saved tensor that is no activation."""
-        return self._weight_copies.find_frozen(t) or WeightCopies.find_trained(t) or t
+        return self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t) or t
 
     def load(self, handle: ParkedView | WeightCopy) -> Tensor:
         """Return the tensor that a handle stands for."""
@@ -56,9 +55,8 @@ class CallArguments:
 
     def restored_call(self) -> LayerCall:
         """Return the call with its arguments on the device, for a recomputation."""
-        return (
-            self._again.with_copied_containers()
-        )  # whose tensors have to live, as saved tensors are compared with them
+        # Whose tensors have to live, as saved tensors are compared with them.
+        return self._again.with_copied_containers()
 
     def end_forward(self) -> None:
         """Drop what only the forward needs."""
@@ -84,7 +82,7 @@ class ParkedCallArguments(CallArguments):
         self._parked = parked
 
     def handle(self, t: Tensor) -> Tensor | ParkedView | WeightCopy:
-        copy = self._weight_copies.find_frozen(t) or WeightCopies.find_trained(t)
+        copy = self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t)
         return copy or self._parked.view_of(t) or t
 
     def load(self, handle: ParkedView | WeightCopy) -> Tensor:

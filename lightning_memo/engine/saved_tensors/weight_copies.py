@@ -52,9 +52,14 @@ class WeightCopy:
 
 
 class WeightCopies:
-    """Copies that the forward of a layer call makes, and that its backward makes again once."""
+    """Copies that the forward of a layer call makes, and that its backward makes again once.
 
-    def __init__(self) -> None:
+    Args:
+        autocast: Whether autocast is on around the layer. If not, copies are the layer's own.
+    """
+
+    def __init__(self, autocast: bool) -> None:
+        self._autocast = autocast
         self._frozen: Registry[nn.Parameter] = Registry()
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -69,10 +74,14 @@ class WeightCopies:
         known = self._frozen.find(t) if type(t) is Tensor and t.numel() else None
         return None if known is None else WeightCopy.of(t, known[0])
 
-    @staticmethod
-    def find_trained(t: Tensor) -> WeightCopy | None:
-        """Return what makes `t` again if it is an unchanged copy of a trained weight; `None` otherwise."""
-        return WeightCopy.of(t, _copied_weight(t.grad_fn)) if t._version == 0 else None
+    def find_trained(self, t: Tensor) -> WeightCopy | None:
+        """Return what makes `t` again if it is autocast's copy of a trained weight; `None` otherwise.
+
+        A user's own copy may have been changed, by `copy.data.mul_` without a trace.
+        """
+        if t._version or not self._autocast:
+            return None
+        return WeightCopy.of(t, _copied_weight(t.grad_fn))
 
     def restore(self, copy: WeightCopy) -> Tensor:
         """Return the tensor that a handle stands for.
