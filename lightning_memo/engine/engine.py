@@ -284,8 +284,8 @@ class Engine:
         self.settings.check(traits, call.name, call.tokens)
         tokens = call.tokens
         slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
-        compared = self.comparison.due(key, swap.calls) and len(slices) > 1
-        if compared and self.comparison.ends_slices(call, x, traits, slices[0].tokens, swap.needs_slices):
+        due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
+        if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.needs_slices):
             slices = self.slices_for(traits, tokens, key)
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)

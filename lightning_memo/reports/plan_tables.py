@@ -12,7 +12,8 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
 from lightning_memo.utils.units import format_bytes, format_seconds
 
-_MOST_CALLS: Final = 8  # layer calls, or ranges of them, named in a line
+_MOST_CALLS: Final = 8  # layer calls named in a line
+_MOST_RANGES: Final = 3  # ranges of layer calls named in a cell
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -57,8 +58,8 @@ def _layers(calls: list[int]) -> str:
         else:
             runs.append([call])
     names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    more = f", ... ({len(calls)} calls)" if len(names) > _MOST_CALLS else ""
-    return f"layer{'s' * (len(calls) > 1)} {', '.join(names[:_MOST_CALLS])}{more}"
+    more = f", ... ({len(calls)})" if len(names) > _MOST_RANGES else ""
+    return f"layer{'s' * (len(calls) > 1)} {', '.join(names[:_MOST_RANGES])}{more}"
 
 
 def _title(plan: Plan) -> Text:

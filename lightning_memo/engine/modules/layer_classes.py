@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, pr
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
-from lightning_memo.engine.token_locality.prove_locality import Locality
+from lightning_memo.engine.token_locality.prove_locality import Locality, why_other_at
 
 # A layer that is called in more forms, for example with a number that counts steps, runs as one slice.
 _MOST_FORMS = 16
 _ANY_OTHER = object()
+# A layer is looked at for as many numbers of tokens, which takes some seconds together.
+_MOST_LENGTHS = 128
 
 
 class LayerClasses:
@@ -127,7 +129,28 @@ class LayerClasses:
         if kind not in self._probed:
             self._probed[kind] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
         traits = self._probed[kind]
-        return replace(traits, why_whole=locality.why_not or traits.why_whole, side_places=locality.side_places)
+        why = locality.why_not or traits.why_whole
+        return replace(traits, why_whole=why, side_places=locality.side_places, locality=locality)
+
+    def why_other_at(self, call: LayerCall, x: Tensor, traits: LayerTraits, lengths: Collection[int]) -> str:
+        """Return why a layer may compute otherwise at some numbers of tokens; empty if it does not.
+
+        Each number is looked at once for all layers that are alike, and after many of them no more.
+
+        Args:
+            call: The layer and its arguments.
+            x: The layer's input.
+            traits: The traits of the layer.
+            lengths: The numbers of tokens.
+        """
+        known = traits.locality.lengths
+        if known.issuperset(lengths) or len(known) >= _MOST_LENGTHS:
+            return ""
+        with collecting_nothing():
+            why = why_other_at(call, x, set(lengths) - known, traits.locality.unused)
+        if not why:
+            known.update(lengths)
+        return why
 
     def _scaled_together(self) -> str:
         if self._why_scaled is None:

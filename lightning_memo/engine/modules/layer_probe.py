@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
 from lightning_memo.engine.forward.python_state import Place, PythonState
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
+from lightning_memo.engine.token_locality.prove_locality import Locality
 from lightning_memo.engine.token_locality.user_code import without_hooks
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
@@ -45,6 +46,7 @@ class LayerTraits:
         chooses: Whether the layer chooses indices by values, as a router chooses experts.
         side_places: Where each value that the layer returns beside its hidden states holds the tokens; `None` for one
             that is the same for all tokens.
+        locality: The proof that the layer keeps tokens apart.
     """
 
     why_whole: str
@@ -56,6 +58,7 @@ class LayerTraits:
     written: tuple[Place, ...] = ()
     chooses: bool = False
     side_places: tuple[TokenPlace | None, ...] = ()
+    locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
 
 class _Recorder:

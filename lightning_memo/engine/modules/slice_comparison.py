@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -58,21 +58,30 @@ class SliceComparison:
         self._compared += 1
         return True
 
-    def ends_slices(self, call: LayerCall, x: Tensor, traits: LayerTraits, longest: int, needs_slices: bool) -> bool:
+    def ends_slices(
+        self, call: LayerCall, x: Tensor, traits: LayerTraits, lengths: Sequence[int], due: bool, needs_slices: bool
+    ) -> bool:
         """Return whether the layers must not run in slices any more, because a layer computes something else then.
 
         Args:
             call: The layer and its arguments.
             x: The layer's input.
             traits: The traits of the layer.
-            longest: Number of tokens in a slice.
+            lengths: Numbers of tokens in the slices, and of all tokens; the first one is that of a slice.
+            due: Whether the layer is compared with itself.
             needs_slices: Whether layers cannot run as one slice by the plan.
 
         Raises:
             ValueError: There is a difference, and layers have to run in slices.
         """
+        if why := self._layer_classes.why_other_at(call, x, traits, lengths):
+            self._end(why, call, traits, needs_slices, "")
+            return True
+        if not due:
+            return False
         if self.before is not None:
             self.before()
+        longest = lengths[0]
         tokens = _unlike_other_sizes(max(2, min(_MOST_TOKENS, call.tokens // _PART, longest)), call)
         start, turn = (call.tokens - tokens) // 2, self._compared
         with collecting_nothing():
@@ -80,17 +89,25 @@ class SliceComparison:
         if not unlike:
             return False
         why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"
+        self._end(why, call, traits, needs_slices, "earlier steps may have been wrong")
+        return True
+
+    def _end(self, why: str, call: LayerCall, traits: LayerTraits, needs_slices: bool, before: str) -> None:
+        """Let layers run as one slice from now on.
+
+        Raises:
+            ValueError: They have to run in slices.
+        """
         if needs_slices or call.layout is not None or any(isinstance(p, DTensor) for p in call.layer.parameters()):
             raise ValueError(
-                f"{why}, and these settings need slices: earlier steps may have been wrong; train this model without "
+                f"{why}, and these settings need slices: {before}{'; ' * bool(before)}train this model without "
                 "slice_tokens, and with one process for each sequence"
             )
         warnings.warn(
-            f"MemoStrategy: {why}. From this step on, layers run as one slice; earlier steps may have been wrong.",
-            stacklevel=2,
+            f"MemoStrategy: {why}. From this step on, layers run as one slice{'; ' * bool(before)}{before}.",
+            stacklevel=3,
         )
         self._layer_classes.agree(why, traits.schedule)
-        return True
 
 
 def _unlike_other_sizes(tokens: int, call: LayerCall) -> int:

@@ -111,8 +111,9 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
             raise ValueError(
                 f'schedule="slice" runs layers slice after slice, but {traits.why_whole}: use schedule="layer"'
             )
-        if engine.comparison.due(key, len(engine.layers)) and call.tokens > 1:
-            engine.comparison.ends_slices(call, x, traits, call.tokens, needs_slices=True)
+        due = engine.comparison.due(key, len(engine.layers))
+        if call.tokens > 1:
+            engine.comparison.ends_slices(call, x, traits, [call.tokens, sequence.tokens], due, needs_slices=True)
     engine.mark(key, "forward_begin", position.subject)
     assert engine.memory is not None
     sequence.enter(call, engine.memory)

@@ -12,8 +12,8 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,17 +25,20 @@ from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
-from lightning_memo.engine.forward.python_state import PythonState
+from lightning_memo.engine.forward.python_state import Place, PythonState
+from lightning_memo.engine.token_locality.operations_at_length import OperationLog, difference_of, step_of_attention
 from lightning_memo.engine.token_locality.stand_ins import (
     LocalFunctions,
     Unusable,
     attend_in_shape,
+    attended,
     forward_in_shape,
     refuse,
 )
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dim, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
 from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module
+from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
 
 _SHORT_TOKENS = 5
@@ -48,10 +51,14 @@ class Locality:
     Attributes:
         why_not: Why a layer may mix tokens outside attention; empty if it is proven that it does not.
         side_places: Where each side value holds the tokens; `None` for one that is the same for all tokens.
+        unused: Attributes without which the proof was made.
+        lengths: Numbers of tokens at which the layer is known to make the operations of the proof.
     """
 
     why_not: str
     side_places: tuple[TokenPlace | None, ...] = ()
+    unused: frozenset[Place] = frozenset()
+    lengths: set[int] = field(default_factory=set, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class _FakeRun:
     sides: list[object]
 
 
-def prove_locality(call: LayerCall, x: Tensor, unused: Collection[tuple[str, str]] = ()) -> Locality:
+def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -> Locality:
     """Return whether a layer computes each token by itself outside attention.
 
     Args:
@@ -81,9 +88,9 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[tuple[str, str
     except TokensMixed as mixed:
         locality = Locality(f"{name} may not compute each token by itself outside attention: {mixed}")
     except Exception as error:  # whatever a layer raises on tensors without values, it is not proven
-        line = (str(error).splitlines() or [""])[0] or type(error).__name__
         locality = Locality(
-            f"{name} may not compute each token by itself outside attention: on tensors without values, {line}"
+            f"{name} may not compute each token by itself outside attention: on tensors without values, "
+            f"{_first_line(error)}"
         )
     if any(step.startswith("aten.rrelu_with_noise") for tracker in trackers for step, _ in tracker.steps):
         raise ValueError(
@@ -98,9 +105,7 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[tuple[str, str
     return locality
 
 
-def _compared(
-    call: LayerCall, x: Tensor, trackers: Sequence[TokenTracker], unused: Collection[tuple[str, str]]
-) -> Locality:
+def _compared(call: LayerCall, x: Tensor, trackers: Sequence[TokenTracker], unused: Collection[Place]) -> Locality:
     """Run a layer on few and on many tokens.
 
     Raises:
@@ -115,10 +120,56 @@ def _compared(
             return Locality(f"{name} computes otherwise with more tokens: {_difference(first, second)}")
     if short.sides != long.sides:
         return Locality(f"{name} returns something else with more tokens")
-    return Locality("", tuple(side if isinstance(side, TokenPlace) else None for side in short.sides))
+    lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
+    if why := why_other_at(call, x, lengths, unused):
+        return Locality(why)
+    places = tuple(side if isinstance(side, TokenPlace) else None for side in short.sides)
+    return Locality("", places, frozenset(unused), lengths)
 
 
-def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[tuple[str, str]]) -> _FakeRun:
+def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], unused: Collection[Place]) -> str:
+    """Return why a layer may compute otherwise at some numbers of tokens than in a proof; empty if it does not.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+        lengths: The numbers of tokens.
+        unused: Attributes without which the proof was made.
+    """
+    try:
+        proven = _operations_at(call, x, _unlike_other_sizes(call, x)[0], unused)
+        for tokens in sorted(lengths):
+            if why := difference_of(proven, _operations_at(call, x, tokens, unused)):
+                return f"{call.name} computes otherwise for {tokens} tokens: {why}"
+    except Exception as error:  # as in a proof
+        return f"{call.name} may compute otherwise for other numbers of tokens: {_first_line(error)}"
+    return ""
+
+
+def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[Place]) -> list[Step]:
+    """Run a layer on fake tensors of some number of tokens, and return its operations."""
+    log, fake = OperationLog(), FakeTensorMode(allow_non_fake_inputs=True)
+
+    def make(t: Tensor) -> Tensor:
+        n, shape = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards), list(t.shape)
+        if n is not None:
+            shape[n] = shape[n] // call.tokens * tokens
+        with fake:
+            return torch.empty(shape, dtype=t.dtype, device=t.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        log.steps.append(step_of_attention(spec))
+        return attended(q, k, v)
+
+    arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
+    fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
+    fake_x = make(x).requires_grad_()
+    with _running(fake_call, None, fake, unused, attend), fake, log:
+        fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))
+    return log.steps
+
+
+def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[Place]) -> _FakeRun:
     """Run a layer on fake tensors of the tracker's number of tokens.
 
     Raises:
@@ -129,15 +180,8 @@ def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[t
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     everything = TokenRange(0, tokens, Action.KEEP)
-    with (
-        torch.enable_grad(),
-        _without_log(),
-        _without_autocast_cache(),
-        _prepared(fake_call, tracker, fake, unused),
-        handling(functools.partial(attend_in_shape, tracker, call.shards), on_leaving=refuse),
-        fake_call.mode(everything),
-        LocalFunctions(tracker, call.batch, call.token_dim) as functions,
-    ):
+    attend = functools.partial(attend_in_shape, tracker, call.shards)
+    with _running(fake_call, tracker, fake, unused, attend) as functions:
         fake_x = make(x).requires_grad_()
         with fake, tracker:
             output = fake_call.run(fake_x.clone(), everything)  # a layer may change its input in place
@@ -150,6 +194,27 @@ def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[t
             with fake, tracker, tracker.backward():
                 _check_backward(outputs, fake_x, call.layer, tracker)
         return _FakeRun(tracker.steps, places)
+
+
+@contextlib.contextmanager
+def _running(
+    call: LayerCall,
+    tracker: TokenTracker | None,
+    fake: FakeTensorMode,
+    unused: Collection[Place],
+    attend: Callable[..., Tensor],
+) -> Iterator[LocalFunctions]:
+    """Inside this context, a layer runs on fake tensors and leaves no trace."""
+    with (
+        torch.enable_grad(),
+        _without_log(),
+        _without_autocast_cache(),
+        _prepared(call, tracker, fake, unused),
+        handling(attend, on_leaving=refuse),
+        call.mode(TokenRange(0, call.tokens, Action.KEEP)),
+        LocalFunctions(tracker, call.batch, call.token_dim) as functions,
+    ):
+        yield functions
 
 
 def _check_backward(outputs: Sequence[Tensor], x: Tensor, layer: nn.Module, tracker: TokenTracker) -> None:
@@ -222,7 +287,7 @@ def _without_autocast_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prepared(
-    call: LayerCall, tracker: TokenTracker, fake: FakeTensorMode, unused: Collection[tuple[str, str]]
+    call: LayerCall, tracker: TokenTracker | None, fake: FakeTensorMode, unused: Collection[Place]
 ) -> Iterator[None]:
     """Give the modules of a layer what fake tensors need, and undo that and what a forward writes.
 
@@ -261,6 +326,10 @@ def _unlike_other_sizes(call: LayerCall, x: Tensor) -> tuple[int, int]:
 
     short = from_(_SHORT_TOKENS)
     return short, from_(max(call.tokens, short + 1))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
 
 def _is_prime(n: int) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
+from lightning_memo.engine.token_locality.operations_at_length import step_of_attention
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
 from lightning_memo.kernels import AttentionSpec
@@ -19,14 +20,21 @@ from lightning_memo.kernels import AttentionSpec
 
 def attend_in_shape(tracker: TokenTracker, shards: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Answer an attention call. Attention may relate tokens, whose order it must know."""
+    tracker.steps.append(step_of_attention(spec))
     apart = ((), tracker.sizes.of_size(shards * tracker.sizes.tokens), ())
     queries, keys, values = (tuple(dim if TOKENS in dim else () for dim in tracker.dims(t)[1:]) for t in (q, k, v))
     if keys == values == ((), (), ()):
         raise TokensMixed("attention gets the same keys for all slices (cross-attention)")
     if not queries == keys == values == apart:
         raise TokensMixed("attention gets queries, keys or values that do not hold one entry for each token")
-    out: Tensor = _Attended.apply(q, k, v)
+    out = attended(q, k, v)
     return tracker.mark(out, (*tracker.dims(q)[:3], tracker.dims(v)[3]))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return a tensor of the shape of an attention call's result, with history."""
+    out: Tensor = _Attended.apply(q, k, v)
+    return out
 
 
 def refuse(why: str) -> None:
@@ -51,7 +59,7 @@ class _Attended(torch.autograd.Function):
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
 
 
-def forward_in_shape(module: nn.Module, tracker: TokenTracker) -> Callable[..., Tensor] | None:
+def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callable[..., Tensor] | None:
     """Return what stands in for the forward of a module that does not run on fake tensors; `None` for all others."""
     package = type(module).__module__.partition(".")[0]
     if hasattr(module, "_is_expert_parallel") and hasattr(type(module).forward, "__wrapped__"):
@@ -63,12 +71,14 @@ def forward_in_shape(module: nn.Module, tracker: TokenTracker) -> Callable[..., 
     return None
 
 
-def _experts_in_shape(tracker: TokenTracker, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+def _experts_in_shape(tracker: TokenTracker | None, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     """Answer a call of the experts of transformers: each row of `x` [rows, hidden] goes to the experts of its indices.
 
     Raises:
         TokensMixed: Rows and indices belong to different tokens.
     """
+    if tracker is None:
+        return x.clone()
     rows, *others = (tracker.dims(t) for t in (x, indices, weights))
     if any(dims[0] != rows[0] for dims in others) or any(TOKENS in dim for dims in (rows, *others) for dim in dims[1:]):
         raise TokensMixed("experts get indices of other tokens")
@@ -92,7 +102,7 @@ class LocalFunctions(TorchFunctionMode):
     """Leaves out dropout, whose masks the engine cuts by token; see Note: [Dropout and slices].
 
     Args:
-        tracker: Knows where tensors hold tokens.
+        tracker: Knows where tensors hold tokens; `None` if that is not followed.
         batch: Number of sequences in the layer's input.
         token_dim: Dimension of tokens in the layer's input.
 
@@ -100,7 +110,7 @@ class LocalFunctions(TorchFunctionMode):
         hooked: Whether the layer has registered a hook on a tensor.
     """
 
-    def __init__(self, tracker: TokenTracker, batch: int, token_dim: int) -> None:
+    def __init__(self, tracker: TokenTracker | None, batch: int, token_dim: int) -> None:
         super().__init__()
         self.hooked = False
         self._tracker, self._batch, self._token_dim = tracker, batch, token_dim
@@ -122,7 +132,7 @@ class LocalFunctions(TorchFunctionMode):
         Raises:
             TokensMixed: The input does not hold tokens where a slice would look for them.
         """
-        if names.get("train", training) and p > 0.0:
+        if self._tracker is not None and names.get("train", training) and p > 0.0:
             dims = self._tracker.dims(input)
             places = [n for n, dim in enumerate(dims) if TOKENS in dim]
             as_input = places == [self._token_dim] and len(dims) > 1 and input.shape[1 - self._token_dim] == self._batch

@@ -25,10 +25,12 @@ _CONSTANTS = (
     _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty,
 )  # fmt: skip
 # Operators whose integers are sizes and ranges. The shapes of their results show whether they keep tokens apart.
-_SIZED = (
+SIZED = (
     *_CONSTANTS, _aten.view, _aten._unsafe_view, _aten.expand, _aten.repeat, _aten.slice, _aten.split,
     _aten.split_with_sizes,
 )  # fmt: skip
+
+_FILLS = {_aten.full: 1, _aten.new_full: 2}  # the place of the argument that is a value and no size
 
 Step = tuple[str, tuple[object, ...]]
 
@@ -173,9 +175,10 @@ class TokenTracker(TorchDispatchMode):
 
     def _numbers(self, func: Any, arguments: Any) -> Iterator[object]:
         """Return the numbers among arguments; sizes as multiples of the number of tokens."""
-        sized = func.overloadpacket in _SIZED
+        sized = func.overloadpacket in SIZED
+        fill = arguments[0][_FILLS[func.overloadpacket]] if func.overloadpacket in _FILLS else None
         for value in tree_leaves(arguments):
-            if isinstance(value, int) and sized and self.sizes.holds_tokens(value):
+            if isinstance(value, int) and sized and value is not fill and self.sizes.holds_tokens(value):
                 yield TOKENS, value // self.sizes.tokens
             elif isinstance(value, (bool, int, float, complex, torch.dtype)):
                 yield value

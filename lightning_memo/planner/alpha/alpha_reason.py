@@ -43,6 +43,8 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
         return f"Disk speed is the limit: above alpha={alpha:.4g} layers would wait for the disk. {allows}"
     if not feasibility.fits_device(more):
         return f"Device memory is the limit: {_overflow_text(feasibility, alpha)}. {allows}"
+    if feasibility.whole_layers and alpha < solution.alpha and not feasibility.fits(more):
+        return f"Host memory is the limit: fractions of whole layers do not use a disk. {allows}"
     if feasibility.whole_layers and alpha < solution.alpha:
         return f"{limit} Layers run whole, so alpha={alpha:.4g} is a fraction of the layer calls."
     if alpha < solution.alpha - 2 / feasibility.costs.tokens:

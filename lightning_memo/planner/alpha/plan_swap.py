@@ -104,7 +104,9 @@ def _choose_alpha(feasibility: Feasibility, alpha: float | str) -> tuple[float, 
         return chosen, best_alpha_reason(feasibility, solution, chosen)
     given = float(alpha)
     if not feasibility.fits(given):
-        remedy = 'set a smaller alpha or alpha="auto", or raise host_memory'
+        on_disk = feasibility.mixed(given) and feasibility.budget.spill_bytes
+        smaller = "set alpha=1, which may use the disk," if on_disk else "set a smaller alpha"
+        remedy = f'{smaller} or alpha="auto", or raise host_memory'
         raise HostMemoryError(given, feasibility.host_bytes(given), feasibility.budget, remedy)
     return given, given_alpha_reason(feasibility, given)
 
@@ -126,6 +128,8 @@ def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
         return not (feasibility.fits(alpha) and keeps_up)
 
     most = math.floor(min(limit + TOLERANCE, 1.0) * parts)
+    if most == parts and not too_many(parts):
+        return 1.0  # whole layers use the disk only if all of them are swapped
     fitting = bisect_left(range(most + 1), True, key=too_many)
     if not fitting:
         raise HostMemoryError(0.0, feasibility.host_bytes(0.0), feasibility.budget)

@@ -219,8 +219,8 @@ class ActivationPlanner(MetersSteps):
     def shrink(self, most_device_bytes: float = math.inf) -> None:
         """Drop a plan that takes too much memory: the next forward is profiled, and later plans are smaller.
 
-        A profiled batch has every layer recomputed. The next plan has half the alpha, or 0 below 1/16; after plain
-        training it is not plain.
+        A profiled batch has every layer recomputed. The next plan has half the alpha, or 0 below 1/16 and where layers
+        run whole; after plain training it is not plain.
 
         Args:
             most_device_bytes: Device memory that later plans may use.
@@ -229,7 +229,9 @@ class ActivationPlanner(MetersSteps):
         swap = self.plan.swap
         self._most_device_bytes = min(self._most_device_bytes, most_device_bytes)
         if swap.mode != "plain":
-            self._most_alpha = swap.alpha / 2 if swap.alpha > _LEAST_ALPHA else 0.0
+            # A single swapped layer takes as much device memory as many of them.
+            fewer = swap.alpha > _LEAST_ALPHA and not swap.whole_layers
+            self._most_alpha = swap.alpha / 2 if fewer else 0.0
         self._shrunk = True
         self._engine.unload()
         self._started_seconds = time.perf_counter()
