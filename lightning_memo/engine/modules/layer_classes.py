@@ -144,6 +144,8 @@ class LayerClasses:
             lengths: The numbers of tokens.
         """
         known = traits.locality.lengths
+        # PyTorch itself computes otherwise for one token: what is then contiguous needs no copy.
+        lengths = [length for length in lengths if length > 1]
         if known.issuperset(lengths) or len(known) >= _MOST_LENGTHS:
             return ""
         with collecting_nothing():

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memo.engine.attention.attention_sinks import merge_sinks
@@ -42,19 +43,25 @@ class Recomputed:
         self.qkv: list[tuple[Tensor, Tensor, Tensor]] = []
         self.results: dict[int, AttentionResult] = {}
         self.saved: list[Tensor | None] = []
+        self._reader = 0  # the autograd Function that took tensors last
+        self._read: dict[int, Tensor] = {}
 
     def take(self, number: int) -> Tensor:
-        """Return a tensor that the forward saved; each can be taken once.
+        """Return a tensor that the forward saved; each can be taken once, or often by a single autograd Function.
 
         Raises:
             RuntimeError: The tensor was taken before.
         """
         t, self.saved[number] = self.saved[number], None
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if id(node) != self._reader:
+            self._reader, self._read = id(node), {}
+        if isinstance(node, BackwardCFunction):  # whose backward may read `ctx.saved_tensors` more than once
+            t = self._read.get(number) if t is None else self._read.setdefault(number, t)
         if t is None:
             raise RuntimeError(
                 "a recomputed activation was asked for twice: a second backward through the same graph "
-                "(retain_graph) is not supported, run the forward again; an autograd Function may read "
-                "ctx.saved_tensors once"
+                "(retain_graph) is not supported, run the forward again"
             )
         return t
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
@@ -206,6 +207,7 @@ def _running(
 ) -> Iterator[LocalFunctions]:
     """Inside this context, a layer runs on fake tensors and leaves no trace."""
     with (
+        _disable_current_modes(),  # a user's, which count operations, for example
         torch.enable_grad(),
         _without_log(),
         _without_autocast_cache(),
