@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
+
+_DEPTH = 2  # of objects within objects whose attributes are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +69,14 @@ class LayerCall:
         """Return what two calls have in common in which a layer computes alike: all that is no value of a tensor."""
         return self.batch, self._form(self.args), self._form(self.kwargs)
 
-    def _form(self, value: Any, nested: bool = True) -> object:
+    def _form(self, value: Any, depth: int = _DEPTH) -> object:
         if isinstance(value, Tensor):
             by_token = token_dim_of(value, self.tokens, self.batch, self.token_dim, self.shards)
             return value.dtype, value.dim(), by_token, value.requires_grad
         if isinstance(value, (tuple, list)):
-            return type(value), *(self._form(each, nested) for each in value)
+            return type(value), *(self._form(each, depth) for each in value)
         if isinstance(value, dict):
-            return type(value), *((name, self._form(each, nested)) for name, each in value.items())
+            return type(value), *((name, self._form(each, depth)) for name, each in value.items())
         if value is None or isinstance(value, (bool, float, complex, str)):
             return type(value), value
         if isinstance(value, int):
@@ -80,9 +84,9 @@ class LayerCall:
         if isinstance(value, nn.Module):
             return type(value), id(value)
         # Objects like masks behave like tensors; of others, attributes count as arguments do.
-        if not nested or hasattr(value, "__torch_function__") or not hasattr(value, "__dict__"):
+        if depth == 0 or hasattr(value, "__torch_function__"):
             return type(value)
-        return type(value), self._form(vars(value), nested=False)
+        return type(value), self._form(_parts_of(value), depth - 1)
 
     def with_copied_containers(self) -> LayerCall:
         """Return the same call, whose layer cannot write to the caller's dicts and lists."""
@@ -96,3 +100,27 @@ class LayerCall:
     def mode(self, part: TokenRange) -> LayerMode:
         """Return the mode in which the layer runs on some of the tokens."""
         return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
+
+
+def _parts_of(value: object) -> object:
+    """Return what an object or a function consists of, as far as it may decide what a layer computes."""
+    if isinstance(value, (slice, range)):
+        return value.start, value.stop, value.step
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, FunctionType):
+        return id(value.__code__), value.__defaults__, [_contents(cell) for cell in value.__closure__ or ()]
+    if callable(value) and not hasattr(value, "__dict__"):
+        return id(value)  # a function that is not written in Python
+    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    return {name: getattr(value, name, None) for name in names} | getattr(value, "__dict__", {})
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is still empty
+        return None

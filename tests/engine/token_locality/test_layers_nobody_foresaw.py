@@ -1,11 +1,12 @@
 """Layers that mix tokens, write to things or return things have the gradients of plain training at every alpha.
 
 `assert_trains_like_plain` compares a profiled step and steps at alpha 0, 0.5 and 1. A layer that has to run whole does
-so at alpha 0.5, too, where a user's setting would be refused, so that its gradients are bit-identical.
+so at alpha 0.5, too, so that its gradients are bit-identical.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -266,7 +267,8 @@ class Told(Block):
 
     def forward(self, x: Tensor, shared: Any) -> Tensor:
         x = super().forward(x, {})
-        told = shared.mixes if isinstance(shared, Options) else shared["mixes"]
+        shared = shared.options if isinstance(shared, Nested) else shared() if callable(shared) else shared
+        told = shared if isinstance(shared, bool) else shared["mixes"] if isinstance(shared, dict) else shared.mixes
         return x + 0.1 * x.cumsum(1) if told else x
 
 
@@ -275,6 +277,24 @@ class Options:
 
     def __init__(self, mixes: bool) -> None:
         self.mixes = mixes
+
+
+@dataclass(slots=True)
+class Slots:
+    """Options without a dict of attributes."""
+
+    mixes: bool
+
+
+class Nested:
+    """Options within options."""
+
+    def __init__(self, mixes: bool) -> None:
+        self.options = Options(mixes)
+
+
+def _told(mixes: bool) -> bool:
+    return mixes
 
 
 class TellingModel(PassingModel):
@@ -293,7 +313,17 @@ class TellingModel(PassingModel):
         return CausalLMOutput(loss=loss)
 
 
-@pytest.mark.parametrize("kind", [lambda mixes: {"mixes": mixes}, Options], ids=["dict", "object"])
+TOLD = {
+    "dict": lambda mixes: {"mixes": mixes},
+    "object": Options,
+    "slots": Slots,
+    "nested": Nested,
+    "function": lambda mixes: lambda: mixes,
+    "partial": lambda mixes: functools.partial(_told, mixes),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD.values(), ids=TOLD)
 def test_layers_that_get_other_arguments_than_the_first_one(kind: Callable[[bool], Any]) -> None:
     torch.manual_seed(0)
     model = TellingModel([Told(n) for n in range(LAYERS)], kind, lambda number, _: number % 2 == 1)
