@@ -159,7 +159,7 @@ def _check_every_query_sees(module: nn.Module, mask: Tensor | MaskPattern | None
     if bool((mask.amax(-1) <= torch.finfo(mask.dtype).min).any()):
         raise ValueError(
             f"{class_name(module)} uses eager attention, which attends to all keys where the attention mask hides "
-            'all of them: pad on the right, or load the model with attn_implementation="sdpa"'
+            'all of them: pad on the right or, where transformers has it, set attn_implementation="sdpa"'
         )
 
 
