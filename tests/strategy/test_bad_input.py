@@ -215,15 +215,13 @@ IN_FIT = {
     "no layers": ({}, NoLayers, None, ("NoLayers", "no nn.ModuleList", "layers=")),
     "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
     "mixes tokens": (
-        {"alpha": 0.5},
+        {"storage": "kinds", "device_memory": "1MiB"},
         lambda: LanguageModel(mixing_model),
         None,
         (
-            "alpha=0.5",
+            'storage="kinds"',
             "Mixing may not compute each token by itself outside attention: aten.mean computes along the tokens",
-            "alpha=0",
-            "alpha=1",
-            '"auto"',
+            'use storage="alpha"',
         ),
     ),
     "gradient checkpointing": ({}, Checkpointed, None, ("gradient_checkpointing_disable()", "alpha=0")),
