@@ -114,7 +114,7 @@ class SwapPlan:
         """Fraction of a layer call's tokens whose skeletal activations are swapped."""
         if not self.whole_layers:
             return self.alpha
-        return float(is_spread(call % self.calls, round(self.alpha * self.calls), self.calls))
+        return float(is_swapped(call % self.calls, self.alpha, self.calls))
 
     @property
     def needs_slices(self) -> bool:
@@ -173,7 +173,7 @@ class SwapPlan:
 
     def spills(self, call: int) -> bool:
         """Whether a whole layer call is spilled. Spilled calls are evenly spaced because the disk is slower."""
-        return call < self.swapped_calls and is_spread(call, self.spilled_calls, self.swapped_calls)
+        return call < self.swapped_calls and _is_spread(call, self.spilled_calls, self.swapped_calls)
 
     @property
     def buffer_bytes(self) -> int:
@@ -181,7 +181,12 @@ class SwapPlan:
         return 2 * self.slot_bytes + self.staging_bytes
 
 
-def is_spread(call: int, chosen: int, calls: int) -> bool:
+def is_swapped(call: int, alpha: float, calls: int) -> bool:
+    """Return whether a layer call is swapped if alpha is the fraction of those that are swapped as a whole."""
+    return _is_spread(call, round(alpha * calls), calls)
+
+
+def _is_spread(call: int, chosen: int, calls: int) -> bool:
     """Return whether a call is among the `chosen` of `calls` that are evenly spaced."""
     return call * chosen % calls < chosen
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -58,9 +59,8 @@ class LayerCall:
         """Run the layer's own forward on some of the tokens, whose input is `x`."""
         arguments = (self.args, self.kwargs)
         part_of = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
-        if any(
-            isinstance(t, LazyTensor) for t in tree_leaves(part_of)
-        ):  # the layer may pass them to kernels of its own
+        # The layer may pass them to kernels of its own.
+        if any(isinstance(t, LazyTensor) for t in tree_leaves(part_of)):
             part_of = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
         args, kwargs = part_of  # by reference if possible: a layer may write to its arguments
         return self.forward(x, *args, **kwargs)
@@ -77,7 +77,7 @@ class LayerCall:
             return type(value), *(self._form(each, depth) for each in value)
         if isinstance(value, dict):
             return type(value), *((name, self._form(each, depth)) for name, each in value.items())
-        if value is None or isinstance(value, (bool, float, complex, str)):
+        if value is None or isinstance(value, (bool, float, complex, str, type, torch.dtype, torch.device)):
             return type(value), value
         if isinstance(value, int):
             return int, "tokens" if value == self.tokens else value

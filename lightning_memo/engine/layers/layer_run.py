@@ -57,7 +57,7 @@ class LayerRun:
         self.meter, self.position = meter, meter.position
         self.arguments, self.storage = arguments, storage
         self.states, self.attention, self.forward_context = states, attention, forward_context
-        self.side_places, self.chooses = traits.side_places, traits.chooses
+        self.side_places, self.chooses = traits.locality.side_places, traits.chooses
         self._started = self._ended = False
 
     @property

@@ -130,7 +130,7 @@ class LayerClasses:
             self._probed[kind] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
         traits = self._probed[kind]
         why = locality.why_not or traits.why_whole
-        return replace(traits, why_whole=why, side_places=locality.side_places, locality=locality)
+        return replace(traits, why_whole=why, locality=locality)
 
     def why_other_at(self, call: LayerCall, x: Tensor, traits: LayerTraits, lengths: Collection[int]) -> str:
         """Return why a layer may compute otherwise at some numbers of tokens; empty if it does not.
@@ -149,7 +149,7 @@ class LayerClasses:
         if known.issuperset(lengths) or len(known) >= _MOST_LENGTHS:
             return ""
         with collecting_nothing():
-            why = why_other_at(call, x, set(lengths) - known, traits.locality.unused)
+            why = why_other_at(call, x, set(lengths) - known, traits.locality)
         if not why:
             known.update(lengths)
         return why

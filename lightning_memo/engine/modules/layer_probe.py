@@ -13,7 +13,7 @@ from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
+from lightning_memo.engine.forward.layer_output import split_output
 from lightning_memo.engine.forward.python_state import Place, PythonState
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
@@ -44,8 +44,6 @@ class LayerTraits:
         changing: Names of the buffers that a forward changes.
         written: Attributes that a forward writes.
         chooses: Whether the layer chooses indices by values, as a router chooses experts.
-        side_places: Where each value that the layer returns beside its hidden states holds the tokens; `None` for one
-            that is the same for all tokens.
         locality: The proof that the layer keeps tokens apart.
     """
 
@@ -57,7 +55,6 @@ class LayerTraits:
     changing: tuple[str, ...] = ()
     written: tuple[Place, ...] = ()
     chooses: bool = False
-    side_places: tuple[TokenPlace | None, ...] = ()
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
 

@@ -85,7 +85,7 @@ class SliceComparison:
         tokens = _unlike_other_sizes(max(2, min(_MOST_TOKENS, call.tokens // _PART, longest)), call)
         start, turn = (call.tokens - tokens) // 2, self._compared
         with collecting_nothing():
-            unlike = difference_in_slices(call, x, traits.side_places, start, tokens, turn)
+            unlike = difference_in_slices(call, x, traits.locality.side_places, start, tokens, turn)
         if not unlike:
             return False
         why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"

@@ -53,12 +53,14 @@ class Locality:
         why_not: Why a layer may mix tokens outside attention; empty if it is proven that it does not.
         side_places: Where each side value holds the tokens; `None` for one that is the same for all tokens.
         unused: Attributes without which the proof was made.
+        operations: The operations of the proof.
         lengths: Numbers of tokens at which the layer is known to make the operations of the proof.
     """
 
     why_not: str
     side_places: tuple[TokenPlace | None, ...] = ()
     unused: frozenset[Place] = frozenset()
+    operations: list[Step] = field(default_factory=list, compare=False)
     lengths: set[int] = field(default_factory=set, compare=False)
 
 
@@ -116,31 +118,32 @@ def _compared(call: LayerCall, x: Tensor, trackers: Sequence[TokenTracker], unus
     if hooked := hooked_module(call.layer):
         raise TokensMixed(f"hooks on {hooked} would see the tokens of one slice only")
     short, long = (_run(call, x, tracker, unused) for tracker in trackers)
-    for first, second in itertools.zip_longest(short.steps, long.steps):
-        if first != second:
-            return Locality(f"{name} computes otherwise with more tokens: {_difference(first, second)}")
+    if why := difference_of(short.steps, long.steps):
+        return Locality(f"{name} computes otherwise with more tokens: {why}")
     if short.sides != long.sides:
         return Locality(f"{name} returns something else with more tokens")
-    lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
-    if why := why_other_at(call, x, lengths, unused):
-        return Locality(why)
     places = tuple(side if isinstance(side, TokenPlace) else None for side in short.sides)
-    return Locality("", places, frozenset(unused), lengths)
+    operations = _operations_at(call, x, trackers[0].sizes.tokens, unused)
+    locality = Locality("", places, frozenset(unused), operations)
+    lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
+    if why := why_other_at(call, x, lengths, locality):
+        return Locality(why)
+    locality.lengths.update(lengths)
+    return locality
 
 
-def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], unused: Collection[Place]) -> str:
+def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: Locality) -> str:
     """Return why a layer may compute otherwise at some numbers of tokens than in a proof; empty if it does not.
 
     Args:
         call: The layer and its arguments.
         x: The layer's input.
         lengths: The numbers of tokens.
-        unused: Attributes without which the proof was made.
+        proven: The proof.
     """
     try:
-        proven = _operations_at(call, x, _unlike_other_sizes(call, x)[0], unused)
         for tokens in sorted(lengths):
-            if why := difference_of(proven, _operations_at(call, x, tokens, unused)):
+            if why := difference_of(proven.operations, _operations_at(call, x, tokens, proven.unused)):
                 return f"{call.name} computes otherwise for {tokens} tokens: {why}"
     except Exception as error:  # as in a proof
         return f"{call.name} may compute otherwise for other numbers of tokens: {_first_line(error)}"
@@ -336,9 +339,3 @@ def _first_line(error: Exception) -> str:
 
 def _is_prime(n: int) -> bool:
     return all(n % divisor for divisor in range(2, int(n**0.5) + 1))
-
-
-def _difference(first: Step | None, second: Step | None) -> str:
-    if first is None or second is None or first[0] != second[0]:
-        return f"{(first or second or ('',))[0]} is called for some lengths only"
-    return f"{first[0]} is called with numbers that depend on the length"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.swap_plan import StreamedBytes, is_spread
+from lightning_memo.artifacts.swap_plan import StreamedBytes, is_swapped
 from lightning_memo.planner.alpha.disk_tier import calls_to_spill, disk_keeps_up
 
 
@@ -44,8 +44,7 @@ class Feasibility:
         if not self._calls:
             return 0
         if self.mixed(alpha):
-            chosen = round(alpha * self.costs.calls)
-            swapped = sum(is_spread(call, chosen, self.costs.calls) for call in range(self._calls))
+            swapped = sum(is_swapped(call, alpha, self.costs.calls) for call in range(self._calls))
             return swapped * self.slot_bytes(1.0) + (self._calls - swapped) * self.slot_bytes(0.0)
         return self._calls * self.slot_bytes(alpha)
 
@@ -74,9 +73,13 @@ class Feasibility:
             sizes = self.streamed_bytes(alpha)
             buffers = 2 * sizes.slot + sizes.staging
         else:
-            buffers = 2 * self.slot_bytes(1.0 if self.mixed(alpha) else alpha)
+            buffers = 2 * self.largest_slot_bytes(alpha)
         least_alpha = 0.0 if self.mixed(alpha) else alpha
         return self.costs.fixed_device_bytes + self.costs.working_bytes_at(least_alpha, self.slice_tokens) + buffers
+
+    def largest_slot_bytes(self, alpha: float) -> int:
+        """Host bytes of the layer call that swaps most."""
+        return self.slot_bytes(1.0 if self.mixed(alpha) else alpha)
 
     def fits_device(self, alpha: float) -> bool:
         """Whether the device budget holds the plan."""

@@ -78,7 +78,7 @@ def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_
         schedule=schedule,
         slice_tokens=feasibility.slice_tokens,
         calls=feasibility.costs.calls,
-        slot_bytes=feasibility.slot_bytes(1.0 if mixed else alpha) if sizes is None else 0,
+        slot_bytes=feasibility.largest_slot_bytes(alpha) if sizes is None else 0,
         whole_layers=mixed,
         recomputed_slot_bytes=feasibility.slot_bytes(0.0) if mixed else 0,
         spilled_calls=feasibility.spilled_calls(alpha) or 0,
