@@ -49,6 +49,11 @@ class LayerStack:
         """Number of their parameters."""
         return sum(p.numel() for p in {p for layer in self.layers for p in layer.parameters()})
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter requires a gradient. Gradients may pass through layers that are not trained, too."""
+        return any(p.requires_grad for layer in self.layers for p in layer.parameters())
+
 
 def find_stacks(model: nn.Module) -> list[LayerStack]:
     """Find the repeated layers of a model.
@@ -80,19 +85,20 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
 def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[LayerStack]:
     """Return the stacks of layers to swap, the one with the most parameters first.
 
-    Without names, these are all stacks that have a quarter of the parameters of the largest one, or more.
+    Without names, these are all stacks that have a quarter of the parameters of the largest trained one, or more.
 
     Args:
         model: The model.
         names: Dotted names of containers, or the ends of names; `None` to search.
-        alone: Whether only one stack can be swapped. Without names, it is the largest one.
+        alone: Whether only one stack can be swapped. Without names, it is the largest trained one.
 
     Raises:
         ValueError: There are no stacks, a name names no container of the model, or there are too many names.
     """
     if names is None:
         stacks = find_stacks(model)
-        return stacks[:1] if alone else [s for s in stacks if s.parameters * SMALL_STACK >= stacks[0].parameters]
+        largest = next((stack for stack in stacks if stack.is_trained), stacks[0])
+        return [largest] if alone else [s for s in stacks if s.parameters * SMALL_STACK >= largest.parameters]
     names = [names] if isinstance(names, str) else names
     if alone and len(names) > 1:
         raise ValueError(

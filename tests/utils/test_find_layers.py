@@ -93,6 +93,16 @@ def test_small_stacks_are_left_out():
     assert names(["small", "large"]) == ["large", "small"]
 
 
+def test_a_frozen_teacher_is_larger() -> None:
+    model = nn.ModuleDict(
+        {"teacher": PlainModel(layer_stacks.blocks(9)), "student": PlainModel(layer_stacks.blocks(2))}
+    )
+    assert [stack.name for stack in select_stacks(model, None, alone=True)] == ["teacher.blocks"]
+    model["teacher"].requires_grad_(False)
+    assert [stack.name for stack in select_stacks(model, None, alone=True)] == ["student.blocks"]
+    assert {stack.name for stack in select_stacks(model, None, alone=False)} == {"teacher.blocks", "student.blocks"}
+
+
 def test_containers_by_name():
     """A name, or its end, selects the layers in a container, also in nested lists; without any, all children."""
     (nested,) = select_stacks(layer_stacks.nested(), "blocks", alone=False)
