@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -30,6 +31,22 @@ def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module])
         if isinstance(module, CheckpointWrapper):
             inner = class_name(module._checkpoint_wrapped_module)
             raise ValueError(f"activation checkpointing is wrapped around {inner} (CheckpointWrapper): {TURN_IT_OFF}")
+
+
+def refuse_scripted_modules(layers: Iterable[nn.Module]) -> None:
+    """Refuse scripted modules in the layers.
+
+    Raises:
+        ValueError: A module of a layer is scripted. TorchScript does not let go of a recomputation that has enough, and
+            fuses operations after the first calls, so that other tensors are saved.
+    """
+    for layer in layers:
+        scripted = next((name for name, m in layer.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+        if scripted is not None:
+            raise ValueError(
+                f"{scripted} of {class_name(layer)} is scripted (torch.jit), and TorchScript cannot be recomputed: use "
+                "the module that was scripted"
+            )
 
 
 def _in_and_around(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:

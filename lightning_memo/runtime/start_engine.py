@@ -16,6 +16,7 @@ from lightning_memo.runtime.model_checks import (
     announce_fused_loss,
     announce_other_stacks,
     refuse_gradient_checkpointing,
+    refuse_scripted_modules,
     warn_of_uncompiled,
 )
 from lightning_memo.utils.find_layers import select_layers
@@ -46,6 +47,7 @@ def start_engine(
     if trains and config.layers is None:
         announce_other_stacks(model, config.one_stack)
     refuse_gradient_checkpointing(model, layers)
+    refuse_scripted_modules(layers)
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
     settings = _requested(config, test_mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from support.families import PlainBlock, PlainModel, make_batch
 from support.harness import Batch
 from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
 
@@ -31,6 +32,17 @@ class Watch(LanguageModel):
 def model() -> nn.Module:
     """Layers of unlike sizes, of which every second one mixes tokens."""
     return PlainModel([Mixing(PlainBlock()) if n % 2 else PlainBlock(dropout=0.1) for n in range(LAYERS)])
+
+
+class Averaging(PlainBlock):
+    """Mixes tokens, with the weights of a layer that does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean(1, keepdim=True)
+
+
+def same_weights(kind: type[PlainBlock]) -> nn.Module:
+    return PlainModel([kind() for _ in range(LAYERS)])
 
 
 def data() -> list[Batch]:
@@ -60,9 +72,20 @@ def test_a_plan_is_resumed(tmp_path: Any) -> None:
     first = fit(MemoStrategy(alpha=0.5), LanguageModel(model), batches(data()))
     path = tmp_path / "plan.json"
     first.plan.save(path)
-    again = fit(MemoStrategy(alpha=0.5, plan=path), LanguageModel(model), batches(data()))
+    with pytest.warns(UserWarning, match=f"one slice, and alpha=0.5 swaps 4 of {LAYERS} layer calls, because"):
+        again = fit(MemoStrategy(alpha=0.5, plan=path), LanguageModel(model), batches(data()))
     assert again.plan.swap == first.plan.swap
     assert again.losses == first.losses
+
+
+def test_a_plan_that_cuts_layers_which_cannot_be_cut(tmp_path: Any) -> None:
+    mixing = partial(same_weights, Averaging)
+    alike = fit(MemoStrategy(alpha=0.5), LanguageModel(partial(same_weights, PlainBlock)), batches(data()))
+    alike.plan.save(tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match="the plan is dropped, and the next batch is profiled: it cuts layers into"):
+        result = fit(MemoStrategy(alpha=0.5, plan=tmp_path / "plan.json"), LanguageModel(mixing), batches(data()))
+    assert result.plan.swap.whole_layers and result.plan.swap.alpha == 0.5
+    assert result.losses == plain(LanguageModel(mixing), batches(data())).losses
 
 
 def late() -> nn.Module:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
@@ -31,6 +31,7 @@ from lightning_memo.reports.memory_shortage import plan_shortage
 from lightning_memo.runtime.activation_plans.announce_plan import (
     announce_plan,
     announce_replanning,
+    announce_whole_layers,
     warn_of_no_plan,
     warn_of_shortage,
 )
@@ -67,7 +68,8 @@ class ActivationPlanner(MetersSteps):
         self._is_first_batch = True
         self._folder = Path()
         self._most_device_bytes, self._most_alpha = math.inf, 1.0  # limits of later plans, once a plan was too large
-        self._shrunk = self._warned = False
+        self._shrunk = self._dropped = self._warned = False
+        self._is_unproven = False  # whether the plan is an earlier one, and no layer has run yet
         self._steps = 0  # optimizer steps before the current batch
 
     def start(self, resumed_plan: str | None) -> None:
@@ -93,7 +95,7 @@ class ActivationPlanner(MetersSteps):
             return
         self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self._engine.attention.trials = plan.attention_trials
-        self.plan = plan
+        self.plan, self._is_unproven = plan, True
         rank_zero_info(f"MemoStrategy: uses {earlier.source}.")
         self._announce(plan)
         self._warn_of_shortage(plan)
@@ -117,6 +119,8 @@ class ActivationPlanner(MetersSteps):
         Raises:
             ValueError: There is no plan within the budget.
         """
+        if self._is_unproven:
+            self._check_earlier_plan()
         profile = self._engine.profile
         stepped = self._run.step > self._steps
         if profile is None or not (profile.complete or (stepped and profile.finish())):
@@ -127,6 +131,22 @@ class ActivationPlanner(MetersSteps):
             return
         self._wait_for_device()
         self._make_plan(profile, time.perf_counter() - self._started_seconds)
+
+    def _check_earlier_plan(self) -> None:
+        """Drop an earlier plan that cuts layers if they cannot be cut, which is known once they have run."""
+        assert self.plan is not None
+        self._is_unproven, swap = False, self.plan.swap
+        self._agree_on_layers(everyone=True)
+        why, cuts = self._engine.layer_classes.why_whole, not swap.whole_layers and 0.0 < swap.alpha < 1.0
+        if why and cuts and swap.mode != "plain" and self._engine.profile is None:
+            rank_zero_warn(
+                "MemoStrategy: the plan is dropped, and the next batch is profiled: it cuts layers into slices, but "
+                f"{why}."
+            )
+            self._dropped = True
+            self._engine.unload()
+        elif self._run.rank == 0:
+            announce_whole_layers(self.plan, why)
 
     def _wait_for_device(self) -> None:
         if self._engine.device.type == "cuda":
@@ -148,11 +168,11 @@ class ActivationPlanner(MetersSteps):
         self.plan = plan
         if earlier is not None and earlier.swap.mode == "plain" and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
-        if not first and self._run.rank == 0:
+        if not (first or self._dropped) and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
         self._announce(plan)
         self._warn_of_shortage(plan, everyone=first)
-        self._shrunk = False
+        self._shrunk = self._dropped = False
 
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""

@@ -21,11 +21,7 @@ def announce_plan(plan: Plan, attention: str, why_whole: str) -> None:
         attention: The user's attention kernel.
         why_whole: Why layers cannot be cut into slices; empty if they can.
     """
-    if why_whole:
-        swap = plan.swap
-        swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
-        some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
-        rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}.")
+    announce_whole_layers(plan, why_whole)
     for trial in plan.attention_trials:
         if trial.name == attention and trial.why_not:
             rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
@@ -35,6 +31,21 @@ def announce_plan(plan: Plan, attention: str, why_whole: str) -> None:
         if plan.swap.storage is not None:
             why = "spilling would not make a step shorter"
         rank_zero_info(f"MemoStrategy: spill_path is not needed, because {why}.")
+
+
+def announce_whole_layers(plan: Plan, why_whole: str) -> None:
+    """Warn that layers run as one slice.
+
+    Args:
+        plan: The plan.
+        why_whole: Why layers cannot be cut into slices; empty if they can.
+    """
+    if not why_whole:
+        return
+    swap = plan.swap
+    swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
+    some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
+    rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}.")
 
 
 def announce_replanning(plan: Plan, shrunk: bool) -> None:
