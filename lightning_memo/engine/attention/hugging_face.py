@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memo.engine.attention.mask_patterns import MaskFunction, MaskPattern, measure_pattern, read_rules
 from lightning_memo.engine.attention.model_attention import attend_as_model, not_computed
@@ -113,6 +114,8 @@ def _attention(
         if layout.ring * layout.ulysses * layout.shards > 1:
             _check_arguments_among_processes(module, kwargs)
     why = not_computed(attention_mask, dropout, kwargs)
+    if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
+        why = "a mask that hides all keys from some tokens"
     if why or (handler is None and not isinstance(attention_mask, MaskPattern)):
         out, _ = attend_as_model(
             host.always_masked, module, query, key, value, attention_mask, why=why, dropout=dropout, scaling=scaling,
@@ -121,7 +124,6 @@ def _attention(
         return out, None
     if host.always_masked:
         is_causal = False
-        _check_every_query_sees(module, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal and query.shape[2] < key.shape[2]:  # as transformers does it
         causal, stop = query.shape[2] > 1, query.shape[2] if query.shape[2] > 1 else key.shape[2]
@@ -146,21 +148,14 @@ def _spec(
     return replace(spec, softcap=arguments.get("softcap"), sinks=arguments.get("s_aux"))
 
 
-def _check_every_query_sees(module: nn.Module, mask: Tensor | MaskPattern | None) -> None:
-    """Refuse additive masks that hide all keys from a query, in training with transformers' eager attention.
+def _hides_all_keys(mask: Tensor | MaskPattern | None) -> bool:
+    """Return whether an additive mask hides all keys from a query.
 
     Eager attention then gives all keys the same weight, which kernels with a log-sum-exp cannot compute.
-
-    Raises:
-        ValueError: A query sees no key.
     """
-    if not isinstance(mask, Tensor) or not mask.is_floating_point() or not torch.is_grad_enabled():
-        return
-    if bool((mask.amax(-1) <= torch.finfo(mask.dtype).min).any()):
-        raise ValueError(
-            f"{class_name(module)} uses eager attention, which attends to all keys where the attention mask hides "
-            'all of them: pad on the right or, where transformers has it, set attn_implementation="sdpa"'
-        )
+    if not isinstance(mask, Tensor) or not mask.is_floating_point() or isinstance(mask, FakeTensor):
+        return False
+    return bool((mask.amax(-1) <= torch.finfo(mask.dtype).min).any())
 
 
 def _check_among_processes(module: nn.Module, handler: object, mask: object, window: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.attention import attention_models
 from support.attention.recorded_training import BOUND, Recording, errors, gradient_errors, plain_training, train
 from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import Batch, EngineUnderTest
@@ -159,7 +160,8 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Batch]]] = [
     (modernbert, left_padded), (llama, left_padded), (window, left_padded), (llama, holes), (llama4, text),
     (llama4, left_padded), (bigbird_pegasus, text), (pegasus_x, text), (llama, given_mask),
     (llama, given_additive_mask), (eager, text), (bidirectional, text), (bidirectional, right_padded),
-    (bidirectional, left_padded),
+    (bidirectional, left_padded), (eager, left_padded), (bigbird_pegasus, left_padded),
+    (attention_models.gpt_oss, left_padded), (attention_models.gemma2, left_padded),
 ]  # fmt: skip
 
 
@@ -191,8 +193,12 @@ def test_slices(build: Callable[[], nn.Module], batch: Callable[[], Batch], host
 @pytest.mark.parametrize(
     ("build", "data", "settings", "message"),
     [
-        (eager, [left_padded()], {"alpha": 0.0}, "uses eager attention"),
-        (bigbird_pegasus, [left_padded()], {"alpha": 0.0}, "uses eager attention"),
+        (
+            eager,
+            [left_padded()],
+            {"slice_tokens": 32, "host_backed": "all"},
+            "LlamaDecoderLayer gets an attention mask of all tokens, which is a tensor",
+        ),
         (llama4, [text()], {"slice_tokens": 32, "schedule": "slice"}, "neither causal, nor a sliding window, nor full"),
         (llama, [left_padded()], {"slice_tokens": 32, "schedule": "slice"}, "padding that is not on the right"),
     ],
