@@ -214,6 +214,6 @@ def _by_token(t: Tensor, place: TokenPlace) -> Tensor:
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
     """Return the distance of each row, relative to the length of an average row. NaN equals NaN."""
-    a, b = (local_part(t).float().nan_to_num().flatten(1) for t in (a, b))
+    a, b = (local_part(t).float().nan_to_num().reshape(len(t), -1) for t in (a, b))
     average = b.square().sum(1).mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return (a - b).square().sum(1).sqrt() / average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -14,11 +15,12 @@ from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, pr
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
-from lightning_memo.engine.token_locality.prove_locality import Locality, why_other_at
+from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality, why_other_at
 
 # A layer that is called in more forms, for example with a number that counts steps, runs as one slice.
 _MOST_FORMS = 16
 _ANY_OTHER = object()
+_NUMBERS = frozenset({int, float, str})
 # A layer is looked at for as many numbers of tokens, which takes some seconds together.
 _MOST_LENGTHS = 128
 
@@ -44,6 +46,7 @@ class LayerClasses:
         self._settings = settings
         self.agreed = LayerTraits("", "layer")
         self._proofs = LocalityProofs()
+        self._numbers: dict[int, tuple[object, int]] = {}
         self._probed: dict[object, LayerTraits] = {}
         self._traits: dict[object, dict[object, LayerTraits]] = {}  # by layer, and by the form of its call
 
@@ -91,16 +94,27 @@ class LayerClasses:
                 layer cannot run more than once.
         """
         refuse_changing_scales(call.layer)
-        modules, switches = _modules_of(call.layer)
+        modules, switches, numbers = _modules_of(call.layer)
         # Traits of a single token do not hold for longer sequences.
         form: object = (x.dtype, call.form(), switches, call.tokens < 2)
         by_form = self._traits.setdefault((id(call.layer), modules), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER
-        if form not in by_form:
+        if form not in by_form or (self._has_new_numbers(call.layer, numbers) and not by_form[form].why_whole):
+            was_cut = any(not traits.why_whole for traits in by_form.values())
             with collecting_nothing():
                 by_form[form] = self._find(call, x, (modules, form), form is _ANY_OTHER)
+            if was_cut and by_form[form].why_whole and call.tokens > 1:
+                warnings.warn(f"MemoStrategy: {by_form[form].why_whole}. It runs as one slice now.", stacklevel=4)
         return by_form[form]
+
+    def _has_new_numbers(self, layer: nn.Module, numbers: object) -> bool:
+        """Return whether numbers among a layer's attributes are others than in its last call, a few times at most."""
+        before, changes = self._numbers.setdefault(id(layer), (numbers, 0))
+        if numbers == before or changes == _MOST_FORMS:
+            return False
+        self._numbers[id(layer)] = numbers, changes + 1
+        return True
 
     def _find(self, call: LayerCall, x: Tensor, kind: object, any_other: bool) -> LayerTraits:
         """Return the traits of a layer in calls of a new form.
@@ -150,6 +164,9 @@ class LayerClasses:
             return ""
         with collecting_nothing():
             why = why_other_at(call, x, set(lengths) - known, traits.locality)
+            if why:  # the layer may have changed since the proof, for example by a number that a callback sets
+                fresh = prove_locality(call, x)
+                why = fresh.why_not or why_other_at(call, x, set(lengths) - known, fresh)
         if not why:
             known.update(lengths)
         return why
@@ -160,15 +177,17 @@ class LayerClasses:
         return self._why_scaled
 
 
-def _modules_of(layer: nn.Module) -> tuple[object, object]:
-    """Return what makes the class of a layer, and the flags by which a callback may switch parts of it while training.
+def _modules_of(layer: nn.Module) -> tuple[object, object, object]:
+    """Return what makes the class of a layer, and flags and numbers by which a callback may switch parts of it.
 
     This runs in each call of a layer.
     """
     modules: list[object] = []
     switches: list[bool] = []
+    numbers: list[object] = []
     for name, m in layer.named_modules():
-        modules += name, type(m), *m._buffers, *(p.shape for p in m._parameters.values() if p is not None)
-        # By identity, which is faster: other values may be tensors.
-        switches += [v for k, v in m.__dict__.items() if (v is True or v is False) and k[0] != "_"]
-    return tuple(modules), tuple(switches)
+        modules += name, type(m), *m._buffers.keys(), *(p.shape for p in m._parameters.values() if p is not None)
+        public = [v for k, v in m.__dict__.items() if k[0] != "_"]
+        switches += [v for v in public if v is True or v is False]  # by identity: other values may be tensors
+        numbers += [v for v in public if type(v) in _NUMBERS]
+    return tuple(modules), tuple(switches), tuple(numbers)

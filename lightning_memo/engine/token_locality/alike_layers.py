@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.python_state import Place
-from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality
+from lightning_memo.engine.token_locality.prove_locality import Locality, Place, prove_locality
 from lightning_memo.engine.token_locality.user_code import hooked_module
 
 _TABLES = set(vars(nn.Module()))
+_MOST_PROOFS = 8  # of layers that are alike but for attributes that they use
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LocalityProofs:
     """Proves for each layer whether it keeps tokens apart, and reuses proofs."""
 
     def __init__(self) -> None:
-        self._proofs: dict[object, _Proof] = {}
+        self._proofs: dict[object, list[_Proof]] = {}
 
     def forget(self) -> None:
         """Forget all proofs."""
@@ -52,19 +52,23 @@ class LocalityProofs:
         """
         if hooked_module(call.layer):
             return prove_locality(call, x)
-        attributes, known = _attributes_of(call.layer), self._proofs.get(kind)
-        if known is None or known.attributes.keys() != attributes.keys():
-            locality = prove_locality(call, x)
-            self._proofs.setdefault(kind, _Proof(attributes, frozenset(), locality))
-            return locality
-        unlike = {place for place, value in attributes.items() if not _same(value, known.attributes[place])}
-        if unlike <= known.unused:
-            return known.locality
-        unused = known.unused | unlike
+        attributes = _attributes_of(call.layer)
+        proofs = [proof for proof in self._proofs.setdefault(kind, []) if proof.attributes.keys() == attributes.keys()]
+        unlike = [
+            {place for place, value in attributes.items() if not _same(value, proof.attributes[place])}
+            for proof in proofs
+        ]
+        for proof, places in zip(proofs, unlike, strict=True):
+            if places <= proof.unused:
+                return proof.locality
+        unused: frozenset[Place] = frozenset()
+        if proofs:
+            n = min(range(len(proofs)), key=lambda n: len(unlike[n] - proofs[n].unused))
+            unused = proofs[n].unused | unlike[n]
         locality = prove_locality(call, x, unused)
-        if locality.why_not:
-            return prove_locality(call, x)
-        self._proofs[kind] = _Proof(attributes, unused, locality)
+        if locality.why_not and unused:
+            unused, locality = frozenset(), prove_locality(call, x)
+        self._proofs[kind] = [*self._proofs[kind], _Proof(attributes, unused, locality)][-_MOST_PROOFS:]
         return locality
 
 

@@ -26,7 +26,7 @@ from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
-from lightning_memo.engine.forward.python_state import Place, PythonState
+from lightning_memo.engine.forward.python_state import PythonState
 from lightning_memo.engine.token_locality.operations_at_length import OperationLog, difference_of, step_of_attention
 from lightning_memo.engine.token_locality.stand_ins import (
     LocalFunctions,
@@ -42,6 +42,8 @@ from lightning_memo.engine.token_locality.user_code import has_custom_functions,
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
 
+# An attribute: the dotted name of its module, and its own.
+Place = tuple[str, str]
 _SHORT_TOKENS = 5
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
 from lightning_memo.engine.token_locality.operations_at_length import step_of_attention
-from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed
+from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
 from lightning_memo.kernels import AttentionSpec
 
@@ -21,6 +21,8 @@ from lightning_memo.kernels import AttentionSpec
 def attend_in_shape(tracker: TokenTracker, shards: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Answer an attention call. Attention may relate tokens, whose order it must know."""
     tracker.steps.append(step_of_attention(spec))
+    if spec.mask is not None and holds_tokens(tracker.dims(spec.mask)):
+        raise TokensMixed("attention gets a mask that the layer makes of its own tokens")
     apart = ((), tracker.sizes.of_size(shards * tracker.sizes.tokens), ())
     queries, keys, values = (tuple(dim if TOKENS in dim else () for dim in tracker.dims(t)[1:]) for t in (q, k, v))
     if keys == values == ((), (), ()):

@@ -54,7 +54,16 @@ class Opening(PlainBlock):
 
     def __init__(self, at: str = "", change: Callable[[Tensor], Tensor] = torch.clone) -> None:
         super().__init__()
-        self.at, self.change, self.open = at, change, 0  # no bool, which would be noticed
+        self.at, self.change, self._open = at, change, 0
+
+    @property
+    def open(self) -> int:
+        """Private attributes are not noticed when they change."""
+        return self._open
+
+    @open.setter
+    def open(self, value: int) -> None:
+        self._open = value
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -172,13 +181,13 @@ def test_a_run_that_needs_slices_ends(settings: dict[str, Any]) -> None:
 
 
 class OpeningMLP(LlamaMLP):
-    """Adds a mean over the tokens once it is `open`."""
+    """Adds a mean over the tokens once it is `_open`."""
 
-    open = 0
+    _open = 0
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        return y + 0.1 * y.mean(1, keepdim=True) if self.open else y
+        return y + 0.1 * y.mean(1, keepdim=True) if self._open else y
 
 
 class OpenedLlama(LanguageModel):
@@ -192,7 +201,7 @@ class OpenedLlama(LanguageModel):
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         for layer in self.model.model.layers:
-            layer.mlp.open = int(self.trainer.global_step >= 2)
+            layer.mlp._open = int(self.trainer.global_step >= 2)
 
 
 def test_slices_of_the_model_are_compared() -> None:
