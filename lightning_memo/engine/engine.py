@@ -46,7 +46,8 @@ from lightning_memo.engine.saved_tensors.parked_arguments import parkable
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sliced_layer_calls import find_causal_lm, run_slice
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
-from lightning_memo.engine.slices.slice_schedules import run_layer_schedule, run_nested, run_without_backward
+from lightning_memo.engine.slices.run_schedule import run_schedule
+from lightning_memo.engine.slices.slice_schedules import run_without_backward
 from lightning_memo.engine.slot_allocation import allocate_slots, open_reader, why_made_for_others
 from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
@@ -250,7 +251,7 @@ class Engine:
             return self._run_plainly(layer, forward, args, kwargs)
         if self.sequence is not None:
             return run_slice(self, self.sequence, call, x.contiguous(), key)
-        return self._run_slices(call, (x if self.swap.streamed else real(x)).contiguous(), key, self.swap)
+        return self._run_slices(call, x if self.swap.streamed else real(x), key, self.swap)
 
     def _run_plainly(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -279,10 +280,10 @@ class Engine:
         run = run_of_call(self, call, x, CallPosition(0, 0), slices, policy, traits, measured=False)
         return run_without_backward(run, x)
 
-    def _run_slices(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> Any:
-        traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
+    def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
+        traits = self.layer_classes.of(call, given)  # before the first mark, as a proof takes long
         self.settings.check(traits, call.name, call.tokens)
-        tokens = call.tokens
+        tokens, x = call.tokens, given.contiguous()
         slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
         if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.needs_slices):
@@ -296,8 +297,7 @@ class Engine:
         if self.profile is not None:
             self.profile.resize(key, call.batch, call.tokens, slices[0].tokens)
         self.calls.add(run)
-        nested = not run.whole and "nest" in (self.settings.schedule, traits.schedule)
-        return run_nested(run, x) if nested else run_layer_schedule(run, x)
+        return run_schedule(run, x, given, not run.whole and "nest" in (self.settings.schedule, traits.schedule))
 
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that."""

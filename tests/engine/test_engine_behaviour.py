@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -789,13 +790,24 @@ def test_attaching_again() -> None:
             assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
 
 
+def _saved_and_loaded(model: nn.Module) -> nn.Module:
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    loaded: nn.Module = torch.load(saved, weights_only=False)
+    return loaded
+
+
 @each_family
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_copy_of_an_attached_model_runs_plainly(family: str, padded: bool) -> None:
+@pytest.mark.parametrize("copied", [lambda model: copy.deepcopy(copy.deepcopy(model)), _saved_and_loaded])
+def test_copy_of_an_attached_model_runs_plainly(
+    copied: Callable[[nn.Module], nn.Module], family: str, padded: bool
+) -> None:
     model, batch = build(family), make_batch(2, TOKENS, padded)
     plain = loss_and_gradients(model, batch)
     with planned(model, batch, 0.5) as under_test:
-        duplicate = copy.deepcopy(copy.deepcopy(model))
+        duplicate = copied(model)
         with torch.no_grad():
             next(model.parameters()).mul_(2.0)  # the copies have weights of their own
         loss = duplicate(**batch).loss

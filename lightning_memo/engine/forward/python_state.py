@@ -1,50 +1,117 @@
-"""Attributes and containers that a layer's forward may write, apart from tensors that it changes in place."""
+"""What a layer's forward may read and write apart from the values of tensors: attributes, containers and objects."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import operator
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.utils.class_names import class_name
 
-_Container = dict[Any, Any] | list[Any] | set[Any]
-# An attribute: the module's dotted name, its own name, and between them that of the object or parameter that holds it.
-Place = tuple[str, ...]
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+_CONTAINERS = (dict, list, set, deque)
 _NOTHING = object()
-_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: other parts of the engine see to them
+_MODULE_TABLES = frozenset(vars(nn.Module()))
+# Tables of a module that decide what its forward computes.
+_READ_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_DEPTH = 3  # of containers and objects within those that a module holds
+LONGEST = 1024  # containers that hold more are not looked into
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type, type(None), FunctionType})
+# Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"} | (
+    sys.stdlib_module_names - {"types", "argparse"}
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class Held(NamedTuple):
     """What a container held, or what the attributes of an object did.
 
     Attributes:
-        label: Name for messages.
-        place: The container's place, or that of the attributes' owner; `None` for arguments.
-        is_owner: Whether these are attributes.
+        owner: The module or the name of the object that holds the container.
+        key: The attribute that holds it; empty for the attributes of the owner themselves.
         container: The container.
         before: A copy of it.
     """
 
-    label: str
-    place: Place | None
-    is_owner: bool
-    container: _Container
-    before: _Container
+    owner: nn.Module | str
+    key: str
+    container: Container
+    before: Container
 
-    def changed(self) -> list[Any]:
-        """Return the keys of a dict whose values have changed, or the type of another container that has."""
+    @property
+    def changed(self) -> bool:
+        """Whether it holds anything else now."""
         container, before = self.container, self.before
+        if len(container) != len(before):
+            return True
+        if isinstance(container, dict) and isinstance(before, dict):
+            same = all(map(operator.is_, container, before))
+            return not (same and all(map(operator.is_, container.values(), before.values())))
+        if isinstance(container, set):  # a copy may have another order
+            return set(map(id, container)) != set(map(id, before))
+        return not all(map(operator.is_, container, before))
+
+    @property
+    def first_changed(self) -> str:
+        """Name of something in it that has changed; empty if nothing has."""
+        container, before, name = self.container, self.before, name_of(self.owner, self.key)
         if isinstance(container, dict) and isinstance(before, dict):
             keys = {**container, **before}
-            return [key for key in keys if container.get(key, _NOTHING) is not before.get(key, _NOTHING)]
-        alike = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=True))
-        return [] if alike else [type(container).__name__]
+            changed = (key for key in keys if container.get(key, _NOTHING) is not before.get(key, _NOTHING))
+            return next((f"{name}.{key}" for key in changed), "")
+        return f"a {type(container).__name__} of {name}" if self.changed else ""
+
+    def restore(self) -> None:
+        """Let it hold the same again."""
+        refill(self.container, self.before)
+
+
+def refill(container: Container, values: Any) -> None:
+    """Let a container hold other values."""
+    if isinstance(container, dict):  # classes may forbid `update`
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        kind.update(container, values)
+    elif isinstance(container, set):
+        container.clear()
+        container.update(values)
+    else:
+        container.clear()
+        container.extend(values)
+
+
+def copied(container: Container) -> Container:
+    """Return a plain container that holds the same. Classes may have other constructors."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, set):
+        return set(container)
+    return deque(container, container.maxlen) if isinstance(container, deque) else list(container)
+
+
+def name_of(owner: nn.Module | str, key: str) -> str:
+    """Return the name of an attribute, for messages."""
+    name = owner if isinstance(owner, str) else class_name(owner)
+    return f"{name}.{key}" if key else name
+
+
+def _attributes_of(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object of a user's class, which may be state of a layer; `None` for other objects."""
+    kind = type(value)
+    if not kind.__dictoffset__ or issubclass(kind, (nn.Module, type)):
+        return None
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return None
+    try:  # a proxy has the attributes of something else
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # a property of this name
+        return None
+    return attributes if type(attributes) is dict else None
 
 
 class PythonState:
@@ -56,102 +123,81 @@ class PythonState:
     """
 
     def __init__(self, layer: nn.Module, arguments: Any) -> None:
-        self._held: list[_Held] = []
-        for path, module in layer.named_modules():
-            name = class_name(module)
-            self._note(name, (path,), vars(module))
-            for key, value in [*vars(module).items(), *module._parameters.items()]:
-                if _has_attributes(value) or issubclass(type(value), nn.Parameter):
-                    self._note(f"{name}.{key}", (path, key), vars(value))
-        for container in _containers(arguments):
-            self._note("an argument", None, container)
-        for leaf in tree_leaves(arguments):
-            if _has_attributes(leaf):
-                self._note(type(leaf).__name__, None, vars(leaf))
+        self._held: list[Held] = []
+        self._empty: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._seen: set[int] = set()
+        for module in layer.modules():
+            self._note_module(module)
+        self._look_into(arguments, "an argument", "", _DEPTH)
 
-    def _note(self, label: str, place: Place | None, holder: _Container) -> None:
-        self._held.append(_Held(label, place, True, holder, holder.copy()))
-        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            if issubclass(type(value), (dict, list, set)):
-                inner = None if place is None else (*place, key)
-                self._held.append(_Held(label, inner, False, value, value.copy()))
+    def _note_module(self, module: nn.Module) -> None:
+        own = vars(module)
+        self._note(module, "", own)
+        for table in map(own.__getitem__, _READ_TABLES):
+            if table:
+                self._note(module, "", table)
+            else:
+                self._empty.append((module, table))
+        for key, p in module._parameters.items():
+            if p is not None:
+                self._note_tensor(module, key, p)
+                if vars(p) or type(p) is not nn.Parameter:  # weights of bitsandbytes have attributes
+                    self._note(module, key, vars(p))
+                    for each in vars(p).values():
+                        if not isinstance(each, Tensor):  # sums of gradients, for example
+                            self._look_into(each, module, key, _DEPTH)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                self._note_tensor(module, key, buffer)
+        for key, value in own.items():
+            if type(value) not in _PLAIN and key not in _MODULE_TABLES:
+                self._look_into(value, module, key, _DEPTH)
+
+    def _look_into(self, value: Any, owner: nn.Module | str, key: str, depth: int) -> None:
+        """Note a container or an object, and what it holds."""
+        kind = type(value)
+        if issubclass(kind, Tensor):
+            return self._note_tensor(owner, key, value)
+        if issubclass(kind, tuple):
+            inner: Collection[Any] = value
+        elif id(value) in self._seen:
+            return None
+        elif issubclass(kind, _CONTAINERS):
+            self._note(owner, key, value)
+            if attributes := _attributes_of(value):
+                self._note(owner, key, attributes)
+            inner = value.values() if issubclass(kind, dict) else value
+        elif (attributes := _attributes_of(value)) is not None:
+            owner = kind.__name__ if isinstance(owner, str) else owner
+            self._note(owner, key, attributes)
+            inner = attributes.values()
+        else:
+            return None
+        self._seen.add(id(value))
+        if depth and len(inner) <= LONGEST:
+            for each in inner:
+                if type(each) not in _PLAIN:
+                    self._look_into(each, owner, key, depth - 1)
+        return None
+
+    def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
+        self._held.append(Held(owner, key, container, copied(container)))
+
+    def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:
+        """Note nothing: the values of tensors are no part of this."""
 
     def first_written(self) -> str:
         """Return the name of something that has changed; empty if nothing has."""
-        for held in self._held:
-            if changed := held.changed():
-                is_dict = isinstance(held.container, dict)
-                return f"{held.label}.{changed[0]}" if is_dict else f"a {changed[0]} of {held.label}"
-        return ""
-
-    def written_attributes(self) -> tuple[Place, ...]:
-        """Return the attributes of modules, and of objects and parameters that these hold, that have changed."""
-        found: set[Place] = set()
-        for held in self._held:
-            if held.place is not None and (changed := held.changed()):
-                found |= {(*held.place, key) for key in changed} if held.is_owner else {held.place}
-        return tuple(sorted(place for place in found if len(place) > 2 or place[1] not in _OF_MODULES))
+        added = (name_of(module, next(iter(table))) for module, table in self._empty if table)
+        return next(filter(None, (*(held.first_changed for held in self._held), *added)), "")
 
     def restore(self) -> None:
         """Undo what has changed."""
+        for _, table in self._empty:
+            table.clear()
         for held in self._held:
-            if held.changed():
-                _refill(held.container, held.before)
-
-
-def _refill(container: _Container, values: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(values)
-    else:
-        container.update(values)
-
-
-def _has_attributes(value: object) -> bool:
-    """Return whether a value is an object of a user's class, which a forward may write to."""
-    kind = type(value)  # attributes of the value itself may be out of bounds
-    return bool(kind.__dictoffset__) and not issubclass(kind, (Tensor, nn.Module, type)) and not callable(value)
-
-
-class AttributeValues:
-    """Values of some attributes before a layer's forward, which its recomputation gets again.
-
-    Args:
-        layer: The layer.
-        places: The attributes.
-    """
-
-    def __init__(self, layer: nn.Module, places: Iterable[Place]) -> None:
-        self._values = []
-        for path, *owners, name in places:
-            holder: Any = layer.get_submodule(path)
-            for owner in owners:
-                holder = getattr(holder, owner, None)
-            if not hasattr(holder, "__dict__"):
-                continue  # the object is no longer there
-            holder = vars(holder)
-            value = holder.get(name, _NOTHING)
-            # Another container, which the forward does not write, and no graph of an earlier step.
-            value = value.detach() if isinstance(value, Tensor) else copy_containers(value)
-            self._values.append((holder, name, value))
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Set the values inside the context, and put the present ones back afterwards."""
-        present = [(holder, name, holder.get(name, _NOTHING)) for holder, name, _ in self._values]
-        _set(self._values)
-        try:
-            yield
-        finally:
-            _set(present)
-
-
-def _set(values: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    for holder, name, value in values:
-        if value is _NOTHING:
-            holder.pop(name, None)
-        else:
-            holder[name] = value
+            if held.changed:
+                held.restore()
 
 
 def copy_containers(tree: Any) -> Any:
@@ -163,11 +209,3 @@ def copy_containers(tree: Any) -> Any:
     if type(tree) is tuple:
         return tuple(map(copy_containers, tree))
     return tree
-
-
-def _containers(tree: Any) -> Iterator[_Container]:
-    if isinstance(tree, (dict, list)):
-        yield tree
-    if isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _containers(value)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.python_state import AttributeValues
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
@@ -17,9 +16,10 @@ from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
+from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import AttentionSpec, RngState
-from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.planner.token_slices import Action, TokenRange
 
 
 class LayerRun:
@@ -198,12 +198,15 @@ def run_of_call(
         on_host = policy.memory if policy.states_on_host else None
         states = SlicedStates(call, x, slices, position.layer, on_host)
     attended = [part.gathered(call.shards) for part in slices]
+    buffers = MutatedBuffers(call.layer, traits.changing)
+    recomputes = any(part.action is Action.RECOMPUTE for part in slices)
     return LayerRun(
         engine, slices, meter, arguments, storage, states,
         CallAttention(engine, position.layer, attended, policy.per_slice),
         ForwardContext(
-            RngState.capture(x.device), MutatedBuffers(call.layer, traits.changing),
-            AttributeValues(call.layer, traits.written), ambient_autocast(x.device.type),
+            RngState.capture(x.device), buffers,
+            ForwardState(call.layer, (call.args, call.kwargs), buffers.ids) if recomputes else None,
+            ambient_autocast(x.device.type),
         ),
         traits,
     )  # fmt: skip

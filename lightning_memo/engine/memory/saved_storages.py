@@ -20,6 +20,11 @@ def resolved(t: Tensor) -> Tensor:
     return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
 
 
+def version_of(t: Tensor) -> int:
+    """Return how often a tensor was changed in place. Inference tensors do not count."""
+    return 0 if t.is_inference() else t._version
+
+
 def is_dense(t: Tensor) -> bool:
     """Return whether `t` covers one range of its storage without gaps, in any order of its dimensions."""
     return span(t) == t.numel()
@@ -61,7 +66,7 @@ class _Entry(Generic[Value]):
     value: Value
 
     def covers(self, start: int, stop: int, t: Tensor) -> bool:
-        if self.version != t._version:  # the tensor was changed in place since
+        if self.version != version_of(t):  # the tensor was changed in place since
             return False
         if self.layout is not None:
             return self.start == start and self.layout == (t.shape, t.stride())
@@ -91,7 +96,7 @@ class Registry(Generic[Value]):
         """Register the storage range of `t`."""
         start, stop = self._range(t)
         layout = None if is_dense(t) else (t.shape, t.stride())
-        entry = _Entry(StorageWeakRef(t.untyped_storage()), start, stop, layout, t._version, value)
+        entry = _Entry(StorageWeakRef(t.untyped_storage()), start, stop, layout, version_of(t), value)
         self._entries.setdefault(t.untyped_storage()._cdata, []).append(entry)
 
     def clear(self) -> None:

@@ -18,7 +18,7 @@ from lightning_memo.utils.class_names import class_name
 
 
 class LayerForward:
-    """Replaces a layer's `forward` while the engine is attached. A copy of the layer gets its own forward back."""
+    """Replaces a layer's `forward` while the engine is attached. Copies, saved ones too, have their own."""
 
     def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
         self._run, self._layer, self._original = run, layer, original
@@ -27,8 +27,15 @@ class LayerForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._layer, self._original, *args, **kwargs)
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return _own_forward, (self._layer,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return types.MethodType(type(self._layer).forward, memo[id(self._layer)])
+        return _own_forward(memo[id(self._layer)])
+
+
+def _own_forward(layer: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(layer).forward, layer)
 
 
 def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
@@ -71,7 +78,7 @@ def read_call(
         layout: The layout of the batch; `None` if this process holds all tokens in order.
 
     Raises:
-        ValueError: The layer's first argument is no tensor.
+        ValueError: The layer's first argument is no tensor, or it gets a key-value cache that holds tokens.
     """
     kwargs = dict(kwargs)
     if args:
@@ -82,6 +89,13 @@ def read_call(
         raise ValueError(
             f"{class_name(layer)} got {type(x).__name__} as its first argument: layers get their hidden states "
             'there, as a tensor; change its forward, or name other layers: MemoStrategy(layers="...")'
+        )
+    caches = [value for value in (*rest, *kwargs.values()) if _is_cache(value)]
+    if caches and (tokens := _cached_tokens(caches[0], layer)):
+        raise ValueError(
+            f"{class_name(layer)} gets a key-value cache of {tokens} tokens, as in prefix tuning, which layers that "
+            "are swapped or recomputed do not read: use another method, for example LoRA, or train this model without "
+            "MemoStrategy"
         )
     rest = [None if _is_cache(value) else value for value in rest]
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
@@ -96,6 +110,12 @@ def read_call(
 def _is_cache(value: object) -> bool:
     """Return whether an argument is a key-value cache of transformers."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _cached_tokens(cache: Any, layer: nn.Module) -> int:
+    """Return the number of tokens that a key-value cache holds for a layer. Frozen layers before it may fill theirs."""
+    index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), None)
+    return 0 if index is None else int(cache.get_seq_length(index))
 
 
 def _token_dim(layer: nn.Module) -> int:

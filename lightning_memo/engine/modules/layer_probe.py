@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import split_output
-from lightning_memo.engine.forward.python_state import Place, PythonState
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
 from lightning_memo.engine.token_locality.prove_locality import Locality
@@ -42,7 +42,6 @@ class LayerTraits:
         tokens: Number of tokens that were probed.
         key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
         changing: Names of the buffers that a forward changes.
-        written: Attributes that a forward writes.
         chooses: Whether the layer chooses indices by values, as a router chooses experts.
         locality: The proof that the layer keeps tokens apart.
     """
@@ -53,7 +52,6 @@ class LayerTraits:
     tokens: int = 1
     key_value_gradient_bytes: int = 0
     changing: tuple[str, ...] = ()
-    written: tuple[Place, ...] = ()
     chooses: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
@@ -68,7 +66,8 @@ class _Recorder:
         self.saved: list[SavedBytes] = []
         self.gradient_bytes = 0
         self.outputs: list[tuple[Tensor, RngState]] = []
-        self.chooses = False
+        self.chooses = self.changes_input = False
+        self.why_own = ""  # why the layer computes attention itself
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         backend = self._backend_of(q, k, v, spec)
@@ -80,6 +79,9 @@ class _Recorder:
         self.gradient_bytes += (k.numel() + v.numel()) * sums_dtype(k).itemsize
         self.outputs.append((result.out, RngState.capture(q.device)))
         return result.out
+
+    def note_own(self, why: str) -> None:
+        self.why_own = why
 
     def note_choice(self, _: Tensor) -> None:
         self.chooses = True
@@ -117,34 +119,43 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:  # models check the sizes of masks
         if tokens == call.tokens:
             raise
-        why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
+        tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        if any(t.dim() > 2 and t.shape[-1] == call.tokens for t in tensors):
+            why = f"{call.name} gets an attention mask of all tokens, which is a tensor"
+        else:
+            why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
     return replace(_probe(call, x, backend_of, call.tokens), why_whole=why)
 
 
 def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> LayerTraits:
-    recorder, before = _Recorder(backend_of), LayerState(call, x.device)
-    try:
-        with without_hooks(call.layer):
-            return _traits_of(call, x.narrow(call.token_dim, 0, tokens), recorder, before)
-    finally:
-        before.restore()
+    with without_hooks(call.layer):
+        before = LayerState(call, x.device)
+        try:
+            return _traits_of(call, x.narrow(call.token_dim, 0, tokens), _Recorder(backend_of), before)
+        finally:
+            before.restore()
 
 
 def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState) -> LayerTraits:
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
-    with handling(recorder.whole, call.layout), call.mode(everything), NotedChoices(recorder.note_choice):
+    with (
+        handling(recorder.whole, call.layout, recorder.note_own),
+        call.mode(everything),
+        NotedChoices(recorder.note_choice),
+    ):
         # On a copy, because a layer may change its input in place.
-        hidden = split_output(call.with_copied_containers().run(x.clone(), everything), x, call.layer)[0]
+        copy = x.clone()
+        hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
+    recorder.changes_input = copy._version > 0
     sketch = _sketch(hidden, x)
-    del hidden
+    del hidden, copy
     before.refuse_unrepeatable()
-    changing, attributes = before.buffers.changed(), PythonState(call.layer, ())
-    written = before.python.written_attributes()
+    changing = before.buffers.changed()
 
     def repeats(part: TokenRange) -> bool:
         before.rng.restore()
-        attributes.restore()  # as the first run has left them: what counts calls gives another output
+        before.python.restore()
         before.buffers.restore(changing)
         return _repeats(call, x, recorder, sketch, part)
 
@@ -152,16 +163,15 @@ def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerSta
     if not (repeats(TokenRange(0, max(1, tokens // 2), Action.KEEP)) or repeats(everything)):
         raise ValueError(
             f"{call.name} gives another output for the same input: its forward depends on something "
-            "besides inputs, weights, buffers and torch's random state (a counter, a generator of its own): make it a "
-            "function of these, or train this model without MemoStrategy"
+            "besides inputs, weights, attributes and torch's random state (a global variable, a generator of its own): "
+            "make it a function of these, or train this model without MemoStrategy"
         )
     sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
     why = _why_whole(call, recorder, sliceable, changing)
     schedule = "layer" if sliceable else "nest"
     return LayerTraits(
-        why, schedule, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, written,
-        recorder.chooses,
-    )  # fmt: skip
+        why, schedule, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses
+    )
 
 
 def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, part: TokenRange) -> bool:
@@ -185,6 +195,10 @@ def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: 
         return f"{name} got a single token"
     if changing:
         return f"{name} changes its buffer {changing[0]} in each forward"
+    if recorder.why_own:
+        return f"in {name}, {recorder.why_own}"
+    if not sliceable and recorder.changes_input:
+        return f"{name} changes its input in place, and attention needs all tokens at once"
     if not sliceable and len(recorder.specs) > 1:
         return f"{name} calls attention {len(recorder.specs)} times, and not all calls are causal"
     return ""

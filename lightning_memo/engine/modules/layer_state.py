@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.python_state import PythonState
+from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import RngState
 
@@ -33,7 +34,7 @@ class LayerState:
         self.rng, self.buffers = RngState.capture(device), MutatedBuffers(call.layer)
         self.python = PythonState(call.layer, (call.args, call.kwargs))
         self._name = call.name
-        self._versions = [(t, t._version) for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        self._versions = [(t, version_of(t)) for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
         own = [value for m in call.layer.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
         self._own = [(generator, generator.get_state()) for generator in own]
         self._other: tuple[Any, Any] = random.getstate(), np.random.get_state(legacy=False)
@@ -60,7 +61,7 @@ class LayerState:
                 f"{self._name} draws random numbers from {generator}, which a recomputation cannot repeat: draw them "
                 "with torch's functions and without a generator, for example torch.rand(())"
             )
-        if any(t._version != version for t, version in self._versions):
+        if any(version_of(t) != version for t, version in self._versions):
             raise ValueError(
                 f"{self._name} writes into a tensor that it gets as an argument, and a recomputation would write "
                 "again: write into a copy, and return it"

@@ -1,4 +1,4 @@
-"""While training, compares now and then whether a layer computes in slices what it computes on all tokens."""
+"""While training, compares now and then layers in slices with whole ones, and recomputed values with the forward's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.compare_slices import difference_in_slices
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 
 _EVERY = 64  # steps
 _MOST_TOKENS = 1024
@@ -40,7 +41,16 @@ class SliceComparison:
         self._layer_classes, self._enabled = layer_classes, enabled
         self._steps = self._compared = 0
         self._waits = False  # whether this step's comparison is still to come
+        self._in_turn = False  # whether this step is one of those
         self.before: Callable[[], None] | None = None
+
+    def sums_of(self, key: int) -> SavedSums | None:
+        """Return an empty collection of sums for a slice of a layer call that is recomputed; `None` if none is due.
+
+        Args:
+            key: Number of the call among those that are alive.
+        """
+        return SavedSums(key + self._steps.bit_length()) if self._in_turn else None
 
     def due(self, key: int, calls: int) -> bool:
         """Return whether a layer call has to be compared.
@@ -51,8 +61,9 @@ class SliceComparison:
         """
         if key == 0:
             self._steps += 1
-            self._waits = not (self._steps % _EVERY and self._steps & (self._steps - 1))
-        if not (self._enabled and self._waits) or key != self._compared % max(calls, 1):
+            self._in_turn = self._enabled and not (self._steps % _EVERY and self._steps & (self._steps - 1))
+            self._waits = self._in_turn
+        if not self._waits or key != self._compared % max(calls, 1):
             return False
         self._waits = False
         self._compared += 1

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.non_activations import NonActivations
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView, SliceArguments
 from lightning_memo.engine.saved_tensors.weight_copies import FrozenCasts, WeightCopies, WeightCopy
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """Stands for a saved tensor that stays where it is, as autograd would keep it.
+
+    Attributes:
+        tensor: The tensor.
+        version: Its version in the forward, which counts changes in place.
+    """
+
+    tensor: Tensor
+    version: int
 
 
 class CallArguments:
@@ -39,14 +54,30 @@ class CallArguments:
     def __contains__(self, t: Tensor) -> bool:
         return t in self._non_activations or self._weight_copies.find_frozen(t) is not None
 
-    def handle(self, t: Tensor) -> Tensor | ParkedView | WeightCopy:
-        """Return the handle of a saved tensor that is no activation."""
-        return self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t) or t
+    def with_copies(self, copies: Iterable[tuple[Tensor, Tensor]]) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which copies of tensors in this container are contained."""
+        return self._non_activations.with_copies(copies)
 
-    def load(self, handle: ParkedView | WeightCopy) -> Tensor:
-        """Return the tensor that a handle stands for."""
-        assert isinstance(handle, WeightCopy)
-        return self._weight_copies.restore(handle)
+    def handle(self, t: Tensor) -> KeptTensor | ParkedView | WeightCopy:
+        """Return the handle of a saved tensor that is no activation."""
+        copy = self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t)
+        return copy or KeptTensor(t, version_of(t))
+
+    def load(self, handle: KeptTensor | ParkedView | WeightCopy) -> Tensor:
+        """Return the tensor that a handle stands for.
+
+        Raises:
+            RuntimeError: It was changed in place since the forward.
+        """
+        if isinstance(handle, WeightCopy):
+            return self._weight_copies.restore(handle)
+        assert isinstance(handle, KeptTensor)
+        if version_of(handle.tensor) != handle.version:
+            raise RuntimeError(
+                f"a weight or an argument of {self.call.name}, of shape {list(handle.tensor.shape)}, was changed in "
+                "place between a forward and its backward, which needs its value: change it after the backward"
+            )
+        return handle.tensor
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which copies of frozen weights are made such that the backward can make them again."""
@@ -81,12 +112,12 @@ class ParkedCallArguments(CallArguments):
         super().__init__(call, x)
         self._parked = parked
 
-    def handle(self, t: Tensor) -> Tensor | ParkedView | WeightCopy:
-        copy = self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t)
-        return copy or self._parked.view_of(t) or t
+    def handle(self, t: Tensor) -> KeptTensor | ParkedView | WeightCopy:
+        handle = super().handle(t)
+        return (self._parked.view_of(t) if isinstance(handle, KeptTensor) else None) or handle
 
-    def load(self, handle: ParkedView | WeightCopy) -> Tensor:
-        if isinstance(handle, WeightCopy):
+    def load(self, handle: KeptTensor | ParkedView | WeightCopy) -> Tensor:
+        if not isinstance(handle, ParkedView):
             return super().load(handle)
         t: Tensor = self._parked.restore(handle)
         return t

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_memo.engine.forward.python_state import AttributeValues
+from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.kernels import RngState
 
@@ -21,20 +22,25 @@ class ForwardContext:
     Attributes:
         rng: The random state before the forward.
         buffers: The values that the layer's changing buffers had before the forward.
-        attributes: The values of attributes that the layer's forward writes.
+        state: What the forward read apart from its inputs; `None` if nothing is recomputed.
         autocast: A factory of the autocast context that was active in the forward.
     """
 
     rng: RngState
     buffers: MutatedBuffers
-    attributes: AttributeValues
+    state: ForwardState | None
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 
     @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Restore the conditions and enable gradients inside the context; put the present state back afterwards."""
+    def replayed(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Restore the conditions and enable gradients inside the context; put the present state back afterwards.
+
+        Returns:
+            The tensors that are replaced by copies, each with its copy.
+        """
+        assert self.state is not None
         with (
-            self.rng.replayed(), self.buffers.replayed(), self.attributes.replayed(), torch.enable_grad(),
+            self.rng.replayed(), self.state.replayed() as copies, self.buffers.replayed(), torch.enable_grad(),
             self.autocast(),
         ):  # fmt: skip
-            yield
+            yield copies

@@ -47,6 +47,11 @@ class MutatedBuffers:
         wanted = dict(layer.named_buffers()) if names is None else names
         self._buffers = {name: _noted(layer, name) for name in wanted}
 
+    @property
+    def ids(self) -> set[int]:
+        """Ids of the tensors."""
+        return {id(buffer.tensor) for buffer in self._buffers.values()}
+
     def changed(self) -> tuple[str, ...]:
         """Return the names of the buffers that have changed."""
         return tuple(name for name, buffer in self._buffers.items() if buffer.changed)

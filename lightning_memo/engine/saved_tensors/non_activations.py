@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +38,16 @@ class NonActivations:
         if x is not None:
             self._storages -= _storages(x)
         self.frozen = any(not w.requires_grad for w in weights)
+
+    @contextlib.contextmanager
+    def with_copies(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Contain copies inside the context, if the tensors of which they are copies are contained."""
+        added = set().union(*(_storages(copy) for t, copy in copies if _storages(t) <= self._storages))
+        self._storages |= added
+        try:
+            yield
+        finally:
+            self._storages -= added
 
     def __contains__(self, t: Tensor) -> bool:
         if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):

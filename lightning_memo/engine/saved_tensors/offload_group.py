@@ -15,6 +15,7 @@ from lightning_memo.engine.memory.checksums import SlotChecksums
 from lightning_memo.engine.memory.saved_storages import Registry, flat
 from lightning_memo.engine.memory.slot import Slot, SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle
@@ -23,7 +24,7 @@ from lightning_memo.parallel.local_tensors import ShardedHandle
 # The handle of a saved tensor: the tensor itself (if it stays on the device), its place in the slot, its place in an
 # argument that layers share, the weight of which it is a copy, the handles of its parts, or its number in a
 # recomputation.
-Handle = Tensor | SlotView | ShardedHandle | ParkedView | WeightCopy | WrappedHandle | int
+Handle = Tensor | SlotView | ShardedHandle | KeptTensor | ParkedView | WeightCopy | WrappedHandle | int
 
 
 class OffloadGroup:

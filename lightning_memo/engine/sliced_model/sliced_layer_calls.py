@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.python_state import AttributeValues
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
@@ -20,6 +19,7 @@ from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
 from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
+from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
@@ -141,7 +141,7 @@ def _run_of_slice(
         CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=False), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
         ForwardContext(
-            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()), AttributeValues(call.layer, ()),
+            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()), ForwardState(call.layer, ()),
             ambient_autocast(x.device.type),
         ),
         LayerTraits("", "layer", chooses=any(traits.chooses for traits in engine.layer_classes)),

@@ -21,6 +21,7 @@ from lightning_memo.engine.forward.repeated_choices import RepeatedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 from lightning_memo.engine.slices.saved_attention import SavedAttention
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
@@ -78,6 +79,7 @@ class RecomputedSlice(Protocol):
         rng_after_attention: The random state after each attention call.
         saved: Number of tensors that the forward saved.
         choices: Indices that the layer chose by values.
+        sums: Sums of the saved tensors, if the recomputed ones are to be compared.
     """
 
     run: LayerRun
@@ -88,6 +90,7 @@ class RecomputedSlice(Protocol):
     rng_after_attention: list[RngState]
     saved: int
     choices: list[Tensor]
+    sums: SavedSums | None
 
     @property
     def number(self) -> int:
@@ -124,7 +127,8 @@ class _Recomputation:
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
-            stack.enter_context(run.forward_context.replayed())
+            copies = stack.enter_context(run.forward_context.replayed())
+            stack.enter_context(run.arguments.with_copies(copies))
             stack.enter_context(collecting_nothing())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
             stack.enter_context(handling(self._attend, run.call.layout, run.check_whole))
@@ -135,7 +139,7 @@ class _Recomputation:
                 stack.enter_context(RepeatedChoices(part.choices))
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
-            run.arguments.restored_call().run(x, part.range)
+            run.arguments.restored_call().run(_Input.apply(x), part.range)
         run.meter.mark("recompute_end")
         if not self._enough:
             raise RuntimeError(
@@ -155,8 +159,18 @@ class _Recomputation:
     def _record(self, t: Tensor) -> None:
         t = resolved(t)
         if t not in self._part.run.arguments:
+            self._check(t)
             self._found.saved.append(t.detach())
             self._stop_if_enough()
+
+    def _check(self, t: Tensor) -> None:
+        sums = self._part.sums
+        if sums is not None and not sums.alike(len(self._found.saved), t):
+            raise RuntimeError(
+                f"{self._part.run.call.name} was recomputed with other values than in its forward: it reads something "
+                "besides inputs, weights, attributes and torch's random state (a global variable, a context, a "
+                "generator) that has changed since: change it after the backward only"
+            )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         part, number = self._part, len(self._found.qkv)
@@ -221,6 +235,18 @@ class RecomputedKeysValues:
         assert part is not None
         _, k, v = part.recompute().qkv[self._number]
         return k, v
+
+
+class _Input(torch.autograd.Function):
+    """Passes on the input of a layer, which may change it in place: a leaf of the graph must not be changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        raise RuntimeError("a recomputed graph is never differentiated")
 
 
 class _KnownOutput(torch.autograd.Function):

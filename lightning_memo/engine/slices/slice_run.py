@@ -21,6 +21,7 @@ from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
 from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
@@ -47,6 +48,7 @@ class SliceRun:
         rng_after_attention: The random state after each attention call.
         saved: Number of tensors that a recomputation has to deliver.
         choices: Indices that the layer chose by values, for the recomputation.
+        sums: Sums of the saved tensors, if recomputed values are to be compared with the forward's.
     """
 
     def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
@@ -57,6 +59,7 @@ class SliceRun:
         self.rng_after_attention: list[RngState] = []
         self.saved = 0
         self.choices: list[Tensor] = []
+        self.sums = run.engine.comparison.sums_of(run.key) if self.recomputes else None
         self._in_forward = False
         self._recomputed: Recomputed | None = None
 
@@ -106,6 +109,8 @@ class SliceRun:
             if known is None and run.meter.profile is not None:
                 for part in plain_parts(local):
                     run.meter.profile.recomputed(run.position.layer, part, run.call.layer)
+            if self.sums is not None:
+                self.sums.note(self.saved, t)
             self.saved += 1
             return self.saved - 1
         if known is None:
@@ -118,7 +123,7 @@ class SliceRun:
             refuse_inner_backward(self.run.call.name)
         if isinstance(handle, int):
             return self.recompute().take(handle)
-        if isinstance(handle, (ParkedView, WeightCopy)):
+        if isinstance(handle, (KeptTensor, ParkedView, WeightCopy)):
             return self.run.arguments.load(handle)
         return self.storage.load(handle)
 

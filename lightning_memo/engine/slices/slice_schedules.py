@@ -150,6 +150,7 @@ class _Nest:
         if number + 1 < len(self._inputs):
             self.run(number + 1)
         else:
+            self._check_mask(spec)
             flat = [t for parts in zip(*self._qkv, strict=True) for t in parts]
             self._attended = _NestedAttention.apply(self._slices, detached(spec), spec.sinks, *flat)
             self._after_attention = RngState.capture(q.device)
@@ -157,6 +158,11 @@ class _Nest:
         self._slices[number].rng_after_attention.append(self._after_attention)
         self._after_attention.restore()
         return self._attended[number]
+
+    def _check_mask(self, spec: AttentionSpec) -> None:
+        run, keys = self._slices[0].run, sum(part.range.tokens for part in self._slices)
+        if spec.mask is not None and spec.mask.shape[-1] != keys * run.call.shards:
+            run.check_whole(f"attention gets a mask of {spec.mask.shape[-1]} keys, and there are {keys}")
 
 
 class _NestedAttention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
+from support.families import PlainModel, make_batch
 from support.harness import Batch, gradients_of
 from support.trainer_harness import LanguageModel, batches, fit, plain_of
 
@@ -29,6 +30,31 @@ class Recording(LanguageModel):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append(gradients_of(self))
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    settings: dict[str, Any],
+    module: Callable[..., Recording] = Recording,
+    steps: int = 3,
+    tokens: int = 48,
+) -> None:
+    """Train with and without MemoStrategy, and compare the gradients of each step."""
+    runs = []
+    for strategy in (MemoStrategy(plan_memory=False, **settings), "auto"):
+        run, data = module(build), [make_batch(2, tokens, seed=n) for n in range(steps)]
+        torch.manual_seed(0)
+        fit(strategy, run, batches(data), max_steps=steps)
+        runs.append(run.gradients)
+    assert len(runs[0]) == len(runs[1]) == steps
+    for step, (mine, plain) in enumerate(zip(*runs, strict=True)):
+        found = gradient_errors(mine, plain)
+        assert max(found.values()) < BOUND, (step, found)
+
+
+def blocks(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a function that builds a model of three blocks."""
+    return lambda: PlainModel([kind() for _ in range(3)])
 
 
 def train(build: Callable[[], nn.Module], data: list[Batch], **settings: Any) -> LightningModule:

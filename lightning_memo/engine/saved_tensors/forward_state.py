@@ -1,0 +1,161 @@
+"""What a layer's forward read, to which a recomputation returns, or which must not have changed since."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.forward.python_state import LONGEST, Container, PythonState, copied, name_of, refill
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.utils.class_names import class_name
+
+_SMALL = 2**16  # values of a tensor among a layer's attributes of which a copy is kept
+
+
+class _Version(NamedTuple):
+    """A tensor as a forward saw it.
+
+    Attributes:
+        owner: The module, or the name of the object, that holds it.
+        key: Its attribute.
+        tensor: The tensor.
+        number: Counts changes in place.
+        copy: A copy of a small tensor; `None` for other tensors.
+    """
+
+    owner: nn.Module | str
+    key: str
+    tensor: Tensor
+    number: int
+    copy: Tensor | None
+
+    @property
+    def changed(self) -> bool:
+        return self.tensor._version != self.number
+
+
+class ForwardState(PythonState):
+    """What a forward of a layer reads: attributes, containers, objects, which weights are trained, versions of tensors.
+
+    Users switch adapters, modes and attributes between a forward and its backward, for example for a second forward.
+
+    Args:
+        layer: The layer.
+        arguments: Its arguments.
+        restored: Ids of tensors whose values others restore.
+    """
+
+    def __init__(self, layer: nn.Module, arguments: Any, restored: Collection[int] = ()) -> None:
+        self._name, self._known = class_name(layer), restored
+        self._versions: list[_Version] = []
+        self._trained: list[tuple[Tensor, bool]] = []
+        self._has_graphs = False
+        super().__init__(layer, arguments)
+        if self._has_graphs:
+            self._drop_graphs()
+
+    def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
+        if len(container) <= LONGEST:
+            super()._note(owner, key, container)
+
+    def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:
+        if t.is_leaf:
+            self._trained.append((t, t.requires_grad))
+        else:
+            self._has_graphs = True
+        if t.is_inference() or id(t) in self._known:
+            return
+        small = type(t) is Tensor and isinstance(owner, nn.Module) and t.numel() <= _SMALL
+        self._versions.append(_Version(owner, key, t, t._version, t.detach().clone() if small else None))
+
+    def _drop_graphs(self) -> None:
+        """Hold no graphs, which may be those of earlier steps. What is detached has the same version."""
+        detached = {id(v.tensor): v.tensor.detach().requires_grad_() for v in self._versions if not v.tensor.is_leaf}
+        self._replace(detached)
+        self._versions = [v._replace(tensor=detached.get(id(v.tensor), v.tensor)) for v in self._versions]
+
+    def _replace(self, tensors: dict[int, Tensor]) -> None:
+        """Let dicts and lists get other tensors when they are restored.
+
+        Args:
+            tensors: The other tensors, by the ids of those that they replace.
+        """
+        if not tensors:
+            return
+        for held in self._held:
+            before = held.before
+            items = before.items() if isinstance(before, dict) else enumerate(before)
+            if isinstance(before, (dict, list, deque)):
+                for key, t in [(key, t) for key, t in items if id(t) in tensors]:
+                    before[key] = tensors[id(t)]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Make everything as it was inside the context, and put the present state back afterwards.
+
+        Returns:
+            The tensors that are replaced by copies, each with its copy.
+
+        Raises:
+            RuntimeError: An operation reads a tensor that was changed in place since, and of which there is no copy.
+        """
+        versions = [v for v in self._versions if v.changed]
+        copies = [(v.tensor, v.copy.clone()) for v in versions if v.copy is not None]
+        self._replace({id(t): copy for t, copy in copies})
+        lost = [v for v in versions if v.copy is None]
+        changed = [held for held in self._held if held.changed]
+        present = [(held.container, copied(held.container)) for held in changed]
+        present += [(table, dict(table)) for _, table in self._empty if table]
+        trained = [(t, t.requires_grad) for t, _ in self._trained]
+        self.restore()
+        _train(self._trained)
+        try:
+            with _RefusedReads(self._name, lost) if lost else contextlib.nullcontext():
+                yield copies
+        finally:
+            self.restore()  # what the recomputation has changed
+            for container, values in present:
+                refill(container, values)
+            _train(trained)
+            self._replace({id(copy): t for t, copy in copies})
+
+
+class _RefusedReads(TorchDispatchMode):
+    """Refuses operations that read some tensors.
+
+    Args:
+        layer: Name of the layer's class.
+        versions: The tensors.
+    """
+
+    def __init__(self, layer: str, versions: Collection[_Version]) -> None:
+        super().__init__()
+        self._layer = layer
+        self._names = {
+            part.untyped_storage()._cdata: name_of(v.owner, v.key) for v in versions for part in plain_parts(v.tensor)
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [] if getattr(func, "is_view", False) else tree_leaves((args, kwargs))
+        for t in tensors:
+            for part in plain_parts(t) if isinstance(t, Tensor) else ():
+                if (name := self._names.get(part.untyped_storage()._cdata)) is not None:
+                    raise RuntimeError(
+                        f"{name} ({self._layer}) was changed in place between a forward and its backward, which "
+                        "recomputes activations from it: change it after the backward"
+                    )
+        return func(*args, **kwargs or {})
+
+
+def _train(tensors: Collection[tuple[Tensor, bool]]) -> None:
+    for t, trained in tensors:
+        if t.requires_grad is not trained and t.is_leaf:
+            t.requires_grad_(trained)

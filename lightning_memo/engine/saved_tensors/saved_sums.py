@@ -1,0 +1,70 @@
+"""Sums of what a forward saves, which show whether a recomputation computes the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+
+_EVERY = 4  # tensors, so that a step that is checked takes little longer
+# Kernels may add in any order: of the norm of the tensor.
+_TOLERANCE = 1e-5
+_HALF_TOLERANCE = 4e-3
+
+
+class SavedSums:
+    """Sums of a part of the tensors that a slice saves in its forward.
+
+    A sum changes about as much as the norm of what has changed. It takes no memory, as little else does.
+
+    Args:
+        turn: Number of the part.
+
+    Note: [Check of recomputed values]
+    A forward may read what nobody can restore: global variables, contexts, other libraries' generators. If these are
+    others in the backward, a recomputation computes something else, without any other sign.
+    """
+
+    def __init__(self, turn: int) -> None:
+        self._turn = turn
+        self._sums: dict[int, list[Tensor]] = {}
+
+    def note(self, number: int, t: Tensor) -> None:
+        """Note the sum of a tensor in the forward.
+
+        Args:
+            number: Number of the tensor among those that the slice saves.
+            t: The tensor.
+        """
+        if (number + self._turn) % _EVERY == 0:
+            self._sums[number] = [_sum(part) for part in _parts(t)]
+
+    def alike(self, number: int, t: Tensor) -> bool:
+        """Return whether a recomputed tensor is the one of the forward. The host waits for the device."""
+        before = self._sums.pop(number, None)
+        return before is None or all(map(_alike, before, _parts(t)))
+
+
+def _parts(t: Tensor) -> list[Tensor]:
+    # Other values of a byte are scaled by further parts, or the bytes of a workspace, of which some have no meaning.
+    return [part.detach() for part in plain_parts(t) if part.itemsize > 1 or part.dtype is torch.bool]
+
+
+def _sum(t: Tensor) -> Tensor:
+    if t.itemsize == 1:
+        return t.count_nonzero()
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    # Without a copy of the tensor: the CPU would make one for another dtype.
+    return t.sum(dtype=torch.float32) if t.is_cuda and t.is_floating_point() and t.itemsize < 4 else t.sum()
+
+
+def _alike(before: Tensor, t: Tensor) -> bool:
+    now = _sum(t)
+    if torch.equal(now, before) or not (now.isfinite() or before.isfinite()):
+        return True
+    if not t.is_floating_point():
+        return False
+    tolerance = _TOLERANCE if t.itemsize >= 4 else _HALF_TOLERANCE
+    return float((now - before).abs()) <= tolerance * float(torch.linalg.vector_norm(t))

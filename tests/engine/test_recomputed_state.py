@@ -1,0 +1,269 @@
+"""What users change between a forward and its backward: a recomputation sees what the forward saw, or is refused."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention.recorded_training import Recording, blocks, compare
+from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
+from support.trainer_harness import batches, fit
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.modeling_outputs import CausalLMOutput
+
+from lightning_memo import MemoStrategy
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+STEPS = 3
+ALPHAS = [0.0, 0.5, 1.0]
+
+
+class Scaled(PlainBlock):
+    """Reads a number, an object, a deque, a nested list, and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.scale, self.state = 1.0, SimpleNamespace(scales=[[1.0]], factor=1.0)
+        self.past, self.shift = deque([1.0], maxlen=3), torch.zeros(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.scale * self.state.scales[0][0] * self.state.factor * self.past[-1]
+        return super().forward((x + self.shift) * factor)
+
+
+class Adapters(PlainBlock):
+    """Has two adapters, one of which is active and trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({name: nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 32)) for name in "ab"})
+        self.active = "a"
+
+    def activate(self, name: str) -> None:
+        self.active = name
+        for key, adapter in self.adapters.items():
+            adapter.requires_grad_(key == name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.adapters[self.active](x))
+
+
+class InPlace(PlainBlock):
+    """Changes its input in place before anything else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.5
+        x *= 1.5
+        return super().forward(x)
+
+
+class Between(Recording):
+    """Changes something between a forward and its backward, and back before the next step."""
+
+    def __init__(self, family: Callable[[], nn.Module], change: Callable[[nn.Module, bool], None]) -> None:
+        super().__init__(family)
+        self.change = change
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.change(self.model, False)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.change(self.model, True)
+
+
+class TwoAdapters(Recording):
+    """The loss is that of two forwards with different adapters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = []
+        for name in "ab":
+            for block in self.model.blocks:
+                block.activate(name)
+            losses.append(self.model(**batch).loss)
+        for block in self.model.blocks:
+            block.requires_grad_(True)
+        return losses[0] + 2 * losses[1]
+
+
+class FastWeights(Recording):
+    """Runs the model on weights that are functions of its parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        fast = {name: p * 1.5 for name, p in self.model.named_parameters()}
+        loss: Tensor = functional_call(self.model, fast, (), batch).loss
+        return loss
+
+
+class WithContext(PlainModel):
+    """Hands its blocks an object, of which they read and write a list."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+        x, context = self.embed(input_ids), SimpleNamespace(sums=[])
+        for block in self.blocks:
+            x = block(x, context)
+        loss = F.cross_entropy(self.head(x)[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+        return CausalLMOutput(loss=loss)
+
+
+class Contextual(PlainBlock):
+    def forward(self, x: Tensor, context: SimpleNamespace) -> Tensor:
+        x = super().forward(x * (1 + len(context.sums)))
+        context.sums.append(len(context.sums))
+        return x
+
+
+def switch_mode(model: nn.Module, between: bool) -> None:
+    model.train(not between)
+
+
+def set_number(model: nn.Module, between: bool) -> None:
+    for block in model.blocks:
+        block.scale = 3.0 if between else 1.0
+
+
+def set_objects(model: nn.Module, between: bool) -> None:
+    for block in model.blocks:
+        block.state.scales[0][0] = block.state.factor = 3.0 if between else 1.0
+        block.past.append(3.0 if between else 1.0)
+
+
+def set_tensor(model: nn.Module, between: bool) -> None:
+    for block in model.blocks:
+        block.shift = torch.full((32,), 3.0 if between else 0.0)
+
+
+def freeze(model: nn.Module, between: bool) -> None:
+    """Freezes weights: plain training accumulates no gradient for them, whatever they were in the forward."""
+    model.blocks[1].mlp.requires_grad_(not between)
+
+
+def hook(model: nn.Module, between: bool) -> None:
+    for block in model.blocks:
+        block.mlp._forward_hooks.clear()
+        if between:
+            block.mlp.register_forward_hook(lambda module, args, out: out * 3)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("change", [switch_mode, set_number, set_objects, set_tensor, freeze, hook])
+def test_what_changes_before_the_backward(change: Callable[[nn.Module, bool], None], alpha: float) -> None:
+    compare(blocks(Scaled), {"alpha": alpha}, lambda build: Between(build, change))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize(
+    ("build", "module"),
+    [
+        (blocks(Adapters), TwoAdapters),
+        (blocks(PlainBlock), FastWeights),
+        (lambda: WithContext([Contextual() for _ in range(3)]), Recording),
+        (blocks(InPlace), Recording),
+    ],
+    ids=["adapters", "functional_call", "context", "in_place"],
+)
+def test_forwards_that_read_and_write(
+    build: Callable[[], nn.Module], module: Callable[..., Recording], alpha: float
+) -> None:
+    compare(build, {"alpha": alpha}, module)
+
+
+class UsesInput(PlainModel):
+    """Uses the input of a block after the block."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x) + x
+        loss = F.cross_entropy(self.head(x)[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+        return CausalLMOutput(loss=loss)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_inputs_that_are_used_after_a_layer_has_changed_them(alpha: float) -> None:
+    with pytest.raises(ValueError, match="InPlace changes its input in place, and the model uses this input"):
+        compare(lambda: UsesInput([InPlace() for _ in range(3)]), {"alpha": alpha}, Recording)
+
+
+FACTORS = [1.0]
+
+
+class Global(PlainBlock):
+    """Reads a global variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * FACTORS[0])
+
+
+class Written(PlainBlock):
+    """Reads tensors that somebody may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(32)
+        self.register_buffer("factor", torch.ones(32))
+        self.register_buffer("large", torch.ones(2**12, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift + self.factor + self.large[:1])
+
+
+def set_global(model: nn.Module, between: bool) -> None:
+    FACTORS[0] = 3.0 if between else 1.0
+
+
+def write_tensor(model: nn.Module, between: bool) -> None:
+    model.blocks[1].shift.fill_(3.0 if between else 0.0)
+
+
+def write_buffer(model: nn.Module, between: bool) -> None:
+    model.blocks[1].factor.fill_(3.0 if between else 1.0)
+
+
+def write_large(model: nn.Module, between: bool) -> None:
+    model.blocks[1].large.fill_(3.0 if between else 1.0)
+
+
+@torch.no_grad()
+def write_bias(model: nn.Module, between: bool) -> None:
+    model.blocks[1].out.bias.fill_(3.0 if between else 1.0)
+
+
+CHANGED = [
+    (Global, set_global, "Global was recomputed with other values than in its forward"),
+    (Written, write_large, r"Written.large \(Written\) was changed in place between a forward and its backward"),
+    (Written, write_bias, r"Linear.bias \(Written\) was changed in place"),
+]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("change", [write_tensor, write_buffer])
+def test_small_tensors_are_restored(change: Any, alpha: float) -> None:
+    compare(blocks(Written), {"alpha": alpha}, lambda build: Between(build, change))
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), CHANGED)
+def test_what_no_recomputation_can_restore(kind: Any, change: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        compare(blocks(kind), {"alpha": 0.0}, lambda build: Between(build, change))
+
+
+@torch.no_grad()
+def write_weight(model: nn.Module, between: bool) -> None:
+    model.blocks[1].out.weight.mul_(2.0 if between else 0.5)
+
+
+def test_a_weight_that_the_backward_needs_is_changed_in_place() -> None:
+    """Plain training refuses that, too."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fit("auto", Between(blocks(Written), write_weight), batches([make_batch(2, 48)]), max_steps=1)
+    run = Between(blocks(Written), lambda model, between: run.trainer.global_step and write_weight(model, between))
+    data = batches([make_batch(2, 48)] * 2)
+    with pytest.raises(RuntimeError, match=r"a weight or an argument of Written, of shape .* was changed in place"):
+        fit(MemoStrategy(plan_memory=False, alpha=1.0), run, data, max_steps=2)
