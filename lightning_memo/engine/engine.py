@@ -281,9 +281,9 @@ class Engine:
         return run_without_backward(run, x)
 
     def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
-        traits = self.layer_classes.of(call, given)  # before the first mark, as a proof takes long
-        self.settings.check(traits, call.name, call.tokens)
         tokens, x = call.tokens, given.contiguous()
+        traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
+        self.settings.check(traits, call.name, tokens)
         slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
         if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.needs_slices):

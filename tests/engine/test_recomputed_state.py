@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch.func import functional_call
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
+from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -267,3 +269,35 @@ def test_a_weight_that_the_backward_needs_is_changed_in_place() -> None:
     data = batches([make_batch(2, 48)] * 2)
     with pytest.raises(RuntimeError, match=r"a weight or an argument of Written, of shape .* was changed in place"):
         fit(MemoStrategy(plan_memory=False, alpha=1.0), run, data, max_steps=2)
+
+
+FINITE = torch.linspace(-1, 2, 1000)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+)
+def test_sums_show_other_values(dtype: torch.dtype) -> None:
+    """Four turns look at all tensors, and find a difference of a hundredth of the norm."""
+    t = (FINITE * 100).to(dtype) if dtype is not torch.bool else FINITE > 0
+    other = t.clone()
+    other[-20:] = 0
+    for number in range(9):
+        found = 0
+        for turn in range(4):
+            sums = SavedSums(turn)
+            sums.note(number, t)
+            found += not sums.alike(number, other)
+            sums.note(number, t)
+            assert sums.alike(number, t)
+        assert found == 1
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_sums_show_values_that_are_not_finite(value: float) -> None:
+    other = FINITE.clone()
+    other[3] = value
+    for before, now, alike in ((FINITE, other, False), (other, FINITE, False), (other, other, True)):
+        sums = SavedSums(0)
+        sums.note(0, before)
+        assert sums.alike(0, now) is alike

@@ -77,11 +77,11 @@ def refill(container: Container, values: Any) -> None:
         kind = OrderedDict if isinstance(container, OrderedDict) else dict
         kind.clear(container)
         kind.update(container, values)
-    elif isinstance(container, set):
-        container.clear()
+        return
+    container.clear()
+    if isinstance(container, set):
         container.update(values)
     else:
-        container.clear()
         container.extend(values)
 
 

@@ -38,8 +38,8 @@ def _rest(module: nn.Module) -> Iterator[Callable[[], None]]:
     if module._compiled_call_impl is not None:  # by module.compile()
         yield functools.partial(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
         module._compiled_call_impl = None
-    original = module._modules["_orig_mod"] if hasattr(module, "dynamo_ctx") else None
-    if original is not None:  # by torch.compile(module)
+    original = module._modules.get("_orig_mod")
+    if original is not None and hasattr(module, "dynamo_ctx"):  # by torch.compile(module)
         yield functools.partial(setattr, module, "forward", module.forward)
         module.forward = _as_written(original)
 

@@ -59,6 +59,7 @@ class LayerClasses:
         self._probed.clear()
         self._proofs.forget()
         self._traits.clear()
+        self._numbers.clear()
         self._why_scaled = None
 
     def agree(self, why_whole: str, schedule: str) -> None:
@@ -167,6 +168,7 @@ class LayerClasses:
             if why:  # the layer may have changed since the proof, for example by a number that a callback sets
                 fresh = prove_locality(call, x)
                 why = fresh.why_not or why_other_at(call, x, set(lengths) - known, fresh)
+                traits.locality.operations[:] = fresh.operations
         if not why:
             known.update(lengths)
         return why
@@ -186,7 +188,7 @@ def _modules_of(layer: nn.Module) -> tuple[object, object, object]:
     switches: list[bool] = []
     numbers: list[object] = []
     for name, m in layer.named_modules():
-        modules += name, type(m), *m._buffers.keys(), *(p.shape for p in m._parameters.values() if p is not None)
+        modules += name, type(m), *m._buffers, *(p.shape for p in m._parameters.values() if p is not None)
         public = [v for k, v in m.__dict__.items() if k[0] != "_"]
         switches += [v for v in public if v is True or v is False]  # by identity: other values may be tensors
         numbers += [v for v in public if type(v) in _NUMBERS]

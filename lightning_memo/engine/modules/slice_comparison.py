@@ -25,6 +25,8 @@ _PART = 8  # of the tokens, so that a comparison needs less memory than the back
 class SliceComparison:
     """Compares one layer call in steps 1, 2, 4, 8, ..., 64, and then in every 64th, another layer each time.
 
+    In the same steps, sums of the tensors that any layer recomputes are compared with those of its forward.
+
     Args:
         layer_classes: The traits of the layers, which run as one slice once a difference is found.
         enabled: Whether anything is compared.
@@ -39,7 +41,7 @@ class SliceComparison:
 
     def __init__(self, layer_classes: LayerClasses, enabled: bool = True) -> None:
         self._layer_classes, self._enabled = layer_classes, enabled
-        self._steps = self._compared = 0
+        self._steps = self._turns = self._compared = 0
         self._waits = False  # whether this step's comparison is still to come
         self._in_turn = False  # whether this step is one of those
         self.before: Callable[[], None] | None = None
@@ -50,7 +52,7 @@ class SliceComparison:
         Args:
             key: Number of the call among those that are alive.
         """
-        return SavedSums(key + self._steps.bit_length()) if self._in_turn else None
+        return SavedSums(key + self._turns) if self._in_turn else None
 
     def due(self, key: int, calls: int) -> bool:
         """Return whether a layer call has to be compared.
@@ -63,6 +65,7 @@ class SliceComparison:
             self._steps += 1
             self._in_turn = self._enabled and not (self._steps % _EVERY and self._steps & (self._steps - 1))
             self._waits = self._in_turn
+            self._turns += self._in_turn
         if not self._waits or key != self._compared % max(calls, 1):
             return False
         self._waits = False

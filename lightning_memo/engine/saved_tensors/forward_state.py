@@ -55,10 +55,8 @@ class ForwardState(PythonState):
         self._name, self._known = class_name(layer), restored
         self._versions: list[_Version] = []
         self._trained: list[tuple[Tensor, bool]] = []
-        self._has_graphs = False
         super().__init__(layer, arguments)
-        if self._has_graphs:
-            self._drop_graphs()
+        self._drop_graphs()
 
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
         if len(container) <= LONGEST:
@@ -67,8 +65,6 @@ class ForwardState(PythonState):
     def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:
         if t.is_leaf:
             self._trained.append((t, t.requires_grad))
-        else:
-            self._has_graphs = True
         if t.is_inference() or id(t) in self._known:
             return
         small = type(t) is Tensor and isinstance(owner, nn.Module) and t.numel() <= _SMALL
@@ -77,8 +73,9 @@ class ForwardState(PythonState):
     def _drop_graphs(self) -> None:
         """Hold no graphs, which may be those of earlier steps. What is detached has the same version."""
         detached = {id(v.tensor): v.tensor.detach().requires_grad_() for v in self._versions if not v.tensor.is_leaf}
-        self._replace(detached)
-        self._versions = [v._replace(tensor=detached.get(id(v.tensor), v.tensor)) for v in self._versions]
+        if detached:
+            self._replace(detached)
+            self._versions = [v._replace(tensor=detached.get(id(v.tensor), v.tensor)) for v in self._versions]
 
     def _replace(self, tensors: dict[int, Tensor]) -> None:
         """Let dicts and lists get other tensors when they are restored.
@@ -86,8 +83,6 @@ class ForwardState(PythonState):
         Args:
             tensors: The other tensors, by the ids of those that they replace.
         """
-        if not tensors:
-            return
         for held in self._held:
             before = held.before
             items = before.items() if isinstance(before, dict) else enumerate(before)
@@ -107,7 +102,8 @@ class ForwardState(PythonState):
         """
         versions = [v for v in self._versions if v.changed]
         copies = [(v.tensor, v.copy.clone()) for v in versions if v.copy is not None]
-        self._replace({id(t): copy for t, copy in copies})
+        if copies:
+            self._replace({id(t): copy for t, copy in copies})
         lost = [v for v in versions if v.copy is None]
         changed = [held for held in self._held if held.changed]
         present = [(held.container, copied(held.container)) for held in changed]
@@ -123,7 +119,8 @@ class ForwardState(PythonState):
             for container, values in present:
                 refill(container, values)
             _train(trained)
-            self._replace({id(copy): t for t, copy in copies})
+            if copies:
+                self._replace({id(copy): t for t, copy in copies})
 
 
 class _RefusedReads(TorchDispatchMode):

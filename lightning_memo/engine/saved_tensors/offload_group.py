@@ -21,9 +21,9 @@ from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
 
-# The handle of a saved tensor: the tensor itself (if it stays on the device), its place in the slot, its place in an
-# argument that layers share, the weight of which it is a copy, the handles of its parts, or its number in a
-# recomputation.
+# The handle of a saved tensor: the tensor itself or a copy (if it stays on the device), with its version if others may
+# change it, its place in the slot, its place in an argument that layers share, the weight of which it is a copy, the
+# handles of its parts, or its number in a recomputation.
 Handle = Tensor | SlotView | ShardedHandle | KeptTensor | ParkedView | WeightCopy | WrappedHandle | int
 
 

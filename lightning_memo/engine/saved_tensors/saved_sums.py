@@ -16,7 +16,7 @@ _HALF_TOLERANCE = 4e-3
 class SavedSums:
     """Sums of a part of the tensors that a slice saves in its forward.
 
-    A sum changes about as much as the norm of what has changed. It takes no memory, as little else does.
+    If values change, their sum changes about as much as the norm of the difference. It takes next to no memory.
 
     Args:
         turn: Number of the part.
@@ -64,7 +64,7 @@ def _alike(before: Tensor, t: Tensor) -> bool:
     now = _sum(t)
     if torch.equal(now, before) or not (now.isfinite() or before.isfinite()):
         return True
-    if not t.is_floating_point():
+    if not (t.is_floating_point() and now.isfinite() and before.isfinite()):
         return False
     tolerance = _TOLERANCE if t.itemsize >= 4 else _HALF_TOLERANCE
     return float((now - before).abs()) <= tolerance * float(torch.linalg.vector_norm(t))

@@ -27,7 +27,7 @@ from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_lay
 from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
@@ -141,7 +141,8 @@ def _run_of_slice(
         CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=False), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
         ForwardContext(
-            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()), ForwardState(call.layer, ()),
+            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()),
+            ForwardState(call.layer, ()) if sequence.slice.action is Action.RECOMPUTE else None,
             ambient_autocast(x.device.type),
         ),
         LayerTraits("", "layer", chooses=any(traits.chooses for traits in engine.layer_classes)),

@@ -139,7 +139,7 @@ class _Recomputation:
                 stack.enter_context(RepeatedChoices(part.choices))
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
-            run.arguments.restored_call().run(_Input.apply(x), part.range)
+            run.arguments.restored_call().run(_Known.apply(x, x), part.range)
         run.meter.mark("recompute_end")
         if not self._enough:
             raise RuntimeError(
@@ -184,7 +184,7 @@ class _Recomputation:
         self._stop_if_enough()
         part.rng_after_attention[number].restore()
         known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
-        out: Tensor = _KnownOutput.apply(known, q, k, v, spec.sinks)
+        out: Tensor = _Known.apply(known, q, k, v, spec.sinks)
         return out
 
     def _on_product(self) -> Callable[[str, Callable[[], Tensor]], Tensor] | None:
@@ -237,27 +237,15 @@ class RecomputedKeysValues:
         return k, v
 
 
-class _Input(torch.autograd.Function):
-    """Passes on the input of a layer, which may change it in place: a leaf of the graph must not be changed."""
+class _Known(torch.autograd.Function):
+    """Makes a known tensor a function of others, so that later operations require grad and may change it in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
+    def forward(ctx: Any, known: Tensor, *inputs: Tensor | None) -> Tensor:
+        return known.detach()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        raise RuntimeError("a recomputed graph is never differentiated")
-
-
-class _KnownOutput(torch.autograd.Function):
-    """Makes a known attention output a function of q, k, v and sinks, so that later operations require grad."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dknown: Tensor) -> tuple[Any, ...]:
         raise RuntimeError("a recomputed graph is never differentiated")
 
 

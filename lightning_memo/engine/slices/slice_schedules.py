@@ -160,8 +160,9 @@ class _Nest:
         return self._attended[number]
 
     def _check_mask(self, spec: AttentionSpec) -> None:
-        run, keys = self._slices[0].run, sum(part.range.tokens for part in self._slices)
-        if spec.mask is not None and spec.mask.shape[-1] != keys * run.call.shards:
+        run = self._slices[0].run
+        keys = run.call.tokens * run.call.shards
+        if spec.mask is not None and spec.mask.shape[-1] != keys:
             run.check_whole(f"attention gets a mask of {spec.mask.shape[-1]} keys, and there are {keys}")
 
 
