@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.kernels.async_transfer import to_device_async
-from lightning_memo.parallel.batches.positions import right_padded_lengths
+from lightning_memo.parallel.batches.positions import packed_documents, right_padded_lengths
 from lightning_memo.utils.class_names import class_name
 
 IGNORED = -100
@@ -38,6 +38,33 @@ def token_tensor(inputs: dict[str, Any]) -> Tensor:
 def on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs on the device. A batch may be on the host, from which one slice is sent at a time."""
     return {name: to_device_async(t, device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+
+
+def documents_of(model: nn.Module, inputs: dict[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
+    """Return where the documents of each row start, as the model would find them; `None` if it would find none.
+
+    transformers looks for documents only if it gets no cache, and it is up to the model whether it makes one.
+
+    Raises:
+        ValueError: Position ids tell where documents start, and the model may make a cache.
+    """
+    documents = packed_documents(inputs, rows) if inputs.get("past_key_values") is None else None
+    if documents is not None and _setting(model, inputs, "use_cache"):
+        raise ValueError(
+            f"{class_name(model)} got position_ids that do not increase by one everywhere, and with use_cache=True "
+            "most models let documents attend to each other: set use_cache=False to keep documents apart, or pass an "
+            "attention_mask of ones"
+        )
+    return documents
+
+
+def _setting(model: nn.Module, inputs: dict[str, Any], name: str) -> Any:
+    """Return an argument of a call; if it is not given, what the model's configuration says."""
+    if inputs.get(name) is not None:
+        return inputs[name]
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, name, None)
 
 
 def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -79,6 +106,12 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
             f'schedule="slice" computes the loss of each slice by itself, but {name} got no labels: pass labels, or '
             'use schedule="layer"'
         )
+    for setting, refused in (("return_dict", False), ("output_hidden_states", True)):
+        if _setting(model, inputs, setting) is refused:
+            raise ValueError(
+                f'{name} is called with {setting}={refused}, but schedule="slice" returns the loss only: set '
+                f'{setting}={not refused}, or use schedule="layer"'
+            )
     if inputs.get("output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)):
         raise ValueError(
             f"{name} has an auxiliary loss over the routers of all tokens, which no slice can compute: set "
@@ -93,18 +126,24 @@ def without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int
     0 / 0 in every slice would make the gradient NaN, too. Padding on the right is dropped: no other token sees it.
 
     Raises:
-        ValueError: Padding is not on the right.
+        ValueError: Padding is not on the right, or it has labels.
     """
     rest = dict(inputs)
     count, factor = rest.pop("num_items_in_batch", None), 1.0
+    shifted = inputs.get("shift_labels")
+    counted = (inputs["labels"][:, 1:] if shifted is None else shifted) != IGNORED
     if count is None:
-        shifted = inputs.get("shift_labels")
-        count = ((inputs["labels"][:, 1:] if shifted is None else shifted) != IGNORED).sum()
+        count = counted.sum()
         factor = torch.where(count > 0, 1.0, torch.nan)
         count = count.clamp_min(1)
     mask = rest.pop("attention_mask", None)
     if mask is not None:
         right_padded_lengths(mask)
+        if (counted & ~mask[:, : counted.shape[1]].bool()).any():
+            raise ValueError(
+                'padding has labels, which schedule="slice" does not take, as it drops the padding mask: set the '
+                'labels of padding to -100, or use schedule="layer"'
+            )
     for name in ("labels", "shift_labels", "past_key_values"):
         rest.pop(name, None)
     return rest | {"use_cache": False}, count, factor

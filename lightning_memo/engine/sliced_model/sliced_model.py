@@ -7,6 +7,7 @@ needs no other slice. The backward needs only the gradient of the last layer's o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +21,18 @@ from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
 from lightning_memo.engine.sliced_model.model_inputs import (
     IGNORED,
     check_sliceable,
+    documents_of,
     named_inputs,
     on_device,
     token_tensor,
     without_labels,
 )
+from lightning_memo.engine.sliced_model.outside_layers import OutsideLayers
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
 from lightning_memo.engine.sliced_model.sliced_layer_calls import slice_by_slice
 from lightning_memo.kernels.attention_kernel import sums_dtype
-from lightning_memo.parallel.batches.positions import largest_position, packed_documents
+from lightning_memo.parallel.batches.positions import largest_position
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.zero_sharding import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
@@ -46,6 +49,7 @@ class SlicedModel:
     def __init__(self, engine: SequenceServices, longest: int) -> None:
         self._engine = engine
         self._longest = longest
+        self._outside = OutsideLayers(engine.layers)
 
     def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the model's output with only the loss of all tokens in it.
@@ -68,9 +72,15 @@ class SlicedModel:
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]
-        step = SlicedForward(self._engine, forward, inputs)
+        checked = functools.partial(self._run_slice, model, forward, tokens.shape[1])
+        step = SlicedForward(self._engine, checked, inputs, documents_of(model, inputs, len(tokens)))
         loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
         return step.output_type(loss=loss)
+
+    def _run_slice(self, model: nn.Module, forward: Callable[..., Any], tokens: int, **inputs: Any) -> Any:
+        output = forward(**inputs)  # first, because layers say themselves what keeps them from running slice by slice
+        self._outside.check(model, forward, inputs, tokens)
+        return output
 
 
 class SlicedForward:
@@ -80,20 +90,25 @@ class SlicedForward:
         engine: Runs the model's layers.
         forward: The model's own forward.
         inputs: The arguments of the call by name.
+        documents: Where the documents of each row start; `None` if rows are not packed.
 
     Attributes:
         output_type: The type of the model's output.
     """
 
-    def __init__(self, engine: SequenceServices, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        engine: SequenceServices,
+        forward: Callable[..., Any],
+        inputs: dict[str, Any],
+        documents: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
         tokens = token_tensor(inputs)
         self._engine, self._forward = engine, forward
         self._inputs, self._count, self._factor = without_labels(inputs)
         self._labels, self._shifted = inputs.get("labels"), inputs.get("shift_labels")
         self._batch, length = tokens.shape[:2]
-        self._layout = TokenLayout(
-            length, documents=packed_documents(inputs, self._batch), largest_position=largest_position(inputs, length)
-        )
+        self._layout = TokenLayout(length, documents=documents, largest_position=largest_position(inputs, length))
         self._ends: list[tuple[LayerRun, Tensor, OffloadGroup, Handle]] = []
         self._arguments: list[SliceArguments] = []
         self.output_type: type[Any] = type(None)

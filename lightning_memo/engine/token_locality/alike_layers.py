@@ -3,13 +3,16 @@
 Note: [Attributes that differ]
 Layers of one class may differ by plain attributes, for example by their position in the model. The proof for one of
 them holds for another one if it uses none of the attributes that differ. In that proof they are therefore replaced by
-objects that raise when they are used.
+objects that raise when they are used. Attributes that are compared by identity (`None`, flags, functions), and those that
+torch takes as they are (a `torch.Generator`), cannot be replaced so: layers that differ in them have proofs of their own.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from lightning_memo.engine.token_locality.prove_locality import Locality, Place,
 from lightning_memo.engine.token_locality.user_code import hooked_module
 
 _TABLES = set(vars(nn.Module()))
+_REPLACEABLE = (int, float, str, tuple, list, dict)
 _MOST_PROOFS = 8  # of layers that are alike but for attributes that they use
 
 
@@ -32,9 +36,14 @@ class _Proof:
 
 
 class LocalityProofs:
-    """Proves for each layer whether it keeps tokens apart, and reuses proofs."""
+    """Proves for each layer whether it keeps tokens apart, and reuses proofs.
 
-    def __init__(self) -> None:
+    Args:
+        layers: The model's layers. The first proof does without the attributes that differ among them.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module] = ()) -> None:
+        self._layers = layers
         self._proofs: dict[object, list[_Proof]] = {}
 
     def forget(self) -> None:
@@ -53,35 +62,52 @@ class LocalityProofs:
         if hooked_module(call.layer):
             return prove_locality(call, x)
         attributes = _attributes_of(call.layer)
-        proofs = [proof for proof in self._proofs.setdefault(kind, []) if proof.attributes.keys() == attributes.keys()]
-        unlike = [
-            {place for place, value in attributes.items() if not _same(value, proof.attributes[place])}
-            for proof in proofs
-        ]
-        for proof, places in zip(proofs, unlike, strict=True):
-            if places <= proof.unused:
+        proofs = self._proofs.setdefault(kind, [])
+        alike = [(p, unlike) for p in proofs if (unlike := _unlike(attributes, p.attributes)) is not None]
+        for proof, unlike in alike:
+            if unlike <= proof.unused:
                 return proof.locality
-        unused: frozenset[Place] = frozenset()
-        if proofs:
-            n = min(range(len(proofs)), key=lambda n: len(unlike[n] - proofs[n].unused))
-            unused = proofs[n].unused | unlike[n]
+        if alike:
+            proof, unlike = min(alike, key=lambda each: len(each[1] - each[0].unused))
+            unused = proof.unused | unlike
+        else:
+            unused = self._unlike_others(call.layer, attributes)
         locality = prove_locality(call, x, unused)
         if locality.why_not and unused:
             unused, locality = frozenset(), prove_locality(call, x)
-        self._proofs[kind] = [*self._proofs[kind], _Proof(attributes, unused, locality)][-_MOST_PROOFS:]
+        self._proofs[kind] = [*proofs, _Proof(attributes, unused, locality)][-_MOST_PROOFS:]
         return locality
+
+    def _unlike_others(self, layer: nn.Module, attributes: dict[Place, Any]) -> frozenset[Place]:
+        """Return the attributes of a layer that differ in other layers of its class, for example its position."""
+        others = [_attributes_of(each) for each in self._layers if type(each) is type(layer) and each is not layer]
+        return frozenset().union(*(_unlike(attributes, each) or () for each in others))
 
 
 def _attributes_of(layer: nn.Module) -> dict[Place, Any]:
     """Return what the modules of a layer hold, apart from the values of parameters and buffers."""
     attributes: dict[Place, Any] = {}
     for path, module in layer.named_modules():
-        attributes |= {(path, name): value for name, value in vars(module).items() if name not in _TABLES}
+        for name, value in vars(module).items():
+            if name not in _TABLES:
+                own = isinstance(value, MethodType) and value.__self__ is module
+                attributes[path, name] = value.__func__ if own else value
         for name, p in module._parameters.items():
             if p is not None:
                 attributes[path, name] = (type(p), p.dtype, p.requires_grad)
     attributes.pop(("", "forward"), None)  # the engine's
     return attributes
+
+
+def _unlike(a: dict[Place, Any], b: dict[Place, Any]) -> frozenset[Place] | None:
+    """Return where two layers hold different values; `None` if they may differ in what no stand-in would notice.
+
+    Only the use of a value can be noticed: not `is None`, and not what torch does with an object of its own.
+    """
+    if a.keys() != b.keys():
+        return None
+    unlike = frozenset(place for place, value in a.items() if not _same(value, b[place]))
+    return unlike if all(type(a[p]) is type(b[p]) and type(a[p]) in _REPLACEABLE for p in unlike) else None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -96,6 +122,8 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(value, b[name]) for name, value in a.items())
+    if isinstance(a, functools.partial):
+        return all(map(_same, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
     if isinstance(a, FunctionType):
         cells = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b))
         defaults = ((f.__defaults__, f.__kwdefaults__) for f in (a, b))

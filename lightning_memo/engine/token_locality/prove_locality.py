@@ -87,7 +87,7 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
         ValueError: The layer keeps tensors where a run cannot be undone, or saves tensors before they are filled.
     """
     name = call.name
-    trackers = [TokenTracker(tokens) for tokens in _unlike_other_sizes(call, x)]
+    trackers = [TokenTracker(tokens) for tokens in unlike_other_sizes(call, call.tokens, x)]
     try:
         locality = _compared(call, x, trackers, unused)
     except TokensMixed as mixed:
@@ -95,7 +95,7 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
     except Exception as error:  # whatever a layer raises on tensors without values, it is not proven
         locality = Locality(
             f"{name} may not compute each token by itself outside attention: on tensors without values, "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         )
     if any(step.startswith("aten.rrelu_with_noise") for tracker in trackers for step, _ in tracker.steps):
         raise ValueError(
@@ -148,7 +148,7 @@ def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: L
             if why := difference_of(proven.operations, _operations_at(call, x, tokens, proven.unused)):
                 return f"{call.name} computes otherwise for {tokens} tokens: {why}"
     except Exception as error:  # as in a proof
-        return f"{call.name} may compute otherwise for other numbers of tokens: {_first_line(error)}"
+        return f"{call.name} may compute otherwise for other numbers of tokens: {first_line(error)}"
     return ""
 
 
@@ -170,7 +170,7 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     fake_x = make(x).requires_grad_()
-    with _running(fake_call, None, fake, unused, attend), fake, log:
+    with running(fake_call, None, fake, unused, attend), fake, log:
         fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))
     return log.steps
 
@@ -182,12 +182,12 @@ def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[P
         TokensMixed: The layer relates tokens to each other, or cannot be shown not to.
     """
     tokens, fake = tracker.sizes.tokens, FakeTensorMode(allow_non_fake_inputs=True)
-    make = functools.partial(_fake_like, tracker, fake, call)
+    make = functools.partial(fake_like, tracker, fake, call)
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     everything = TokenRange(0, tokens, Action.KEEP)
     attend = functools.partial(attend_in_shape, tracker, call.shards)
-    with _running(fake_call, tracker, fake, unused, attend) as functions:
+    with running(fake_call, tracker, fake, unused, attend) as functions:
         fake_x = make(x).requires_grad_()
         with fake, tracker:
             output = fake_call.run(fake_x.clone(), everything)  # a layer may change its input in place
@@ -203,7 +203,7 @@ def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[P
 
 
 @contextlib.contextmanager
-def _running(
+def running(
     call: LayerCall,
     tracker: TokenTracker | None,
     fake: FakeTensorMode,
@@ -259,7 +259,7 @@ def _side(value: Any, tracker: TokenTracker) -> object:
     raise TokensMixed(f"returns an object of type {type(value).__name__}")
 
 
-def _fake_like(tracker: TokenTracker, fake: FakeTensorMode, call: LayerCall, t: Tensor) -> Tensor:
+def fake_like(tracker: TokenTracker, fake: FakeTensorMode, call: LayerCall, t: Tensor) -> Tensor:
     """Return a fake tensor in which another number of tokens replaces that of the call."""
     n = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards)
     dims: list[Dim] = [tracker.sizes.without_tokens(size) for size in t.shape]
@@ -320,22 +320,23 @@ def _prepared(
         before.restore()
 
 
-def _unlike_other_sizes(call: LayerCall, x: Tensor) -> tuple[int, int]:
-    """Return two primes that divide no size of the layer: a small one, and one from the number of tokens on.
+def unlike_other_sizes(call: LayerCall, least: int, *others: Tensor) -> tuple[int, int]:
+    """Return two primes that divide no size of the layer: a small one, and one that is at least `least`.
 
     A layer that computes otherwise from some number of tokens on, which slices may not reach, does so for one of them.
     """
-    sizes = {size for t in (x, *call.layer.parameters(), *call.layer.buffers()) for size in t.shape}
+    sizes = {size for t in (*others, *call.layer.parameters(), *call.layer.buffers()) for size in t.shape}
     sizes = sizes - {call.tokens} | {sys.maxsize}  # `x[a:]` slices until there
 
     def from_(least: int) -> int:
         return next(n for n in itertools.count(least) if _is_prime(n) and all(size % n for size in sizes if size))
 
     short = from_(_SHORT_TOKENS)
-    return short, from_(max(call.tokens, short + 1))
+    return short, from_(max(least, short + 1))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
     return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
 

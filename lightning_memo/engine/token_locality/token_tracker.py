@@ -175,10 +175,13 @@ class TokenTracker(TorchDispatchMode):
 
     def _numbers(self, func: Any, arguments: Any) -> Iterator[object]:
         """Return the numbers among arguments; sizes as multiples of the number of tokens."""
+        if func.overloadpacket is _aten.slice and len(arguments[0]) > 3 and arguments[0][3] is not None:
+            t, dim, start, stop, *step = arguments[0]
+            arguments = (t, dim, start, min(stop, t.shape[dim]), *step)  # what is beyond the end may be any number
         sized = func.overloadpacket in SIZED
         fill = arguments[0][_FILLS[func.overloadpacket]] if func.overloadpacket in _FILLS else None
         for value in tree_leaves(arguments):
-            if isinstance(value, int) and sized and value is not fill and self.sizes.holds_tokens(value):
+            if isinstance(value, int) and sized and value is not fill and self.sizes.holds_tokens(abs(value)):
                 yield TOKENS, value // self.sizes.tokens
             elif isinstance(value, (bool, int, float, complex, torch.dtype)):
                 yield value

@@ -20,9 +20,14 @@ _LIBRARIES = (
 def hooked_module(layer: nn.Module) -> str:
     """Return the name of a module inside a layer on which a user has registered hooks; empty if there is none."""
     for name, module in layer.named_modules():
-        if module is not layer and any(map(_of_users, _hook_tables(module))):
+        if module is not layer and has_hooks(module):
             return name
     return ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a user has registered hooks on a module."""
+    return any(map(_of_users, _hook_tables(module)))
 
 
 @contextlib.contextmanager

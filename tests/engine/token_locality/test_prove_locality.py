@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.families import FAMILIES, make_batch
+from support.harness import EngineUnderTest
 from torch import nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.token_locality import alike_layers
 from lightning_memo.engine.token_locality.prove_locality import prove_locality
 
 TOKENS, HIDDEN, HEADS = 24, 16, 4
@@ -155,3 +158,48 @@ def test_a_tensor_that_is_kept():
         return x
 
     assert "writes to Layer.kept" in why(keep)
+
+
+@pytest.mark.parametrize(
+    ("family", "forms"), [("llama", 1), ("gemma3_mixed_windows", 2), ("gpt2", 1), ("mixtral", 1), ("block", 1)]
+)
+def test_layers_that_are_alike_are_proven_once(family, forms, monkeypatch):
+    """Their positions, windows and activation functions are other objects in each layer."""
+    proofs = []
+
+    def counted(*args):
+        proofs.append(args)
+        return prove_locality(*args)
+
+    monkeypatch.setattr(alike_layers, "prove_locality", counted)
+    with EngineUnderTest(FAMILIES[family].build()) as under_test:
+        under_test.profile_step(make_batch(2, 24))
+        assert not under_test.engine.layer_classes.why_whole
+    assert len(proofs) == forms
+
+
+def mixes_unless(same):
+    return lambda layer, x: x if same(layer.mode) else x.cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("modes", "inserted"),
+    [
+        ((3, None), mixes_unless(lambda mode: mode is not None)),
+        ((False, True), mixes_unless(lambda mode: mode is not True)),
+        ((F.relu, F.gelu), mixes_unless(lambda mode: mode is not F.gelu)),
+        ((3, 3.0), mixes_unless(lambda mode: not isinstance(mode, float))),
+        (("full", "sliding"), mixes_unless(lambda mode: mode != "sliding")),
+        ([torch.Generator() for _ in range(2)], lambda layer, x: x + torch.empty_like(x).normal_(generator=layer.mode)),
+    ],
+    ids=["none", "flag", "function", "type", "value", "generator"],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_that_differ_in_what_they_use_are_proven_each(modes, inserted, first):
+    layers = [Layer(inserted) for _ in modes]
+    for layer, mode in zip(layers, modes, strict=True):
+        layer.mode = mode
+    proofs, x = alike_layers.LocalityProofs(layers), torch.randn(2, TOKENS, HIDDEN)
+    for layer in (layers[first], layers[1 - first]):
+        call = LayerCall(layer, layer.forward, (), {}, TOKENS, 2)
+        assert proofs.of(call, x, "the same class and call").why_not == prove_locality(call, x).why_not

@@ -1,0 +1,187 @@
+"""Proves, without values, that a model computes each token alike and by itself before, between and after its layers.
+
+The model runs on fake tensors, as a layer does in a proof of its own; see `prove_locality`. Other than layers, models
+make tensors that relate tokens and that no hidden state depends on, such as masks. What an operation may have mixed is
+therefore only noted, and ends the proof once a layer or the logits depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.layer_forward import innermost_forward
+from lightning_memo.engine.modules.rotary_tables import depends_on_length
+from lightning_memo.engine.token_locality.operations_at_length import difference_of
+from lightning_memo.engine.token_locality.prove_locality import fake_like, first_line, running, unlike_other_sizes
+from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape
+from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
+from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
+from lightning_memo.engine.token_locality.user_code import has_custom_functions
+from lightning_memo.utils.class_names import class_name
+
+Names = Mapping[nn.Module, str]
+
+
+def why_tokens_mixed(call: LayerCall, layers: Sequence[nn.Module], longest: int) -> str:
+    """Return why a model may relate tokens to each other outside of its layers; empty if it is proven that it does not.
+
+    Args:
+        call: The model, its own forward, and its arguments by name, for `[batch, tokens]`. There are no labels.
+        layers: The model's layers, which are proven by themselves.
+        longest: The largest number of tokens at which the model runs.
+    """
+    names = {module: name or class_name(module) for name, module in call.layer.named_modules()}
+    sizes = unlike_other_sizes(call, longest, *(t for t in tree_leaves(call.kwargs) if isinstance(t, Tensor)))
+    try:
+        short, long = (_operations(call, layers, MixingTracker(tokens, names)) for tokens in sizes)
+    except TokensMixed as mixed:
+        return str(mixed)
+    except Exception as error:  # whatever a model raises on tensors without values, it is not proven
+        where = _module_in((frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))), names)
+        return f"{where} may not compute each token by itself: on tensors without values, {first_line(error)}"
+    if why := difference_of(short, long):
+        return f"{call.name} computes otherwise with more tokens: {why}"
+    return ""
+
+
+class MixingTracker(TokenTracker):
+    """Also follows tensors whose entries may depend on several tokens, or on the number of tokens.
+
+    Args:
+        tokens: As for every tracker.
+        names: The names of the model's modules.
+    """
+
+    def __init__(self, tokens: int, names: Names) -> None:
+        super().__init__(tokens)
+        self._names = names
+        self._mixed: dict[int, str] = {}
+
+    def dims(self, t: Tensor) -> Dims:
+        """Return where a tensor holds tokens.
+
+        Raises:
+            TokensMixed: Its entries may depend on several tokens. The message says where they were mixed, and how.
+        """
+        if id(t) in self._mixed:
+            raise TokensMixed(self._mixed[id(t)])
+        return super().dims(t)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        count = len(self.steps)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except TokensMixed as mixed:
+            why = str(mixed)
+            if not any(id(t) in self._mixed for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+                where = _module_in((frame for frame, _ in traceback.walk_stack(None)), self._names)
+                why = f"{where} may not compute each token by itself: {why}"
+            if func._schema.is_mutable:  # views of what it writes to would not be known
+                raise TokensMixed(why) from None
+        del self.steps[count:]
+        result = func(*args, **kwargs or {})
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor):
+                self._mixed[id(self.mark(t, ()))] = why
+        return result
+
+
+def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTracker) -> list[Step]:
+    """Run a model on fake tensors of the tracker's number of tokens, and return what it computes its logits with.
+
+    Raises:
+        TokensMixed: The input of a layer or the logits may depend on several tokens.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = tree_map_only(Tensor, functools.partial(fake_like, tracker, fake, call), call.kwargs)
+    fake_call = LayerCall(call.layer, call.forward, (), inputs, tracker.sizes.tokens, call.batch)
+    checks = _Checks(tracker)
+    with (
+        _own_forwards(call.layer, layers, checks),
+        running(fake_call, tracker, fake, (), functools.partial(attend_in_shape, tracker, 1)) as functions,
+    ):
+        checks.functions = functions
+        with fake, tracker:
+            logits = call.forward(**inputs).logits
+            checks.check(call.name, logits)
+            if functions.hooked:
+                raise TokensMixed(f"{call.name} may not compute each token by itself: it registers hooks on tensors")
+        if [TOKENS in dim for dim in tracker.dims(logits)[:2]] != [False, True]:
+            raise TokensMixed(f"the logits of {call.name} do not hold one entry for each token")
+    return tracker.steps
+
+
+class _Checks:
+    """Checks what layers and the head get.
+
+    Args:
+        tracker: Follows the tokens.
+    """
+
+    def __init__(self, tracker: MixingTracker) -> None:
+        self._tracker = tracker
+        self.functions: LocalFunctions | None = None
+
+    def check(self, name: str, values: Any) -> None:
+        """Check that each entry of some tensors depends on one token only, in a backward pass, too.
+
+        Raises:
+            TokensMixed: It may depend on several.
+        """
+        for t in tree_leaves(values):
+            if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
+                self._tracker.dims(t)
+                if has_custom_functions(t):
+                    raise TokensMixed(f"{name} gets what an autograd function computed, whose backward is not known")
+
+    def run_layer(self, forward: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer, which is proven by itself, and cut off what it computed from the graph."""
+        self.check(name, (args, kwargs))
+        assert self.functions is not None
+        hooked = self.functions.hooked
+        output = forward(*args, **kwargs)
+        self.functions.hooked = hooked
+        return tree_map_only(Tensor, Tensor.detach, output)
+
+
+@contextlib.contextmanager
+def _own_forwards(model: nn.Module, layers: Sequence[nn.Module], checks: _Checks) -> Iterator[None]:
+    """Inside this context, modules run their own forwards, not those that this package has replaced them with.
+
+    Frequencies of rotary tables are chosen by values, which fake tensors do not have, and not by token; see
+    `attach_rotary`.
+    """
+    replaced = [(module, vars(module).get("forward")) for module in model.modules()]
+    try:
+        for module in model.modules():
+            module.forward = innermost_forward(module)
+            if depends_on_length(module):
+                module.forward = functools.partial(inspect.unwrap(type(module).forward), module)
+        for layer in layers:
+            layer.forward = functools.partial(checks.run_layer, layer.forward, class_name(layer))
+        yield
+    finally:
+        for module, forward in replaced:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _module_in(frames: Iterable[FrameType], names: Names) -> str:
+    """Return the name of the module that the first of some frames that belongs to one runs."""
+    modules = (frame.f_locals.get("self") for frame in frames)
+    return next((names[module] for module in modules if isinstance(module, nn.Module) and module in names), "the model")
