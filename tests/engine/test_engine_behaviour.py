@@ -470,6 +470,20 @@ def test_lora(dropout: float, amp: bool, alpha: float) -> None:
         assert_agrees(actual, plain, alpha)
 
 
+@each_alpha
+def test_lora_on_parameters(alpha: float) -> None:
+    """PEFT registers a parametrization in each forward, which sets the weight to itself."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=4, target_parameters=["mlp.up_proj.weight"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), adapters).train()
+    plain = loss_and_gradients(model, BATCHES[0])
+    with EngineUnderTest(model) as under_test:
+        assert_equal(under_test.profile_step(BATCHES[0]), plain)
+        assert not under_test.engine.layer_classes.why_whole
+        under_test.load(alpha)
+        assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
+
+
 def assert_close_in_bf16(actual: Step, plain: Step) -> None:
     """A rounding error of bf16 is at most 2**-9 of the value, and a few of them differ."""
     assert actual.distance(plain) <= 4 * 2**-9

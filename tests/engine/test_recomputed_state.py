@@ -97,10 +97,23 @@ class TwoAdapters(Recording):
 class FastWeights(Recording):
     """Runs the model on weights that are functions of its parameters."""
 
+    made: Callable[[Tensor], Tensor] = staticmethod(lambda p: p * 1.5)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        fast = {name: p * 1.5 for name, p in self.model.named_parameters()}
+        fast = {name: self.made(p) for name, p in self.model.named_parameters()}
         loss: Tensor = functional_call(self.model, fast, (), batch).loss
         return loss
+
+
+class Copies(FastWeights):
+    made = staticmethod(torch.clone)
+
+
+class Absolute(PlainBlock):
+    """Computes with functions of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + F.linear(x, self.out.weight.abs()))
 
 
 class WithContext(PlainModel):
@@ -153,8 +166,19 @@ def hook(model: nn.Module, between: bool) -> None:
             block.mlp.register_forward_hook(lambda module, args, out: out * 3)
 
 
+def hook_with_names(model: nn.Module, between: bool) -> None:
+    for handle in vars(model).setdefault("handles", []):
+        handle.remove()
+    if not between:
+        model.handles = [
+            register(lambda module, args, names, *out: None, with_kwargs=True)
+            for block in model.blocks
+            for register in (block.mlp.register_forward_pre_hook, block.mlp.register_forward_hook)
+        ]
+
+
 @pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("change", [switch_mode, set_number, set_objects, set_tensor, freeze, hook])
+@pytest.mark.parametrize("change", [switch_mode, set_number, set_objects, set_tensor, freeze, hook, hook_with_names])
 def test_what_changes_before_the_backward(change: Callable[[nn.Module, bool], None], alpha: float) -> None:
     compare(blocks(Scaled), {"alpha": alpha}, lambda build: Between(build, change))
 
@@ -165,10 +189,11 @@ def test_what_changes_before_the_backward(change: Callable[[nn.Module, bool], No
     [
         (blocks(Adapters), TwoAdapters),
         (blocks(PlainBlock), FastWeights),
+        (blocks(Absolute), Copies),
         (lambda: WithContext([Contextual() for _ in range(3)]), Recording),
         (blocks(InPlace), Recording),
     ],
-    ids=["adapters", "functional_call", "context", "in_place"],
+    ids=["adapters", "functional_call", "copies", "context", "in_place"],
 )
 def test_forwards_that_read_and_write(
     build: Callable[[], nn.Module], module: Callable[..., Recording], alpha: float

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from typing_extensions import Self
 
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import take_tokens
+from lightning_memo.engine.forward.parametrized_weights import unchanged_by_registration
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_without_grad, refusing_checkpoint
 from lightning_memo.engine.memory.saved_storages import gapless_strides
 from lightning_memo.kernels import AttentionSpec
@@ -67,6 +69,9 @@ def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[
     mask = given.get("attn_mask")
     if mask is not None and mask.requires_grad:
         leave_to_model("attention gets a mask that requires grad, such as a learned bias, which no kernel computes")
+        return _sdpa(*args, **kwargs)
+    if is_functorch_wrapped_tensor(given["query"]):
+        leave_to_model("attention is called within torch.vmap or a transform of torch.func, which no kernel supports")
         return _sdpa(*args, **kwargs)
     spec = AttentionSpec(
         causal=given.get("is_causal", False),
@@ -139,7 +144,7 @@ def handling(
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:
-        with refusing_checkpoint() if trained else nullcontext():
+        with unchanged_by_registration(), refusing_checkpoint() if trained else nullcontext():
             yield
     finally:
         F.scaled_dot_product_attention = before

@@ -18,7 +18,10 @@ _CONTAINERS = (dict, list, set, deque)
 _NOTHING = object()
 _MODULE_TABLES = frozenset(vars(nn.Module()))
 # Tables of a module that decide what its forward computes.
-_READ_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_READ_TABLES = (
+    *("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 _DEPTH = 3  # of containers and objects within those that a module holds
 LONGEST = 1024  # containers that hold more are not looked into
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type, type(None), FunctionType})

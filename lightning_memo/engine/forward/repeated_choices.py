@@ -4,12 +4,12 @@ Note: [Repeated choices]
 Kernels may sum in another order in each run. A recomputation then differs from the forward in its last bits, and a
 router near a tie would choose another expert. Tensors that were saved and tensors that are computed again would not
 belong together, and the gradient would be that of neither choice. Therefore the indices are kept on the device: 2 bytes
-for each token and expert.
+for each token and expert. Choices among weights need no indices: weights have the same values again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,44 +26,63 @@ _CHOOSING: dict[Callable[..., Any], int] = {
 _OF_LAST = ("topk", "sort", "argsort")  # choose along the last dimension if none is given
 
 
-class NotedChoices(OwnMode):
+class _ChoiceMode(OwnMode):
+    """Finds choices by values that a recomputation may compute with other last bits.
+
+    Args:
+        fixed: The tensors that are not computed again. A choice by their values needs no indices.
+    """
+
+    def __init__(self, fixed: Container[Tensor]) -> None:
+        super().__init__()
+        self._fixed = fixed
+
+    def _dim_of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Return the dimension along which a function chooses; `None` if it makes no such choice."""
+        dim = _dim_of_choice(func, args, kwargs)
+        return None if dim is None or self.inside or args[0] in self._fixed else dim
+
+
+class NotedChoices(_ChoiceMode):
     """Passes the indices that a layer chooses by values to a function.
 
     Args:
         on_choice: Called with the indices of each choice, in a dtype that needs little memory.
+        fixed: The tensors that a recomputation does not compute again.
     """
 
-    def __init__(self, on_choice: Callable[[Tensor], None]) -> None:
-        super().__init__()
+    def __init__(self, on_choice: Callable[[Tensor], None], fixed: Container[Tensor] = ()) -> None:
+        super().__init__(fixed)
         self._on_choice = on_choice
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        dim = self._dim_of(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        dim = _dim_of_choice(func, args, kwargs or {})
-        if dim is not None and not self.inside:
+        if dim is not None:
             indices = result if isinstance(result, Tensor) else result[1]
             self._on_choice(indices.to(torch.int16 if args[0].shape[dim] <= 2**15 else torch.int32))
         return result
 
 
-class RepeatedChoices(OwnMode):
+class RepeatedChoices(_ChoiceMode):
     """Answers choices with indices that were noted; see Note: [Repeated choices].
 
     Args:
         choices: The indices of each choice, in order.
+        fixed: The tensors that are not computed again.
     """
 
-    def __init__(self, choices: Sequence[Tensor]) -> None:
-        super().__init__()
+    def __init__(self, choices: Sequence[Tensor], fixed: Container[Tensor] = ()) -> None:
+        super().__init__(fixed)
         self._choices: Iterator[Tensor] = iter(choices)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        dim = _dim_of_choice(func, args, kwargs or {})
-        if dim is None or self.inside:
+        dim = self._dim_of(func, args, kwargs or {})
+        if dim is None:
             return func(*args, **(kwargs or {}))
         indices = next(self._choices).long()
         name = func.__name__

@@ -45,7 +45,7 @@ class LayerClasses:
         self._backend_of = backend_of
         self._settings = settings
         self.agreed = LayerTraits("", "layer")
-        self._proofs = LocalityProofs()
+        self._proofs = LocalityProofs(layers)
         self._numbers: dict[int, tuple[object, int]] = {}
         self._probed: dict[object, LayerTraits] = {}
         self._traits: dict[object, dict[object, LayerTraits]] = {}  # by layer, and by the form of its call
@@ -180,16 +180,18 @@ class LayerClasses:
 
 
 def _modules_of(layer: nn.Module) -> tuple[object, object, object]:
-    """Return what makes the class of a layer, and flags and numbers by which a callback may switch parts of it.
+    """Return what makes the class of a layer, and flags, forwards and numbers by which callbacks may change its parts.
 
     This runs in each call of a layer.
     """
     modules: list[object] = []
-    switches: list[bool] = []
+    switches: list[object] = []
     numbers: list[object] = []
     for name, m in layer.named_modules():
         modules += name, type(m), *m._buffers, *(p.shape for p in m._parameters.values() if p is not None)
         public = [v for k, v in m.__dict__.items() if k[0] != "_"]
         switches += [v for v in public if v is True or v is False]  # by identity: other values may be tensors
         numbers += [v for v in public if type(v) in _NUMBERS]
+        if m is not layer and (forward := m.__dict__.get("forward")) is not None:  # another one than its class's
+            switches.append(getattr(getattr(forward, "__func__", forward), "__code__", type(forward)))
     return tuple(modules), tuple(switches), tuple(numbers)

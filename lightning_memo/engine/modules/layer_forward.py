@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.key_value_caches import without_caches
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.local_tensors import awaited
 from lightning_memo.utils.class_names import class_name
@@ -21,11 +23,11 @@ class LayerForward:
     """Replaces a layer's `forward` while the engine is attached. Copies, saved ones too, have their own."""
 
     def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
-        self._run, self._layer, self._original = run, layer, original
+        self._run, self._layer, self.original = run, layer, original
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._layer, self._original, *args, **kwargs)
+        return self._run(self._layer, self.original, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
         return _own_forward, (self._layer,)
@@ -43,6 +45,14 @@ def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], N
     original, own = layer.forward, "forward" in vars(layer)
     layer.forward = LayerForward(run, layer, original)
     return functools.partial(_restore_forward, layer, original if own else None)
+
+
+def innermost_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward as it was before it was replaced."""
+    forward: Callable[..., Any] = module.forward
+    while isinstance(forward, LayerForward):
+        forward = forward.original
+    return forward
 
 
 def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
@@ -78,7 +88,8 @@ def read_call(
         layout: The layout of the batch; `None` if this process holds all tokens in order.
 
     Raises:
-        ValueError: The layer's first argument is no tensor, or it gets a key-value cache that holds tokens.
+        ValueError: The layer's first argument is no tensor, it gets a key-value cache of an earlier forward, or it is
+            called within a transform of functions.
     """
     kwargs = dict(kwargs)
     if args:
@@ -90,32 +101,18 @@ def read_call(
             f"{class_name(layer)} got {type(x).__name__} as its first argument: layers get their hidden states "
             'there, as a tensor; change its forward, or name other layers: MemoStrategy(layers="...")'
         )
-    caches = [value for value in (*rest, *kwargs.values()) if _is_cache(value)]
-    if caches and (tokens := _cached_tokens(caches[0], layer)):
+    if is_functorch_wrapped_tensor(x):
         raise ValueError(
-            f"{class_name(layer)} gets a key-value cache of {tokens} tokens, as in prefix tuning, which layers that "
-            "are swapped or recomputed do not read: use another method, for example LoRA, or train this model without "
-            "MemoStrategy"
+            f"{class_name(layer)} is called within torch.vmap or a transform of torch.func, where nothing can be "
+            "swapped or recomputed: call the model with a batch, or train it without MemoStrategy"
         )
-    rest = [None if _is_cache(value) else value for value in rest]
-    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    rest, kwargs = without_caches(layer, x, rest, kwargs)
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     dim = 0 if x.dim() == 2 else _token_dim(layer)
     batch = 1 if x.dim() == 2 else x.shape[1 - dim]
     call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], batch, dim, shards, layout)
     return awaited(x), call
-
-
-def _is_cache(value: object) -> bool:
-    """Return whether an argument is a key-value cache of transformers."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _cached_tokens(cache: Any, layer: nn.Module) -> int:
-    """Return the number of tokens that a key-value cache holds for a layer. Frozen layers before it may fill theirs."""
-    index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), None)
-    return 0 if index is None else int(cache.get_seq_length(index))
 
 
 def _token_dim(layer: nn.Module) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, plain_parts
 
 _LONGEST_PATH_TO_A_WEIGHT = 6  # a cast, a transpose, an index and a view, and two more
 
@@ -34,7 +34,10 @@ class NonActivations:
     def __init__(self, layer: nn.Module, arguments: Any, x: Tensor | None) -> None:
         tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
         weights = list(layer.parameters())
-        self._storages = set().union(*(_storages(t) for t in [*tensors, *weights, *layer.buffers()]))
+        self._weights: set[int] = set().union(*map(_storages, weights))
+        self._storages = self._weights.union(*(_storages(t) for t in [*tensors, *layer.buffers()]))
+        # `functional_call` runs a layer with functions of weights, which have no history in a recomputation.
+        self._made = {w.grad_fn for w in weights if w.grad_fn is not None}
         if x is not None:
             self._storages -= _storages(x)
         self.frozen = any(not w.requires_grad for w in weights)
@@ -50,7 +53,8 @@ class NonActivations:
             self._storages -= added
 
     def __contains__(self, t: Tensor) -> bool:
-        if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter):
+        # A sparse tensor has no storage that could be copied.
+        if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter) or is_sparse(t):
             return True
         if _storages(t) <= self._storages:
             return True
@@ -64,6 +68,8 @@ class NonActivations:
             if node is None or len(node.next_functions) != 1 or isinstance(node, BackwardCFunction):
                 return False
             node = node.next_functions[0][0]
+            if node in self._made:
+                return True
             if hasattr(node, "variable"):
-                return isinstance(node.variable, nn.Parameter)
+                return isinstance(node.variable, nn.Parameter) or _storages(node.variable) <= self._weights
         return False

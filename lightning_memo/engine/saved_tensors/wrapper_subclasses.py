@@ -23,9 +23,16 @@ def is_opaque(t: Tensor) -> bool:
     return type(t) not in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(t)
 
 
+def is_sparse(t: Tensor) -> bool:
+    """Return whether a tensor has no storage, but indices and values."""
+    return t.layout not in (torch.strided, torch.jagged)
+
+
 def plain_parts(t: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold this process's bytes of `t`."""
+    """Return the plain tensors that hold this process's bytes of `t`; of a sparse tensor, the values only."""
     t = local_part(t)
+    if is_sparse(t):
+        return [t.detach()._values() if t.is_sparse else t.detach().values()]
     if not is_wrapped(t):
         return [t]
     return [part for name in t.__tensor_flatten__()[0] for part in plain_parts(getattr(t, name))]

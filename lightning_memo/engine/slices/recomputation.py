@@ -75,9 +75,10 @@ class RecomputedSlice(Protocol):
         range: The tokens.
         subject: The slice as the recorder names it.
         storage: Stores the tensors that the slice saves.
+        gaps: Whether the slice's input had gaps, because it was a part of a tensor of several rows.
         attentions: What the backward of each attention call needs.
         rng_after_attention: The random state after each attention call.
-        saved: Number of tensors that the forward saved.
+        saved: Shapes and dtypes of the tensors that the forward saved.
         choices: Indices that the layer chose by values.
         sums: Sums of the saved tensors, if the recomputed ones are to be compared.
     """
@@ -86,9 +87,10 @@ class RecomputedSlice(Protocol):
     range: TokenRange
     subject: Subject
     storage: SliceStorage
+    gaps: bool
     attentions: list[SavedAttention]
     rng_after_attention: list[RngState]
-    saved: int
+    saved: list[tuple[torch.Size, torch.dtype]]
     choices: list[Tensor]
     sums: SavedSums | None
 
@@ -123,7 +125,7 @@ class _Recomputation:
         part, run = self._part, self._part.run
         run.begin_backward()
         run.meter.mark("recompute_begin")
-        x = run.call.narrow(part.storage.load(part.storage.input), part.range).detach().requires_grad_()
+        x = self._input().requires_grad_()
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
@@ -136,21 +138,31 @@ class _Recomputation:
                 stack.enter_context(run.call.mode(part.range))
             stack.enter_context(run.arguments.casting())
             if part.choices:
-                stack.enter_context(RepeatedChoices(part.choices))
+                stack.enter_context(RepeatedChoices(part.choices, run.arguments))
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
             run.arguments.restored_call().run(_Known.apply(x, x), part.range)
         run.meter.mark("recompute_end")
         if not self._enough:
             raise RuntimeError(
-                f"{run.call.name} saved {len(self._found.saved)} tensors when it was recomputed and "
-                f"{part.saved} before: its forward depends on something besides its inputs, weights and random state"
+                f"{run.call.name} saved {len(self._found.saved)} tensors when it was recomputed and {len(part.saved)} "
+                "before: its forward depends on something besides its inputs, weights and random state"
             )
         return self._found
 
+    def _input(self) -> Tensor:
+        """Return the slice's input, with gaps if it had some: operations save other tensors, in another order, then."""
+        part, call = self._part, self._part.run.call
+        x = call.narrow(part.storage.load(part.storage.input), part.range).detach()
+        if not part.gaps or not x.is_contiguous():
+            return x
+        shape = list(x.shape)
+        shape[call.token_dim] += 1
+        return x.new_empty(shape).narrow(call.token_dim, 0, part.range.tokens).copy_(x)
+
     @property
     def _enough(self) -> bool:
-        return len(self._found.saved) == self._part.saved and len(self._found.qkv) == len(self._part.attentions)
+        return len(self._found.saved) == len(self._part.saved) and len(self._found.qkv) == len(self._part.attentions)
 
     def _stop_if_enough(self) -> None:
         if self._enough:
@@ -164,10 +176,17 @@ class _Recomputation:
             self._stop_if_enough()
 
     def _check(self, t: Tensor) -> None:
-        sums = self._part.sums
-        if sums is not None and not sums.alike(len(self._found.saved), t):
+        part, number = self._part, len(self._found.saved)
+        shape, dtype = part.saved[number] if number < len(part.saved) else (t.shape, t.dtype)
+        if t.shape != shape or t.dtype != dtype:
             raise RuntimeError(
-                f"{self._part.run.call.name} was recomputed with other values than in its forward: it reads something "
+                f"{part.run.call.name} saved a {t.dtype} tensor of shape {list(t.shape)} when it was recomputed and a "
+                f"{dtype} tensor of shape {list(shape)} before: its forward depends on something besides its inputs, "
+                "weights and random state: make it a function of these"
+            )
+        if part.sums is not None and not part.sums.alike(number, t):
+            raise RuntimeError(
+                f"{part.run.call.name} was recomputed with other values than in its forward: it reads something "
                 "besides inputs, weights, attributes and torch's random state (a global variable, a context, a "
                 "generator) that has changed since: change it after the backward only"
             )

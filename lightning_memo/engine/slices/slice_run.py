@@ -25,7 +25,7 @@ from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
-from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped, plain_parts
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, is_wrapped, plain_parts
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
 from lightning_memo.engine.slices.saved_attention import SavedAttention
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
@@ -44,9 +44,10 @@ class SliceRun:
 
     Attributes:
         storage: Stores the tensors that the slice saves.
+        gaps: Whether the slice's input has gaps, because it is a part of a tensor of several rows.
         attentions: What the backward of each attention call needs.
         rng_after_attention: The random state after each attention call.
-        saved: Number of tensors that a recomputation has to deliver.
+        saved: Shapes and dtypes of the tensors that a recomputation has to deliver.
         choices: Indices that the layer chose by values, for the recomputation.
         sums: Sums of the saved tensors, if recomputed values are to be compared with the forward's.
     """
@@ -55,9 +56,10 @@ class SliceRun:
         self.run, self.index, self.range = run, index, part
         self.subject = run.meter.slice_subject(index)
         self.storage = SliceStorage(run.storage, run.arguments, run.begin_backward, part, x)
+        self.gaps = not x.is_contiguous()
         self.attentions: list[SavedAttention] = []
         self.rng_after_attention: list[RngState] = []
-        self.saved = 0
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.choices: list[Tensor] = []
         self.sums = run.engine.comparison.sums_of(run.key) if self.recomputes else None
         self._in_forward = False
@@ -88,7 +90,7 @@ class SliceRun:
             if self.recomputes and self.range.places is not None:
                 stack.enter_context(ProductMode(run.call.layer, self.storage.store_product))
             if self.recomputes and run.chooses:
-                stack.enter_context(NotedChoices(self.choices.append))
+                stack.enter_context(NotedChoices(self.choices.append, run.arguments))
             self._in_forward = True
             yield
         self._in_forward = False
@@ -101,18 +103,18 @@ class SliceRun:
         """Store a tensor that autograd saves, and return its handle."""
         t = resolved(t)
         run, storage, local = self.run, self.storage, local_part(t)
-        wrapped = is_wrapped(local)
-        known = storage.find(local) if local.numel() and not wrapped else None
-        if known is None and t in run.arguments:
-            return t if wrapped else run.arguments.handle(t)
+        wrapped, sparse = is_wrapped(local), is_sparse(local)
+        known = storage.find(local) if local.numel() and not (wrapped or sparse) else None
+        if (known is None or self.recomputes) and t in run.arguments:  # a recomputation does not know what is stored
+            return t if wrapped or sparse else run.arguments.handle(t)
         if self.recomputes:
             if known is None and run.meter.profile is not None:
                 for part in plain_parts(local):
                     run.meter.profile.recomputed(run.position.layer, part, run.call.layer)
             if self.sums is not None:
-                self.sums.note(self.saved, t)
-            self.saved += 1
-            return self.saved - 1
+                self.sums.note(len(self.saved), t)
+            self.saved.append((t.shape, t.dtype))
+            return len(self.saved) - 1
         if known is None:
             known = storage.store_parts(local) if wrapped else storage.store_other(local)
         return ShardedHandle.of(t, known) if isinstance(t, DTensor) else known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -229,6 +230,54 @@ class Annealing(Recording):
 def test_numbers_that_change_in_each_step(settings: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
     compare(blocks(Annealed), settings, Annealing, steps=20)
     assert not [w for w in recwarn if "MemoStrategy" in str(w.message)]
+
+
+class Replacing(Recording):
+    """Replaces the forward of a part of a layer before the third step, by one that mixes tokens."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        mlp = self.model.blocks[1].mlp
+        if batch_idx == 2:
+            mlp.forward = lambda x, forward=mlp.forward: forward(x) + x.roll(1, 1)
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"alpha": 1.0, "slice_tokens": 8}])
+def test_a_forward_that_is_replaced(settings: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="PlainBlock may not compute each token by itself.*It runs as one slice now"):
+        compare(blocks(PlainBlock), settings, Replacing, steps=4)
+
+
+class AttendsPerHead(PlainBlock):
+    """Calls attention within torch.vmap."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        x = x + self.out(torch.vmap(attend, 2, 2)(q, k, v).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_attention_in_vmap(alpha: float) -> None:
+    compare(blocks(AttendsPerHead), {"alpha": alpha})
+
+
+class PerSequence(PlainModel):
+    """Calls its blocks within torch.vmap."""
+
+    def __init__(self) -> None:
+        super().__init__([PlainBlock() for _ in range(3)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.vmap(block)(x[:, None])[:, 0]
+        return loss_of(self, x, labels)
+
+
+def test_layers_in_vmap_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"PlainBlock is called within torch\.vmap or a transform of torch.func"):
+        compare(PerSequence, {"alpha": 0.5})
 
 
 class MainGradients(Recording):
