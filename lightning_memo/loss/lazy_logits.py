@@ -10,6 +10,7 @@ logits that are computed once, which is correct but takes as much memory as in p
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self, override
@@ -33,14 +35,36 @@ _CASTS = ("float", "bfloat16", "half", "double", "to", "type")
 _POINTWISE = ("mul", "div", "true_divide", "tanh", *_CASTS)
 _ARRANGING = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_cuda", "is_cpu", "is_meta")
-_OF_GRAPH = ("requires_grad", "is_leaf", "grad_fn")
+# What Python code sees of the graph: FSDP would register hooks on logits that require gradients.
+_OF_GRAPH = {Tensor.requires_grad.__get__: False, Tensor.is_leaf.__get__: True, Tensor.grad_fn.__get__: None}
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__")
 _Family = list[weakref.ref[Tensor]]
 _METADATA = {
-    *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES, *_OF_GRAPH)),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.numel, torch.is_floating_point),
 }
+
+
+class _PassedOn(torch.autograd.Function):
+    """Gives lazy logits a graph, for functions of users that autograd calls with them and that compute a gradient.
+
+    The backward computes the logits once more. Operations on lazy logits do not use this graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Callable[[], LazyLogits], recipe: Recipe, x: Tensor, anchor: Tensor) -> LazyLogits:
+        ctx.recipe = recipe
+        return lazy()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None, None]:
+        x = ctx.recipe.x.detach().requires_grad_(ctx.recipe.x.requires_grad)
+        logits = replace(ctx.recipe, x=x).compute()
+        if logits.requires_grad:
+            torch.autograd.backward(logits, grad)
+        return None, None, x.grad, None
 
 
 class LazyLogits(Tensor):
@@ -59,7 +83,15 @@ class LazyLogits(Tensor):
         leading = (*x.shape[:-2], x.shape[-2] * head.shards)
         tracked = torch.is_grad_enabled()
         recipe = Recipe(head, awaited(x), leading, (), tracked, head.steps, ambient_autocast(device))
-        return LazyLogits(recipe, vocabulary, dtype, [])
+        return LazyLogits.with_graph(recipe, vocabulary, dtype, [])
+
+    @staticmethod
+    def with_graph(recipe: Recipe, vocabulary: int, dtype: torch.dtype, family: _Family) -> LazyLogits:
+        """Return lazy logits that have a graph for autograd functions if real logits have one."""
+        lazy = functools.partial(LazyLogits, recipe, vocabulary, dtype, family)
+        if not (recipe.tracked and torch.is_grad_enabled()):
+            return lazy()
+        return _PassedOn.apply(lazy, recipe, recipe.x, torch.empty(0, requires_grad=True))
 
     @staticmethod
     def __new__(cls, recipe: Recipe, vocabulary: int, dtype: torch.dtype, family: _Family) -> Self:
@@ -92,6 +124,8 @@ class LazyLogits(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_GRAPH:
+            return _OF_GRAPH[func]
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -132,7 +166,7 @@ class LazyLogits(Tensor):
 
     def _view(self, recipe: Recipe) -> LazyLogits:
         """Return lazy logits for a view: real ones would share their memory with these."""
-        return LazyLogits(recipe, self.shape[-1], self.dtype, self._family)
+        return LazyLogits.with_graph(recipe, self.shape[-1], self.dtype, self._family)
 
     def _refuse_views(self, name: str) -> None:
         if sum(relative() is not None for relative in self._family) > 1:
@@ -150,7 +184,7 @@ class LazyLogits(Tensor):
         if cast and probe.dtype == self.dtype and True not in arguments:  # copy=True
             return self
         recipe = self._with(pointwise=(*self._recipe.pointwise, function))
-        return LazyLogits(recipe, self.shape[-1], probe.dtype, [])
+        return LazyLogits.with_graph(recipe, self.shape[-1], probe.dtype, [])
 
     def _arrange(self, function: Callable[[Tensor], Tensor]) -> Any:
         arranged = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))

@@ -184,6 +184,41 @@ def test_gradients_flow_through_computed_logits() -> None:
         assert_close(gradients(), plain)
 
 
+class OwnCrossEntropy(torch.autograd.Function):
+    """Computes its gradient by itself, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(logits.softmax(-1) - F.one_hot(labels, logits.shape[-1]))
+        return -logits.log_softmax(-1).gather(-1, labels[..., None]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return grad * difference, None
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autograd_functions_of_users(frozen: bool, others: bool) -> None:
+    model, batch = build("LlamaConfig"), make_batch(2, 23)
+    if frozen:
+        model.model.requires_grad_(False)
+
+    def gradients() -> Step:
+        model.zero_grad()
+        out = model(input_ids=batch["input_ids"])
+        loss = OwnCrossEntropy.apply(out.logits.float()[:, :-1].contiguous(), batch["labels"][:, 1:])
+        if others:
+            loss = loss + out.logits.logsumexp(-1).square().mean()
+        loss.backward()
+        return Step(loss.detach(), gradients_of(model))
+
+    plain = gradients()
+    with chunked(model):
+        assert_close(gradients(), plain)
+
+
 def test_logits_are_computed_once_and_stay_real() -> None:
     model, batch = build("LlamaConfig"), make_batch(2, 23)
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.__setitem__((..., 0), -9.0))
