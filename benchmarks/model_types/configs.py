@@ -41,7 +41,7 @@ _DROPOUT = re.compile(r".*(drop|pdrop|layerdrop|jitter).*")
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Returns a configuration with few layers and small widths, without dropout and without a cache of keys.
+    """Returns a configuration with few layers and small widths, and without dropout.
 
     Args:
         model_type: Name under which transformers registers the configuration.
@@ -52,8 +52,6 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type]
     parts = {name: tiny_config(part).to_dict() for name, part in SUB_CONFIGS.get(model_type, {}).items()}
     config: PreTrainedConfig = kind.from_dict(_tiny(parts or kind().to_dict(), model_type, _Tokens()))
-    for part in _parts(config):
-        part.use_cache = False
     return config
 
 
@@ -122,8 +120,9 @@ def _spread(values: list[Any]) -> list[Any]:
     return (distinct * _LAYERS)[:_LAYERS] if len(distinct) <= _LAYERS else values[:_LAYERS]
 
 
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Iterates over a configuration and those of its parts."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)
+            yield from parts_of(value)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
-from model_types.configs import tiny_config
+from model_types.configs import parts_of, tiny_config
 from model_types.inputs import Batch, batches_for
 from model_types.kinds import KINDS
 
@@ -61,21 +61,29 @@ def make_example(kind: str, model_type: str) -> Example:
     Raises:
         Exception: Whatever transformers raises if it accepts neither the sizes nor any batch.
     """
+    refused: Exception | None = None
+    for cached in (True, False):  # a few models do not train with the cache that is their default
+        model = _build(kind, model_type, cached)
+        for inputs, batch in batches_for(kind, model):
+            example = Example(model, batch, inputs)
+            try:
+                if math.isfinite(train_plainly(example).loss):
+                    return example
+            except Exception as error:
+                refused = error
+    raise refused or ValueError("the loss is not finite")
+
+
+def _build(kind: str, model_type: str, cached: bool) -> nn.Module:
     config = tiny_config(model_type)
     if kind == "causal" and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True
+    for part in () if cached else parts_of(config):
+        part.use_cache = False
     torch.manual_seed(0)
     model = KINDS[kind].build(config).train()
     _open_gates(model)
-    refused: Exception | None = None
-    for inputs, batch in batches_for(kind, model):
-        example = Example(model, batch, inputs)
-        try:
-            if math.isfinite(train_plainly(example).loss):
-                return example
-        except Exception as error:
-            refused = error
-    raise refused or ValueError("the loss is not finite")
+    return model
 
 
 def _open_gates(model: nn.Module) -> None:
