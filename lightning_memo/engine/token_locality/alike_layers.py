@@ -3,8 +3,8 @@
 Note: [Attributes that differ]
 Layers of one class may differ by plain attributes, for example by their position in the model. The proof for one of
 them holds for another one if it uses none of the attributes that differ. In that proof they are therefore replaced by
-objects that raise when they are used. Attributes that are compared by identity (`None`, flags, functions), and those that
-torch takes as they are (a `torch.Generator`), cannot be replaced so: layers that differ in them have proofs of their own.
+objects that raise when they are used. What may be compared by identity (`None`, flags, functions) and what torch takes
+as it is (a `torch.Generator`) cannot be replaced so: layers that differ in it have proofs of their own.
 """
 
 from __future__ import annotations
