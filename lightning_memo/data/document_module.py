@@ -18,9 +18,9 @@ from lightning_memo.data.document_stream import DocumentReader, DocumentStream
 from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
 from lightning_memo.data.resumable_loader import ResumableLoader
 from lightning_memo.data.row_stream import Document, RowStream, StreamLoader, read_block
-from lightning_memo.data.separate_documents import refuse_mixed_documents
 from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_memo.parallel.batches.separate_documents import find_mixed_documents
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,12 @@ class DocumentsDataModule(SequenceDataModule):
     def _check_packing(self) -> None:
         """Refuse a model to which packed rows are not several documents. The model exists when loaders are made."""
         if self._rows is PackedRows and self.trainer is not None and self.trainer.lightning_module is not None:
-            refuse_mixed_documents(self.trainer.lightning_module)
+            mixed = find_mixed_documents(self.trainer.lightning_module)
+            if mixed is not None:
+                raise ValueError(
+                    f"packing=True puts several documents into a row, and {mixed.why}, so that documents would see "
+                    f"each other: {mixed.what_to_do}give packing=False"
+                )
 
     @override
     def load(self) -> Loaded:

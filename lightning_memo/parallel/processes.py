@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_sam
 from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments
 from lightning_memo.parallel.batches.router_losses import RouterLosses
+from lightning_memo.parallel.batches.separate_documents import separate_documents
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
@@ -207,6 +209,7 @@ class Processes:
             takes_loss_arguments=takes_loss_arguments(model),
             bounds_of=bounds_of,
             slices_outside=slices_outside,
+            documents_of=functools.partial(separate_documents, model),
         )
 
     def divide_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:

@@ -21,8 +21,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"slice_tokens": 9, "host_backed": "attention"}, {"slice_tokens": 9, "schedule": "slice"},
 )  # fmt: skip
 FAMILIES = (
-    "llama", "llama_gqa", "llama_tied", "llama_lora", "llama_frozen_below", "llama_mixing", "llama_dynamic_rope",
-    "phi3_longrope", "gemma3_dynamic_rope",
+    "llama", "llama_gqa", "llama_tied", "llama_lora", "llama_frozen_below", "llama_mixing", "llama_caching",
+    "llama_dynamic_rope", "phi3_longrope", "gemma3_dynamic_rope",
     "gemma", "gemma3_mixed_windows", "mistral_window", "qwen3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe",
 )  # fmt: skip
 

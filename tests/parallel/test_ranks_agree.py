@@ -78,6 +78,16 @@ def test_a_model_that_mixes_tokens_outside_attention_ends_all() -> None:
         )
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_documents_that_would_see_each_other_end_all(packed: bool) -> None:
+    run = Run(family="llama_caching", steps=1, packed=packed)
+    for error, _ in run_in_processes(2, _train_with, [{"context_parallel_size": 2}] * 2, run):
+        if packed:
+            assert "LlamaModel makes a key-value cache" in error and "use_cache = False" in error and "\n" not in error
+        else:
+            assert error == ""
+
+
 def test_different_plans_end_all(tmp_path: Path) -> None:
     plan: Plan = run_in_processes(2, _train_with, [MEMO | {"alpha": 0.5}] * 2)[0][1]
     files = [tmp_path / "a.json", tmp_path / "b.json"]

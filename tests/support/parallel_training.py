@@ -98,6 +98,13 @@ def _mixing(**sizes: Any) -> nn.Module:
     return model
 
 
+def _caching(**sizes: Any) -> nn.Module:
+    """Return a model that makes a key-value cache, as models of transformers do by default."""
+    model = FAMILIES["llama"].build(**sizes)
+    model.config.use_cache = True
+    return model
+
+
 def _shared(**sizes: Any) -> nn.Module:
     """Return a model in which two layers share an MLP, as Zamba's do."""
     model = FAMILIES["llama_gqa"].build(**sizes)
@@ -170,6 +177,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama_tied": _tied,
     "llama_lora": _lora,
     "llama_mixing": _mixing,
+    "llama_caching": _caching,
     "llama_frozen_below": _frozen_below,
     "llama_shared": _shared,
     "llama_with_reference": _with_reference,

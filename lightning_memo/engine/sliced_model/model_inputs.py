@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.kernels.async_transfer import to_device_async
-from lightning_memo.parallel.batches.positions import packed_documents, right_padded_lengths
+from lightning_memo.parallel.batches.positions import right_padded_lengths
+from lightning_memo.parallel.batches.separate_documents import separate_documents
 from lightning_memo.utils.class_names import class_name
 
 IGNORED = -100
@@ -43,19 +44,12 @@ def on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
 def documents_of(model: nn.Module, inputs: dict[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
     """Return where the documents of each row start, as the model would find them; `None` if it would find none.
 
-    transformers looks for documents only if it gets no cache, and it is up to the model whether it makes one.
-
     Raises:
-        ValueError: Position ids tell where documents start, and the model may make a cache.
+        ValueError: Position ids tell where documents start, and the model lets documents see each other.
     """
-    documents = packed_documents(inputs, rows) if inputs.get("past_key_values") is None else None
-    if documents is not None and _setting(model, inputs, "use_cache"):
-        raise ValueError(
-            f"{class_name(model)} got position_ids that do not increase by one everywhere, and with use_cache=True "
-            "most models let documents attend to each other: set use_cache=False to keep documents apart, or pass an "
-            "attention_mask of ones"
-        )
-    return documents
+    if inputs.get("past_key_values") is not None:
+        return None  # transformers looks for documents only if it gets no cache
+    return separate_documents(model, inputs, rows, inputs.get("use_cache"))
 
 
 def _setting(model: nn.Module, inputs: dict[str, Any], name: str) -> Any:

@@ -14,8 +14,8 @@ from support.trainer_harness import make_trainer
 from torch import Tensor, nn
 
 from lightning_memo.data import DocumentsDataModule
-from lightning_memo.data.separate_documents import refuse_mixed_documents
 from lightning_memo.models import CausalLM
+from lightning_memo.parallel.batches.separate_documents import find_mixed_documents, separate_documents
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    "llama4_text": EXPERTS | {"intermediate_size_mlp": 64, "attention_chunk_size": 8},
+    "llama4_text": EXPERTS | {"intermediate_size_mlp": 64, "attention_chunk_size": 12},
     "gpt_oss": EXPERTS,
     "falcon": {"alibi": False},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
@@ -41,38 +41,64 @@ MODELS: dict[str, dict[str, Any]] = {
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
 }
+POSITIONS = torch.arange(8).repeat(2)[None]
 SEPARATE = {"llama", "gemma2", "qwen3_moe", "llama4_text", "gpt2"}
 
 
-def model_of(family: str) -> nn.Module:
+def model_of(family: str, use_cache: bool) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SIZES | MODELS[family])
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.AutoConfig.for_model(family, **SIZES | MODELS[family] | {"use_cache": use_cache})
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def outputs_of_second_document(model: nn.Module, first: Tensor) -> Tensor:
+def outputs_of_second_document(model: nn.Module, first: Tensor, **arguments: Any) -> Tensor:
     torch.manual_seed(1)
     second = torch.randint(1, 90, (1, 8))
-    positions = torch.arange(8).repeat(2)[None]
     with torch.no_grad():
-        return model(input_ids=torch.cat([first, second], 1), position_ids=positions).logits[:, 8:]
+        return model(input_ids=torch.cat([first, second], 1), position_ids=POSITIONS, **arguments).logits[:, 8:]
 
 
+def are_separate(model: nn.Module, **arguments: Any) -> bool:
+    one, other = (outputs_of_second_document(model, torch.full((1, 8), token), **arguments) for token in (3, 70))
+    return torch.allclose(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("family", MODELS)
-def test_models_are_refused_if_documents_see_each_other(family: str) -> None:
-    model = model_of(family)
-    one, other = (outputs_of_second_document(model, torch.full((1, 8), token)) for token in (3, 70))
-    assert torch.allclose(one, other, rtol=0, atol=1e-6) == (family in SEPARATE)
-    if family in SEPARATE:
-        refuse_mixed_documents(model)
+def test_models_are_refused_if_documents_see_each_other(family: str, use_cache: bool) -> None:
+    model = model_of(family, use_cache).eval()
+    separate = family in SEPARATE and not use_cache
+    assert are_separate(model) == separate
+    assert (find_mixed_documents(model) is None) == separate
+    if separate:
+        assert separate_documents(model, {"position_ids": POSITIONS}, 2) == ((0, 8), (0, 8))
     else:
-        with pytest.raises(ValueError, match=r"packing=True puts several .* see each other: give packing=F"):
-            refuse_mixed_documents(model)
+        with pytest.raises(ValueError, match="position_ids tell that rows hold several documents, and "):
+            separate_documents(model, {"position_ids": POSITIONS}, 2)
+
+
+def test_a_cache_by_configuration_or_by_call() -> None:
+    caching, other = model_of("llama", True).eval(), model_of("llama", False).eval()
+    assert not are_separate(caching) and are_separate(caching, use_cache=False)
+    assert find_mixed_documents(caching, makes_cache=False) is None
+    assert find_mixed_documents(other, makes_cache=True) == find_mixed_documents(caching)
+    with pytest.raises(ValueError, match=r"LlamaModel makes a key-value .*: set model\.config\.use_cache = False, or "):
+        separate_documents(caching, {"position_ids": POSITIONS}, 1)
+
+
+def test_rows_that_are_not_packed_are_never_refused() -> None:
+    model = model_of("llama", True)
+    for batch in (
+        {},
+        {"position_ids": POSITIONS[:, :8]},
+        {"position_ids": POSITIONS, "attention_mask": POSITIONS > -1},
+    ):
+        assert separate_documents(model, batch, 1) is None
 
 
 def test_recurrent_layers_of_pytorch_are_refused() -> None:
-    with pytest.raises(ValueError, match="and GRU passes information"):
-        refuse_mixed_documents(nn.Sequential(nn.Embedding(8, 8), nn.GRU(8, 8)))
+    mixed = find_mixed_documents(nn.Sequential(nn.Embedding(8, 8), nn.GRU(8, 8)))
+    assert mixed is not None and mixed.why.startswith("GRU passes information")
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -1,0 +1,131 @@
+"""Finds packed documents, and models in which the documents of a row see each other.
+
+Note: [Documents that see each other]
+transformers' mask functions confine attention to documents if they are given positions, which restart at 0 in each
+document, and no key-value cache. Recurrent layers, convolutions over tokens and linear attention know documents only
+with some CUDA kernels, if at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_memo.parallel.batches.positions import packed_documents
+from lightning_memo.utils.class_names import class_name
+
+_RECURRENT_TYPES = frozenset(
+    {"linear_attention", "conv", "hybrid", "hybrid_sliding", "compressed_sparse_attention",
+     "heavily_compressed_attention"}
+)  # fmt: skip
+"""Entries of `layer_types` in configurations of transformers."""
+
+
+def separate_documents(
+    model: nn.Module, batch: Mapping[str, Any], rows: int, makes_cache: bool | None = None
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return the positions at which packed documents start in each row; `None` if rows are not packed.
+
+    Args:
+        model: The model that gets the batch.
+        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any.
+        rows: Number of rows of the batch.
+        makes_cache: Whether the model makes a key-value cache; `None` if its configuration decides.
+
+    Raises:
+        ValueError: Rows are packed, and plain training would let their documents see each other.
+    """
+    documents = packed_documents(batch, rows)
+    mixed = None if documents is None else find_mixed_documents(model, makes_cache)
+    if mixed is not None:
+        raise ValueError(
+            f"position_ids tell that rows hold several documents, and {mixed.why}, so that documents would see each "
+            f"other: {mixed.what_to_do}pass one document in each row, or an attention_mask of ones to let them see "
+            "each other"
+        )
+    return documents
+
+
+@dataclass(frozen=True, slots=True)
+class MixedDocuments:
+    """Why the documents of a packed row see each other.
+
+    Attributes:
+        why: What the model does.
+        what_to_do: How to keep documents apart, followed by ", or "; empty if the model cannot.
+    """
+
+    why: str
+    what_to_do: str = ""
+
+
+def find_mixed_documents(model: nn.Module, makes_cache: bool | None = None) -> MixedDocuments | None:
+    """Return why the documents of a packed row see each other; `None` if they are kept apart.
+
+    See Note: [Documents that see each other].
+
+    Args:
+        model: The model.
+        makes_cache: Whether the model makes a key-value cache; `None` if its configuration decides.
+    """
+    caching = None
+    for module in model.modules():
+        name = class_name(module)
+        if _is_recurrent(module):
+            return MixedDocuments(f"{name} passes information from token to token outside attention")
+        masks, positions = _mask_calls(type(module)) if hasattr(module, "config") else (False, False)
+        if masks and not positions:
+            return MixedDocuments(f"{name} makes its attention masks without position_ids")
+        if masks and (getattr(module.config, "use_cache", False) if makes_cache is None else makes_cache):
+            caching = MixedDocuments(f"{name} makes a key-value cache", "set model.config.use_cache = False, or ")
+    return caching
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return (
+        bool(getattr(module, "_is_stateful", False))  # set by transformers' recurrent models
+        or not _RECURRENT_TYPES.isdisjoint(types)
+        or isinstance(module, nn.RNNBase)
+        or (isinstance(module, nn.Conv1d) and module.groups == module.in_channels and module.kernel_size[0] > 1)
+    )
+
+
+@functools.cache
+def _mask_calls(kind: type[nn.Module]) -> tuple[bool, bool]:
+    """Return whether a model of transformers calls functions for causal masks, and whether with `position_ids`.
+
+    The source is read because a run would need weights, which may be divided over processes or on the meta device.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return False, False  # made at run time
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
+    aliases = [node for node in nodes if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)]
+    names = {
+        target.id
+        for node in aliases
+        if _names_mask(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    masks = [call for call in calls if call.func.id in names or _names_mask(call.func)]  # type: ignore[attr-defined]
+    given: set[object] = {keyword.arg for call in masks for keyword in call.keywords}
+    for node in nodes:
+        if isinstance(node, ast.Dict):  # gathers the arguments of several masks
+            given |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    return bool(masks), "position_ids" in given
+
+
+def _names_mask(node: ast.AST) -> bool:
+    """Return whether an expression names a function for causal masks."""
+    return any(isinstance(each, ast.Name) and each.id.endswith("causal_mask") for each in ast.walk(node))
