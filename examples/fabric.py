@@ -28,7 +28,7 @@ class OwnLoop(LightningModule):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(path).train()
+        self.model = AutoModelForCausalLM.from_pretrained(path, use_cache=False).train()  # keeps documents apart
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)  # fabric.setup(model, optimizer)

@@ -1,6 +1,7 @@
 # ruff: noqa: E402
 import contextlib
 import gc
+import logging
 import os
 import sys
 
@@ -74,6 +75,10 @@ def own_folder(monkeypatch, tmp_path):
 def in_process(monkeypatch, tmp_path, capfd):
     """Run the main function of a command in this process and a new folder; returns exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
+    for logger in (logging.getLogger(), *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):  # commands disable loggers
+            monkeypatch.setattr(logger, "disabled", logger.disabled)
+            monkeypatch.setattr(logger, "level", logger.level)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it, and this restores it afterwards
 
