@@ -138,7 +138,10 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(f"{func} reached logits that are not computed: set loss_chunk_tokens=None, and report this")
+        raise RuntimeError(
+            f"{func} reached logits that are not computed, because the loss is computed in chunks, as it does within "
+            "torch.vmap: set loss_chunk_tokens=None"
+        )
 
     # ---- operations without real logits
 

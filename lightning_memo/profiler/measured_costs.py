@@ -21,7 +21,7 @@ from lightning_memo.engine.copies.copy_streams import make_copy_stream
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
-from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
 from lightning_memo.profiler.memory_meter import WorkingSet
 
@@ -168,16 +168,20 @@ def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
     An optimizer that has not stepped yet, because gradients are accumulated, has no state. It is assumed to keep two
     moments of every parameter, like Adam.
     """
-    weights = sum(local_part(t).nbytes for t in [*model.parameters(), *model.buffers()])
-    gradients = sum(local_part(p).nbytes for p in model.parameters() if p.requires_grad)
+    weights = sum(map(_local_bytes, [*model.parameters(), *model.buffers()]))
+    gradients = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
     return weights + gradients + sum(_optimizer_bytes(optimizer) for optimizer in optimizers)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     if not optimizer.state:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        return 2 * sum(local_part(p).nbytes for p in trained)
-    return sum(local_part(t).nbytes for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
+        return 2 * sum(map(_local_bytes, trained))
+    return sum(_local_bytes(t) for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor))
+
+
+def _local_bytes(t: Tensor) -> int:
+    return sum(part.nbytes for part in plain_parts(t))
 
 
 def estimated_working_set(profile: StepProfile, earlier: LayerCosts | None) -> WorkingSet:

@@ -53,6 +53,18 @@ class Normalised(nn.Module):
         return self.block(self.norm(x.flatten(0, 1)).view_as(x))
 
 
+class Related(nn.Module):
+    """A block with a sparse buffer."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("adjacency", torch.eye(32).roll(1, 0).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + (self.adjacency @ x.flatten(0, 1).T).T.view_as(x)
+
+
 def module(kind: Callable[[nn.Module], nn.Module]) -> LanguageModel:
     return LanguageModel(lambda: PlainModel([kind(PlainBlock(dropout=0.1)) for _ in range(3)]))
 
@@ -84,6 +96,13 @@ def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float
     assert result.losses == expected.losses
     for (name, a), b in zip(result.module.state_dict().items(), expected.module.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_sparse_buffers(alpha: float) -> None:
+    """They have neither bytes nor a storage of their own, and stay on the device."""
+    result, expected = fit(MemoStrategy(alpha=alpha), module(Related)), plain(module(Related))
+    assert result.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,13 @@ def test_writing_into_logits_that_are_viewed_is_refused() -> None:
     assert lazy.mul_(2.0).shape == (2, 23, VOCABULARY)
 
 
+def test_transforms_of_functions_are_refused() -> None:
+    batch = make_batch(2, 23)
+    lazy, _ = logits_of(build("LlamaConfig"), batch)
+    with pytest.raises(RuntimeError, match=r"reached logits .* within torch\.vmap: set loss_chunk_tokens=None"):
+        torch.vmap(F.cross_entropy)(lazy, batch["labels"])
+
+
 def test_logits_of_weights_that_are_gone_are_refused() -> None:
     model = build("LlamaConfig")
     with chunked(model):
