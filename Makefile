@@ -36,7 +36,7 @@ bench-cpu: $(INSTALLED)
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/allocator.py
 
-# Downloads the parts of the CUDA builds of torch that the tests of the CUDA allocator need: about 25 MB in .cuda/.
+# Downloads the parts of the CUDA builds of torch that the tests of the CUDA allocator need: about 100 MB in .cuda/.
 cuda-headers: $(INSTALLED)
 	$(RUN) tests/support/cuda_stub/fetch.py
 

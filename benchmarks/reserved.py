@@ -48,7 +48,7 @@ _SETTINGS = {"default": False, "expandable_segments": True}
 
 def main() -> None:
     options = _options()
-    version = options.cuda / options.torch
+    version = options.cuda / options.torch / "torch"
     rows = [_measure(path, trace, version, options.seconds) for path, trace in options.traces]
     report = {**_circumstances(options), "results": rows}
     path = options.output / f"{options.name}.json"
@@ -73,7 +73,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--name", default="reserved", help="name of the JSON file")
     options = parser.parse_args()
-    if not (options.cuda / options.torch / "complete").exists():
+    if not (options.cuda / options.torch / "torch" / "complete").exists():
         parser.error(
             f"--torch={options.torch} is not in {options.cuda}: python tests/support/cuda_stub/fetch.py {options.torch}"
         )

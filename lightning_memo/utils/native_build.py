@@ -148,19 +148,29 @@ def torch_folder() -> Path:
 def cuda_include_folders(torch_root: Path) -> list[Path]:
     """Folders with the headers of the CUDA runtime, from pip packages next to torch or from an installed toolkit.
 
+    The packages that torch requires lack the folder ``crt``, which those headers include. Triton, which torch requires,
+    too, brings it.
+
     Args:
         torch_root: Folder of the torch package.
 
     Raises:
         BuildError: The headers are not found.
     """
-    toolkit = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
+    toolkit = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda") / "include"
+    triton = torch_root.parent / "triton" / "backends" / "nvidia" / "include"
     # Wheels of CUDA 13 share one folder; wheels of CUDA 12 have one folder each.
-    candidates = [*sorted((torch_root.parent / "nvidia").glob("*/include"), reverse=True), toolkit / "include"]
-    found = [folder for folder in candidates if (folder / "cuda_runtime_api.h").is_file()]
-    if not found:
-        raise BuildError("cuda_runtime_api.h not found: pip install nvidia-cuda-runtime, or set CUDA_HOME")
-    return found[:1]
+    wheels = sorted((torch_root.parent / "nvidia").glob("*/include"), reverse=True)
+    runtime = _first_with("cuda_runtime_api.h", [*wheels, toolkit], "nvidia-cuda-runtime")
+    internal = _first_with("crt/host_defines.h", [runtime, *wheels, triton, toolkit], "nvidia-cuda-crt")
+    return [runtime] if internal == runtime else [runtime, internal]
+
+
+def _first_with(header: str, folders: Sequence[Path], package: str) -> Path:
+    for folder in folders:
+        if (folder / header).is_file():
+            return folder
+    raise BuildError(f"{header} not found: pip install {package}, or set CUDA_HOME")
 
 
 def _cxx11_abi(torch_root: Path) -> str:

@@ -11,11 +11,11 @@ from lightning_memo.utils import native_build as native
 
 STUB = TESTS / "support" / "cuda_stub"
 FETCHED = ROOT / ".cuda"
-VERSIONS = sorted(path.parent for path in FETCHED.glob("*/complete"))
+VERSIONS = sorted(path.parent for path in FETCHED.glob("*/torch/complete"))
 BACK_END = SOURCE_FOLDER / "allocator_cuda.cpp"
 
 pytestmark = pytest.mark.skipif(not VERSIONS, reason="no headers of CUDA builds: make cuda-headers")
-each_version = pytest.mark.parametrize("version", VERSIONS, ids=[version.name for version in VERSIONS])
+each_version = pytest.mark.parametrize("version", VERSIONS, ids=[version.parent.name for version in VERSIONS])
 
 # Runs in a separate process, because this one has loaded the CPU build's library of the same name.
 RUN = """
@@ -56,8 +56,20 @@ def not_overridden(compiler, source, version, folder):
 
 
 @each_version
-def test_every_virtual_function_is_overridden(compiler, version, tmp_path):
+@pytest.mark.parametrize("toolkit", ["missing", "toolkit/nvidia/cu13"], ids=["pip install torch", "and a toolkit"])
+def test_every_virtual_function_is_overridden(compiler, version, toolkit, tmp_path, monkeypatch):
+    """It compiles with the packages that `pip install torch` brings, with and without a CUDA toolkit."""
+    monkeypatch.setenv("CUDA_HOME", str(FETCHED / toolkit))
+    assert native.cuda_include_folders(version)[0] == version.parent / "nvidia" / "cu13" / "include"
     assert not_overridden(compiler, BACK_END, version, tmp_path) == []
+
+
+def test_a_toolkit_alone(compiler, tmp_path, monkeypatch):
+    """As beside a torch that was built from source, without NVIDIA's packages."""
+    (tmp_path / "torch").symlink_to(VERSIONS[-1])
+    monkeypatch.setenv("CUDA_HOME", str(FETCHED / "toolkit" / "nvidia" / "cu13"))
+    assert native.cuda_include_folders(tmp_path / "torch") == [FETCHED / "toolkit" / "nvidia" / "cu13" / "include"]
+    assert not_overridden(compiler, BACK_END, tmp_path / "torch", tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["getMemoryInfo", "setNoSplit", "attachAllocatorTraceTracker"])

@@ -22,13 +22,13 @@ from lightning_memo.utils import native_build as native
 
 FETCHED = ROOT / ".cuda"
 # Torch 2.12 alone chooses between free blocks of the same size by the order in which they came to be.
-VERSIONS = sorted(path.parent for path in FETCHED.glob("*/complete") if not path.parent.name.startswith("2.12."))
+VERSIONS = sorted(path.parent for path in FETCHED.glob("*/torch/complete") if "2.12." not in str(path))
 KIB, MIB = 2**10, 2**20
 DEVICE_BYTES = 2**36
 TRACES = 40
 
 pytestmark = pytest.mark.skipif(not VERSIONS, reason="no headers of CUDA builds: make cuda-headers")
-each_version = pytest.mark.parametrize("version", VERSIONS, ids=[version.name for version in VERSIONS])
+each_version = pytest.mark.parametrize("version", VERSIONS, ids=[version.parent.name for version in VERSIONS])
 each_setting = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
 
 
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_an_error(recorded):
 def test_the_benchmark_writes_a_report(recorded, tmp_path):
     recorded[-1].save(tmp_path / "step.csv")
     command = [sys.executable, ROOT / "benchmarks" / "reserved.py", "--quick", "--output", tmp_path]
-    command += ["--torch", VERSIONS[-1].name, tmp_path / "step.csv"]
+    command += ["--torch", VERSIONS[-1].parent.name, tmp_path / "step.csv"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def test_the_benchmark_writes_a_report(recorded, tmp_path):
     ids=["torch", "missing", "no trace"],
 )
 def test_the_benchmark_refuses_what_it_can_not_use(arguments, message):
-    given = [argument.format(VERSIONS[-1].name) for argument in arguments]
+    given = [argument.format(VERSIONS[-1].parent.name) for argument in arguments]
     command = [warm.tools() / "python", ROOT / "benchmarks" / "reserved.py", *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -133,7 +133,15 @@ sys.exit("torch" in sys.modules)
 
 def test_cuda_headers_that_are_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "set CUDA_HOME" in message_of(native.cuda_include_folders, tmp_path)
+    torch_root, include = tmp_path / "torch", tmp_path / "nvidia" / "cu13" / "include"
+    assert "nvidia-cuda-runtime, or set CUDA_HOME" in message_of(native.cuda_include_folders, torch_root)
+    include.mkdir(parents=True)
+    (include / "cuda_runtime_api.h").touch()
+    assert "nvidia-cuda-crt, or set CUDA_HOME" in message_of(native.cuda_include_folders, torch_root)
+    triton = tmp_path / "triton" / "backends" / "nvidia" / "include"
+    (triton / "crt").mkdir(parents=True)
+    (triton / "crt" / "host_defines.h").touch()
+    assert native.cuda_include_folders(torch_root) == [include, triton]
 
 
 @pytest.mark.usefixtures("compiler")

@@ -1,7 +1,8 @@
 """Gets what the CUDA back end's tests need from PyPI: headers and two small libraries of torch's CUDA builds.
 
-    python tests/support/cuda_stub/fetch.py [VERSION ...]     # into .cuda/, about 15 MB for each version
+    python tests/support/cuda_stub/fetch.py [VERSION ...]     # into .cuda/, about 25 MB for each version
 
+`.cuda/VERSION/` has the folders that `pip install torch==VERSION` creates, `.cuda/toolkit/` those of a CUDA toolkit.
 The wheels have hundreds of megabytes, so only the needed parts of them are read.
 """
 
@@ -13,16 +14,14 @@ import re
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / ".cuda"
-TORCH_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
-# The runtime that those builds of torch are made with; newer headers of the same major version would do as well. They
-# are put where pip puts them, beside torch.
-CUDA_WHEELS = (("nvidia-cuda-runtime", "13.0.96"), ("nvidia-cuda-crt", "13.0.88"))
+# By version of torch, the version of Triton that it requires.
+TORCH_VERSIONS = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.1", "2.14.1": "3.8.0"}
+RUNTIME, RUNTIME_INTERNALS = ("nvidia-cuda-runtime", "13.0.96"), ("nvidia-cuda-crt", "13.0.88")
 TORCH_PARTS = re.compile(r"torch/(include/(c10|torch/headeronly)/.*\.h|lib/libc10(_cuda)?\.so)$")
-HEADERS = re.compile(r".*/include/.*\.(h|hpp)$")
+CUDA_HEADERS = re.compile(r"(nvidia/cu13|triton/backends/nvidia)/include/.*\.(h|hpp)$")
 
 
 class RemoteFile(io.RawIOBase):
@@ -80,32 +79,32 @@ def wheel_url(project: str, version: str, tags: str) -> str:
     return found.group(1)
 
 
-def extract(url: str, target: Path, wanted: Callable[[str], str | None]) -> None:
-    """Unpacks the files for which `wanted` gives a path below the target."""
+def extract(project: str, version: str, tags: str, parts: re.Pattern[str], target: Path) -> None:
+    """Unpacks the parts of a wheel whose names match."""
+    url = wheel_url(project, version, tags)
     with zipfile.ZipFile(io.BufferedReader(RemoteFile(url), 1 << 16)) as wheel:
-        for name in wheel.namelist():
-            if path := wanted(name):
-                file = target / path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(wheel.read(name))
+        for name in filter(parts.match, wheel.namelist()):
+            file = target / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(wheel.read(name))
 
 
 def main(versions: tuple[str, ...]) -> None:
+    if unknown := set(versions) - TORCH_VERSIONS.keys():
+        sys.exit(f"torch {', '.join(unknown)}: not one of {', '.join(TORCH_VERSIONS)}")
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / ".gitignore").write_text("*\n")
-    for project, version in CUDA_WHEELS:
-        url = wheel_url(project, version, r"py3-none-manylinux[^\"]*x86_64")
-        extract(
-            url,
-            FOLDER / "nvidia" / "cu13" / "include",
-            lambda name: name.split("/include/")[1] if HEADERS.match(name) else None,
-        )
+    any_python, cpython = (rf"{tags}-manylinux[^\"]*x86_64" for tags in ("py3-none", "cp311-cp311"))
+    for project, version in (RUNTIME, RUNTIME_INTERNALS):
+        extract(project, version, any_python, CUDA_HEADERS, FOLDER / "toolkit")
     for version in versions:
-        url = wheel_url("torch", version, r"cp311-cp311-manylinux[^\"]*x86_64")
-        extract(url, FOLDER, lambda name, v=version: v + name[5:] if TORCH_PARTS.match(name) else None)
-        (FOLDER / version / "complete").touch()
-        sys.stdout.write(f"{FOLDER / version}\n")
+        target = FOLDER / version
+        extract(*RUNTIME, any_python, CUDA_HEADERS, target)
+        extract("triton", TORCH_VERSIONS[version], cpython, CUDA_HEADERS, target)
+        extract("torch", version, cpython, TORCH_PARTS, target)
+        (target / "torch" / "complete").touch()
+        sys.stdout.write(f"{target}\n")
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]) or TORCH_VERSIONS)
+    main(tuple(sys.argv[1:]) or tuple(TORCH_VERSIONS))

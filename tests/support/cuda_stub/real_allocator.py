@@ -75,7 +75,7 @@ def replay(
 
     Args:
         replays: What to serve.
-        version: Folder of the fetched parts of a torch version, like `.cuda/2.13.0`.
+        version: Folder of the fetched parts of a torch version, like `.cuda/2.13.0/torch`.
         expandable: Set `expandable_segments:True`.
         device_bytes: Memory of the stub device.
 
