@@ -110,7 +110,8 @@ class BandedFlash:
         parts = [self._call(*self._inputs(band, q, k, v), spec, band) for band in calls]
         states = [state for _, _, state in parts]
         if len(calls) == 1 and _covers(calls[0], q):
-            return AttentionResult(parts[0][0].transpose(1, 2), parts[0][1], states)
+            # PyTorch's kernels return the layout of the queries.
+            return AttentionResult(parts[0][0].contiguous().transpose(1, 2), parts[0][1], states)
         result = sees_nothing_result(q, v)
         for band, (part, part_lse, _) in zip(calls, parts, strict=True):
             result.out[band.batch, :, band.rows] = part.transpose(1, 2)

@@ -105,7 +105,11 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def measure_copy_bandwidth(
-    copy_out: Callable[[], object], copy_in: Callable[[], object], size_bytes: int, seconds: float
+    copy_out: Callable[[], object],
+    copy_in: Callable[[], object],
+    size_bytes: int,
+    seconds: float,
+    start_thread: Callable[[], object] | None = None,
 ) -> tuple[float, float]:
     """Time copies in both directions at once, as they run when offloads and prefetches of a step overlap.
 
@@ -118,6 +122,7 @@ def measure_copy_bandwidth(
         copy_in: Copies from host to device in the same way.
         size_bytes: Number of bytes that each call copies.
         seconds: Duration of the measurement.
+        start_thread: Called first in each thread.
 
     Returns:
         Bytes per second of `copy_out` and of `copy_in`.
@@ -146,6 +151,6 @@ def measure_copy_bandwidth(
             raise
         return 0.0
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2, initializer=start_thread) as pool:
         offload, prefetch = pool.map(repeat, range(2))
     return offload, prefetch

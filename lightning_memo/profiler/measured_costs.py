@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from lightning_memo.artifacts.plan import Fingerprint
 from lightning_memo.artifacts.spill_layout import SpillLayout
 from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
 from lightning_memo.config import MemoConfig
-from lightning_memo.engine.copies.copy_streams import make_copy_stream
+from lightning_memo.engine.copies.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
@@ -132,7 +133,8 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]
         streams[1].synchronize()
 
     try:
-        return measure_copy_bandwidth(copy_out, copy_in, size_bytes, _BANDWIDTH_SECONDS)
+        start = functools.partial(use_device, device)
+        return measure_copy_bandwidth(copy_out, copy_in, size_bytes, _BANDWIDTH_SECONDS, start)
     finally:
         for stream in streams:
             stream.close()
@@ -157,7 +159,8 @@ def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple
         spill.read(coming, sizes.region_bytes, ()).synchronize()
 
     try:
-        return measure_copy_bandwidth(write, read, sizes.region_bytes, _BANDWIDTH_SECONDS)
+        start = functools.partial(use_device, device)
+        return measure_copy_bandwidth(write, read, sizes.region_bytes, _BANDWIDTH_SECONDS, start)
     finally:
         spill.close()
 

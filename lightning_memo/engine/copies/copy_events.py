@@ -59,16 +59,21 @@ class LaterEvent:
 
     def wait(self) -> None:
         with self._recorder.waiting(self._stream):
-            copy = self._when_started()
+            copy = self.when_started()
             if copy is not None:
                 copy.wait()
 
     def synchronize(self) -> None:
-        copy = self._when_started()
+        copy = self.when_started()
         if copy is not None:
             copy.synchronize()
 
-    def _when_started(self) -> CopyEvent | None:
+    def when_started(self) -> CopyEvent | None:
+        """Block until the other thread has started the last copy, and return its end.
+
+        Raises:
+            Exception: The error that kept the thread from starting it.
+        """
         self._started.wait()
         if self._error is not None:
             raise self._error
@@ -76,15 +81,19 @@ class LaterEvent:
 
 
 class AllOf:
-    """The end of all of several copies."""
+    """The end of all of several copies.
+
+    Attributes:
+        events: The ends of the copies.
+    """
 
     def __init__(self, events: Sequence[CopyEvent]) -> None:
-        self._events = events
+        self.events = events
 
     def wait(self) -> None:
-        for event in self._events:
+        for event in self.events:
             event.wait()
 
     def synchronize(self) -> None:
-        for event in self._events:
+        for event in self.events:
             event.synchronize()

@@ -70,3 +70,9 @@ def make_copy_stream(
     if device.type == "cuda":
         return CudaCopyStream(device, name, delays, recorder)
     return ThreadCopyStream(name, delays, recorder)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a device the current one of a new thread, which starts on device 0 and would create a context there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
+from lightning_memo.engine.copies.copy_events import AllOf, CopyEvent, LaterEvent
 from lightning_memo.engine.copies.test_mode import Delays
 from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 
@@ -56,9 +58,8 @@ class CudaCopyStream:
     def copy_after(
         self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
     ) -> CopyEvent:
-        for before in after:
-            if isinstance(before, CudaCopyEvent):
-                self._stream.wait_event(before.event)
+        for event in _cuda_events(after):
+            self._stream.wait_event(event)
         subject = subject or self._recorder.subject
         with torch.cuda.stream(self._stream), self._recorder.copying(self._name, source.nbytes, subject):
             if self._delays is not None:
@@ -80,3 +81,16 @@ class CudaCopyStream:
         event = torch.cuda.Event(blocking=True)  # the spill's threads sleep while they wait
         event.record(stream)
         return CudaCopyEvent(event, self._device, self._name, self._recorder)
+
+
+def _cuda_events(ends: Iterable[CopyEvent | None]) -> Iterator[torch.cuda.Event]:
+    """Iterate over the CUDA events of ends of copies. Waits for threads that are going to start copies."""
+    for end in ends:
+        if isinstance(end, LaterEvent):
+            yield from _cuda_events([end.when_started()])
+        elif isinstance(end, AllOf):
+            yield from _cuda_events(end.events)
+        elif isinstance(end, CudaCopyEvent):
+            yield end.event
+        elif end is not None:
+            raise TypeError(f"a copy on a CUDA stream cannot wait for {type(end).__name__}")

@@ -106,7 +106,6 @@ class Slot:
         disk: Range of the spill file.
         writes: Writes of the disk share to the spill file.
         fetch: End of the copy back to the device, until the computation has waited for it.
-        last_fetch: End of the last copy back to the device.
         in_backward: Whether the layer call's backward is running.
         released: Whether the buffers have been given back.
         subject: The layer call, for the recorder.
@@ -121,7 +120,6 @@ class Slot:
     disk: range | None = None
     writes: list[SpillWrite] = field(default_factory=list)
     fetch: CopyEvent | None = None
-    last_fetch: CopyEvent | None = None
     in_backward: bool = False
     released: bool = False
     subject: Subject = NOBODY

@@ -199,7 +199,7 @@ class SlotMemory:
             target = slot.to_disk.of(slot.buffer, 0, stop)
             arrivals.append(self.spill.read(target, slot.disk.start, slot.writes, slot.subject))
             self.stats.unspilled_bytes += whole_blocks(stop)
-        slot.fetch = slot.last_fetch = AllOf(arrivals)
+        slot.fetch = AllOf(arrivals)
 
     def release(self, slot: Slot) -> None:
         """Give back a slot's buffers, after waiting for the copies that are under way."""
@@ -213,8 +213,9 @@ class SlotMemory:
         self._rounding.leave(slot)
         if slot.host is not None:
             if self.test_mode is not None:
-                for event in (slot.to_host.offload, slot.last_fetch):
-                    _end(event, for_cpu=True)  # the CPU writes the poison at once
+                _end(slot.to_host.offload, for_cpu=True)  # the CPU writes the poison at once
+                with contextlib.suppress(CopyError):  # was raised where the bytes were needed
+                    self._prefetch.synchronize()  # block readers copy parts of slots, too
                 slot.host.fill_(POISON)
             self.arena.release(slot.host)
             slot.host = None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
 from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
-from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
+from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream, use_device
 from lightning_memo.engine.copies.test_mode import Delays, TestMode, delays_of
 from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject, TimelineRecorder
 from lightning_memo.engine.memory.host_arena import host_memory
@@ -70,15 +70,22 @@ class _Direction:
         file: The spill file.
         stream: Copy stream between the device and the bounce buffers, which nothing else uses.
         buffers: Bounce buffers, all of the same size.
+        device: Device at the other end of the copy stream.
         delays: Delays before disk requests in test mode, in which buffers are also filled with NaN before each use.
     """
 
     def __init__(
-        self, name: str, file: SpillFile, stream: CopyStream, buffers: Sequence[Tensor], delays: Delays | None
+        self,
+        name: str,
+        file: SpillFile,
+        stream: CopyStream,
+        buffers: Sequence[Tensor],
+        device: torch.device,
+        delays: Delays | None,
     ) -> None:
         self._file, self._stream, self._delays = file, stream, delays
         self._buffers = deque(_Bounce(memory) for memory in buffers)
-        self._coordinator = ThreadPoolExecutor(1, f"spill-{name}")
+        self._coordinator = ThreadPoolExecutor(1, f"spill-{name}", initializer=use_device, initargs=(device,))
         self._disk = ThreadPoolExecutor(_DISK_THREADS, f"spill-{name}-disk")
 
     def _turns(self, on_device: Tensor, offset_bytes: int) -> Iterator[tuple[Tensor, int, _Bounce]]:
@@ -224,9 +231,9 @@ class Spill:
         buffers = memory.split(sizes.chunk_bytes)
         out, back = delays_of(test_mode, 2), delays_of(test_mode, 3)
         stream = make_copy_stream(device, "spill", out, recorder)
-        self._writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], out)
+        self._writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], device, out)
         stream = make_copy_stream(device, "unspill", back, recorder)
-        self._reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], back)
+        self._reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], device, back)
 
     def take(self, size_bytes: int) -> range | None:
         """Take a free range of the file, or return `None` if there is none of this size."""
