@@ -77,9 +77,9 @@ class Engine:
         memory: The memory of the plan; `None` if the plan swaps nothing.
         layer_classes: The traits of the layers.
         comparison: Compares layers in slices with whole layers while training.
-        on_mark: Callback for events of layer calls: receives the call number and the event name, for example
-            "forward_begin".
+        on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
+        before_profile: Callback before a step that is going to be profiled.
         resting: Names of modules compiled with `torch.compile` that run uncompiled while the engine is attached.
     """
 
@@ -101,6 +101,7 @@ class Engine:
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self.before_layer: Callable[[], None] | None = None
+        self.before_profile: Callable[[], None] = lambda: None
         self.recorder = TimelineRecorder(device)
         self.cutter = SequenceCutter(self.sharing, self.settings)
         context = self.sharing.context
@@ -272,8 +273,7 @@ class Engine:
         """Run a layer call without gradients, in a step that runs slice by slice."""
         if not self.calls and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)
-        traits = self.layer_classes.of(call, x)
-        slices = self.slices_for(traits, call.tokens)
+        slices = self.slices_for(traits := self.layer_classes.of(call, x), call.tokens)
         check_bounds(call.layout, slices)
         on_host = self.swap is not None and self.swap.host_backed == "all" and self.sequence is None
         policy = StoragePolicy(self.memory, swap=True, per_slice=True, states_on_host=on_host)
@@ -302,6 +302,7 @@ class Engine:
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that."""
         started = time.perf_counter()
+        self.before_profile()
         self.layer_classes.forget()
         with self.attention.choosing():
             traits = self.layer_classes.of(call, x)
@@ -340,8 +341,7 @@ class Engine:
         Args:
             key: Number of the call among those that are alive.
             name: Name of the event, for example "forward_begin".
-            subject: The position of the layer, which calls for several slices of a sequence share, and the slice if the
-                call is for one.
+            subject: The position of the layer, which calls for slices of a sequence share, and the slice if it has one.
         """
         if self.profile is not None:
             self.profile.mark(subject.layer, name, again=bool(subject.part))

@@ -90,6 +90,8 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
     trackers = [TokenTracker(tokens) for tokens in unlike_other_sizes(call, call.tokens, x)]
     try:
         locality = _compared(call, x, trackers, unused)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the layer
     except TokensMixed as mixed:
         locality = Locality(f"{name} may not compute each token by itself outside attention: {mixed}")
     except Exception as error:  # whatever a layer raises on tensors without values, it is not proven

@@ -24,6 +24,7 @@ from lightning_memo.planner.placement.step_placement import place_step, plan_mem
 from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.allocator_report import memory_metrics, memory_use, placement_summary
+from lightning_memo.runtime.memory_plans.gradient_copies import copy_gradients
 from lightning_memo.runtime.memory_plans.hit_rate_watch import HitRateWatch
 from lightning_memo.runtime.memory_plans.memory_state import MemoryState, PlacementCandidate
 from lightning_memo.runtime.memory_plans.request_recording import RequestRecording
@@ -124,7 +125,7 @@ class MemoryPlanner:
         """Training starts: compile the allocator in the background."""
         self._step = self._run.step
         self._building = in_background(lambda: _build(self._engine.device), "build allocator")
-        self._engine.on_mark = self.marks.layer
+        self._engine.on_mark, self._engine.before_profile = self.marks.layer, self.release
 
     def end_batch(self) -> None:
         """A training batch is over, and so is its optimizer step, if there is one."""
@@ -165,12 +166,13 @@ class MemoryPlanner:
         self._pause(MemoryState.BUILDING)
 
     def release(self) -> None:
-        """Free the arena, because the current step needs the memory. Memory is planned again after the step."""
+        """Free the arena with the last buffer in it, because the current step needs the memory, and plan again later."""
         self._pause(MemoryState.BUILDING)
         self.marks.end_batch()
         if self._allocator is not None:
             self._allocator.leave()
-            self._allocator.release()
+            if not self._allocator.release():
+                copy_gradients(self._run.model)
 
     def _give_up(self, reason: str) -> None:
         rank_zero_warn(
@@ -306,6 +308,7 @@ class MemoryPlanner:
             model: The trained model. Its gradients leave the arena, because it may be kept long after training.
         """
         self._engine.on_mark = self._engine.comparison.before = None
+        self._engine.before_profile = lambda: None
         self.marks.stop()
         self.marks.end_batch()
         self.marks.end_step()
@@ -320,9 +323,7 @@ class MemoryPlanner:
         self._allocator.idle()
         self._allocator.uninstall()
         if model is not None and not self._allocator.release():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
+            copy_gradients(model)
 
 
 def _build(device: torch.device) -> PlannedAllocator:
