@@ -166,7 +166,7 @@ class MemoryPlanner:
         self._pause(MemoryState.BUILDING)
 
     def release(self) -> None:
-        """Free the arena with the last buffer in it, because the current step needs the memory, and plan again later."""
+        """Free the arena with the last buffer in it, because a step needs the memory; plan again later."""
         self._pause(MemoryState.BUILDING)
         self.marks.end_batch()
         if self._allocator is not None:
