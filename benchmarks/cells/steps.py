@@ -35,14 +35,17 @@ class Steps(Callback):
 
     Args:
         effort: How many steps of each kind.
-        settled: Returns whether the next step is like those that follow.
+        planned: Returns whether steps of this length run by a plan.
+        settled: Returns whether the next step is like those that follow. After a while, steps are timed without it.
         tell: Called after the last step, and after other steps at most once every few seconds.
     """
 
     most = _MOST
 
-    def __init__(self, effort: Effort, settled: Callable[[], bool], tell: Callable[[], None]) -> None:
-        self._effort, self._is_settled, self._tell = effort, settled, tell
+    def __init__(
+        self, effort: Effort, planned: Callable[[], bool], settled: Callable[[], bool], tell: Callable[[], None]
+    ) -> None:
+        self._effort, self._is_planned, self._is_settled, self._tell = effort, planned, settled, tell
         self._clock: Clock
         self._stage: Stage = "prime" if effort.prime_tokens else "settling"
         self._settled = False
@@ -147,7 +150,8 @@ class Steps(Callback):
         if self._effort.prime_tokens and not self._counts["prime"]:
             return "prime"
         waited = time.perf_counter() - self._started_seconds
-        self._settled = self._settled or self._is_settled() or waited > self._effort.settle_seconds
+        enough = self._is_settled() or waited > self._effort.settle_seconds
+        self._settled = self._settled or (enough and self._is_planned())
         if not self._settled:
             return "settling"
         if self._counts["warmup"] < self._effort.warmup:

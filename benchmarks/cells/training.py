@@ -65,7 +65,12 @@ def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
             known.update(_result(module, steps, peak, device))
             tell(known)
 
-        steps = Steps(effort, settled=lambda: _settled(trainer.strategy), tell=keep)
+        steps = Steps(
+            effort,
+            planned=lambda: _planned(trainer.strategy, cell.tokens),
+            settled=lambda: _settled(trainer.strategy),
+            tell=keep,
+        )
         trainer = pl.Trainer(
             **QUIET, strategy=method.strategy(cell), callbacks=[steps], default_root_dir=folder, devices=1,
             accelerator="gpu" if device.type == "cuda" else "cpu", precision="bf16-true",
@@ -152,12 +157,17 @@ def _same_kernel(cell: Cell, method: Method) -> AbstractContextManager[None]:
     return sdpa_kernel(_BACKENDS[cell.attention])
 
 
-def _settled(strategy: Any) -> bool:
-    """Returns whether the next step is like those that follow: planned, and with planned memory if requested."""
-    plan, planned = getattr(strategy, "plan", None), getattr(strategy, "memory", None)
+def _planned(strategy: Any, tokens: int) -> bool:
+    """Returns whether a step of this many tokens runs by a plan. A longer one than the planned ones is profiled."""
     if not hasattr(strategy, "plan"):
         return True
-    return plan is not None and (planned is None or planned.settled)
+    return strategy.plan is not None and bool(strategy.plan.costs.tokens >= tokens)
+
+
+def _settled(strategy: Any) -> bool:
+    """Returns whether memory is planned, if requested."""
+    planned = getattr(strategy, "memory", None)
+    return planned is None or bool(planned.settled)
 
 
 def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.device) -> Result:

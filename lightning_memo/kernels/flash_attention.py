@@ -231,8 +231,12 @@ class AtenFlash(BandedFlash):
 
 
 def _window(band: Band) -> dict[str, int]:
-    """Return the window's arguments. A causal call has none, like plain attention, so that the same kernel is run."""
-    return {} if band.causal else {"window_size_left": band.left, "window_size_right": band.right}
+    """Return the window's arguments. A causal call has none, like plain attention, so that the same kernel is run.
+
+    The same holds for a call without limits: FlashAttention-4 refuses any window in its backward in torch 2.11.
+    """
+    sides = {} if band.causal else {"window_size_left": band.left, "window_size_right": band.right}
+    return {side: tokens for side, tokens in sides.items() if tokens >= 0}
 
 
 class FlashAttn(BandedFlash):

@@ -124,6 +124,16 @@ def test_a_package_that_is_missing_is_told(monkeypatch):
         peers._async_hooks()
 
 
+def test_the_profiled_step_is_not_timed():
+    """A shorter sequence, which creates the optimizer's state, gives a plan that does not cover the cell's."""
+    cell, process = load("cells.cell"), load("cells.process")
+    ours = cell.Cell(method="memo_alpha_0.5", tokens=128, model="llama_tiny", layers=2, device="cpu")
+    effort = cell.Effort(warmup=0, repeats=1, settle_seconds=0, prime_tokens=32, observe=False)
+    result = process.run_cell(ours, effort, 120.0, ["x"])
+    assert result["status"] == "ok", result
+    assert result["steps"] == {"prime": 1, "settling": 1, "warmup": 0, "timed": 1, "observed": 0}
+
+
 def test_a_cell_that_takes_too_long_is_a_result(tmp_path):
     cell, process = load("cells.cell"), load("cells.process")
     assert process.device_name("cpu")  # from here on processes start quickly
