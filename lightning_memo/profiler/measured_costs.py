@@ -31,6 +31,8 @@ _BANDWIDTH_SECONDS = 0.2
 # The rest of the host memory is left to the data loader, checkpoints and the system.
 _USABLE_HOST_SHARE = 0.9
 _USABLE_DISK_SHARE = 0.9
+# The rest of the free device memory is left to workspaces of kernels and to what the allocator rounds up and fragments.
+_USABLE_DEVICE_SHARE = 0.96
 # Kinds of tensors that a slice recomputes if it is not swapped.
 _RECOMPUTED = ("query", "key", "value", "other")
 
@@ -220,7 +222,8 @@ def available_budget(
         host = int(_USABLE_HOST_SHARE * (available_host_bytes() + processes * held_host_bytes))
     limit = config.device_memory_bytes
     if limit is None:
-        limit = fixed_device_bytes + free_device_bytes(device) // (processes if device.type == "cpu" else 1)
+        free_bytes = free_device_bytes(device) // (processes if device.type == "cpu" else 1)
+        limit = fixed_device_bytes + int(_USABLE_DEVICE_SHARE * free_bytes)
     return Budget(
         device_bytes=limit, host_bytes=host // processes, spill_bytes=_disk_bytes(config) // processes
     )  # fmt: skip

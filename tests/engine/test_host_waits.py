@@ -319,7 +319,7 @@ def test_pages_are_locked_once_and_unlocked_once(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     assert not runtime.locked
     runtime.result = 2
-    with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(2\): .*ulimit -l"):
+    with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(2\): .*memory limit"):
         HostArena(5000, pinned=True)
     gc.collect()
 

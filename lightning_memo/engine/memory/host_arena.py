@@ -103,7 +103,7 @@ class PageLock:
             self._unlock.detach()
             raise MemoryError(
                 f"page-locking {memory.nbytes} bytes of host memory failed ({error}): lower host_memory, "
-                "or raise the limit of locked memory (ulimit -l)"
+                "or raise the memory limit of the container or job"
             )
 
     def release(self) -> None:
