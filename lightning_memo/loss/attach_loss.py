@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.modules.token_local_modules import Forward, chunk_tokens_of
+from lightning_memo.engine.token_locality.prove_module import ModuleProofs
 from lightning_memo.loss.chunked_module import attach_chunks
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.loss.logits_recipe import Head
@@ -49,8 +50,10 @@ def attach_chunked_loss(
     undo: list[Callable[[], None]] = []
     for host in find_hugging_face(model):
         head = getattr(host, "get_output_embeddings", lambda: None)()
+        if not isinstance(head, nn.Module) or any(map(is_parametrized, head.modules())):
+            continue  # reading a weight that is computed may change its buffers
         weight = getattr(head, "weight", None)
-        if not isinstance(head, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
             continue
         if why := why_scaled_together(head):
             warn(
@@ -62,22 +65,32 @@ def attach_chunked_loss(
         tokens = chunk_tokens
         if isinstance(tokens, str):
             tokens = max(1, CHUNK_BYTES // (4 * -(-vocabulary // vocabulary_parts)))
-        undo += _attach_head(Head(head, head.forward, max(1, tokens // shards), shards, vocabulary_parts), vocabulary)
+        own = Head(head, head.forward, max(1, tokens // shards), shards, vocabulary_parts)
+        undo.append(_attach_head(own, vocabulary, warn))
         norm = find_last_norm(host, hidden)
         if norm is not None:
             undo.append(attach_chunks(norm, max(1, tokens // shards)))
     return undo
 
 
-def _attach_head(head: Head, vocabulary: int) -> list[Callable[[], None]]:
+def _attach_head(head: Head, vocabulary: int, warn: Callable[[str], object]) -> Callable[[], None]:
+    proofs, warned = ModuleProofs(), set[str]()
+
     def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         lazy = not kwargs and len(args) == 1 and args[0].dim() == 3 and not _has_backward_hooks(module)
         if not lazy or args[0].shape[:-1].numel() <= chunk_tokens_of(args[0], head.chunk_tokens):
             return forward(*args, **kwargs)
+        if why := proofs.why_not(module, forward, args[0]):
+            if why not in warned:
+                warned.add(why)
+                warn(
+                    f"MemoStrategy: the logits of all tokens are computed at once, because {why}: "
+                    "loss_chunk_tokens=None does the same without this warning"
+                )
+            return forward(*args)
         return LazyLogits.of(head, args[0], vocabulary)
 
-    handle = register_optimizer_step_post_hook(head.after_step)
-    return [replace_forward(head.module, run), handle.remove]
+    return replace_forward(head.module, run)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
@@ -102,6 +115,6 @@ def find_last_norm(host: nn.Module, hidden: int) -> nn.Module | None:
 
 
 def _is_norm(module: nn.Module, hidden: int) -> bool:
-    weight = getattr(module, "weight", None)
+    weight = None if is_parametrized(module) else getattr(module, "weight", None)
     named = any(kind.__name__.endswith("Norm") for kind in type(module).__mro__)
     return named and isinstance(weight, Tensor) and weight.shape == (hidden,)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.modules.token_local_modules import Forward, GradientSums, TokenLocal, chunk_tokens_of, chunks
+from lightning_memo.engine.token_locality.prove_module import ModuleProofs
 from lightning_memo.parallel.local_tensors import awaited
 
 
@@ -23,18 +24,20 @@ def attach_chunks(module: nn.Module, chunk_tokens: int) -> Callable[[], None]:
     """Make a module run on at most `chunk_tokens` tokens at a time.
 
     Args:
-        module: A module that treats each token independently, from `[..., hidden]` to `[..., hidden]`.
+        module: A module from `[batch, tokens, hidden]` to the same shape. It runs on all tokens at once unless it is
+            proven to compute each token by itself; see `ModuleProofs`.
         chunk_tokens: Number of tokens, counted over all sequences of a batch.
 
     Returns:
         A function that undoes the change.
     """
+    proofs = ModuleProofs()
 
     def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1:
+        if kwargs or len(args) != 1 or args[0].dim() != 3:
             return forward(*args, **kwargs)
         tokens = chunk_tokens_of(args[0], chunk_tokens)
-        if args[0].shape[:-1].numel() <= tokens:
+        if args[0].shape[:-1].numel() <= tokens or proofs.why_not(module, forward, args[0]):
             return forward(*args)
         return run_in_chunks(module, forward, args[0], tokens)
 

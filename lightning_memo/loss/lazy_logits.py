@@ -27,7 +27,7 @@ from typing_extensions import Self, override
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
-from lightning_memo.loss.logits_recipe import Head, Recipe, leaves_vocabulary
+from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary
 from lightning_memo.parallel.local_tensors import awaited
 
 # Names of methods of `Tensor` and of functions in `torch`.
@@ -37,6 +37,8 @@ _ARRANGING = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze"
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_cuda", "is_cpu", "is_meta")
 # What Python code sees of the graph: FSDP would register hooks on logits that require gradients.
 _OF_GRAPH = {Tensor.requires_grad.__get__: False, Tensor.is_leaf.__get__: True, Tensor.grad_fn.__get__: None}
+# What a hook gets, or `autograd.grad` returns, would be missing.
+_OF_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.grad.__get__, torch.autograd.grad)
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__")
 _Family = list[weakref.ref[Tensor]]
 _METADATA = {
@@ -82,7 +84,8 @@ class LazyLogits(Tensor):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         leading = (*x.shape[:-2], x.shape[-2] * head.shards)
         tracked = torch.is_grad_enabled()
-        recipe = Recipe(head, awaited(x), leading, (), tracked, head.steps, ambient_autocast(device))
+        state = HeadState(head.module, tracked)
+        recipe = Recipe(head, awaited(x), leading, (), tracked, state, ambient_autocast(device))
         return LazyLogits.with_graph(recipe, vocabulary, dtype, [])
 
     @staticmethod
@@ -129,6 +132,11 @@ class LazyLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _OF_GRADIENTS:
+            raise RuntimeError(
+                "the gradient of logits is not computed as a whole, because the loss is computed in chunks: set "
+                "loss_chunk_tokens=None"
+            )
         if args and isinstance(args[0], LazyLogits) and args[0]._real is None:
             result = args[0]._record(func, tuple(args[1:]), kwargs)
             if result is not NotImplemented:

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 
 from lightning_memo.engine.modules.token_local_modules import Forward, TokenLocal, chunk_tokens_of, chunks
+from lightning_memo.engine.saved_tensors.forward_state import ForwardState
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.loss.chunked_cross_entropy import ChunkedLogits, Pointwise
+
+_CHANGE = (
+    "was changed since the forward whose logits are used now, and logits of long sequences are computed when they are "
+    "used: use them before, or set loss_chunk_tokens=None"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +32,6 @@ class Head:
         chunk_tokens: Number of this process's tokens whose logits exist at the same time.
         shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
         parts: Number of processes that share the logits of a token; if more than one, the logits are a `DTensor`.
-        steps: Number of optimizer steps that changed the head's weights.
     """
 
     module: nn.Module
@@ -34,7 +39,6 @@ class Head:
     chunk_tokens: int
     shards: int = 1
     parts: int = 1
-    steps: int = 0
 
     def replicated(self, t: Tensor) -> Tensor:
         """Convert a result that is equal on all processes that share the logits to the tensor type of the logits."""
@@ -43,10 +47,41 @@ class Head:
         mesh = next(p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor))
         return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
 
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Count the steps of optimizers that change the head; a hook of `torch.optim`."""
-        own = {id(p) for p in self.module.parameters()}
-        self.steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+class HeadState(ForwardState):
+    """What the head reads, with the graphs of its weights, which logits of the same step need.
+
+    Weights that are written through `data`, as averages of weights are swapped in, count no versions. Their values are
+    compared if autograd does not track the logits, because such logits are often used later.
+
+    Args:
+        head: The head.
+        tracked: Whether autograd tracks the logits.
+    """
+
+    def __init__(self, head: nn.Module, tracked: bool) -> None:
+        super().__init__(head, (), change=_CHANGE, most_copied=0)
+        self._weights = [] if tracked else [(p, _sum_of(p)) for p in head.parameters()]
+
+    def _drop_graphs(self) -> None:
+        """Keep the graphs."""
+
+    def check(self) -> None:
+        """Check the values of weights that autograd does not track.
+
+        Raises:
+            RuntimeError: They are others.
+        """
+        for p, before in self._weights:
+            if not torch.equal(_sum_of(p), before):
+                raise RuntimeError(f"a weight ({self._name}) {_CHANGE}")
+
+
+def _sum_of(t: Tensor) -> Tensor:
+    """Return a number that is another one for other values, almost certainly."""
+    parts = [part.detach().flatten().view(torch.uint8) for part in plain_parts(t) if part.numel()]
+    words = [part[: len(part) // 4 * 4].view(torch.int32) for part in parts]
+    return torch.stack([word.sum(dtype=torch.int64) for word in words] or [torch.zeros(())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +94,7 @@ class Recipe:
         leading: Dimensions of the logits in front of the vocabulary.
         pointwise: Functions to apply to the output of the head.
         tracked: Whether autograd tracks the logits.
-        step: Value of `head.steps` when `x` was computed.
+        state: What the head read when `x` was computed.
         autocast: Restores the autocast state of that time.
     """
 
@@ -68,26 +103,15 @@ class Recipe:
     leading: tuple[int, ...]
     pointwise: tuple[Pointwise, ...]
     tracked: bool
-    step: int
+    state: HeadState
     autocast: Callable[[], AbstractContextManager[Any]]
-
-    def check(self) -> None:
-        """Check that the head still has the weights of the forward.
-
-        Raises:
-            RuntimeError: An optimizer has changed them.
-        """
-        if self.head.steps != self.step:
-            raise RuntimeError(
-                "logits of long sequences are computed when they are used, and the optimizer has changed the head "
-                "since this forward: use them within the step, or set loss_chunk_tokens=None"
-            )
 
     def compute(self) -> Tensor:
         """Compute the real logits."""
-        self.check()
+        self.state.check()
         with torch.set_grad_enabled(self.tracked), self.autocast():
-            logits = self.head.forward(self.x)
+            with self.state.replayed():
+                logits = self.head.forward(self.x)
             for function in self.pointwise:
                 logits = function(logits)
             shape = (*self.leading, logits.shape[-1])
@@ -99,9 +123,9 @@ class Recipe:
 
     def in_chunks(self) -> ChunkedLogits:
         """Return the computation of the same logits in chunks."""
-        self.check()
-        with self.autocast():
-            local = TokenLocal(self.head.module, self.head.forward)
+        self.state.check()
+        with self.autocast(), self.state.replayed():
+            local = TokenLocal(self.head.module, self.head.forward, self.state)
         tokens = chunk_tokens_of(self.x, self.head.chunk_tokens)
         return ChunkedLogits(local, self.pointwise, tokens, self.head.shards)
 

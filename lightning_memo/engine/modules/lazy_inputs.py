@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor
+from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory.row_matrices import ComputedRows
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.modules.rotary_tables import depends_on_length, is_rotary
 from lightning_memo.engine.modules.token_local_modules import Forward, GradientSums, TokenLocal, chunks
+from lightning_memo.engine.token_locality.prove_module import ModuleProofs
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -23,7 +25,8 @@ def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None
     """Make Hugging Face models embed their tokens slice by slice, when layers read them.
 
     Calls with rows of at most `longest` tokens run as usual, and so do embeddings that tensor-parallel processes share.
-    Any operation on the embeddings before the first layer computes them in full.
+    Any operation on the embeddings before the first layer computes them in full. So do modules that are not proven to
+    compute each token by itself; see `ModuleProofs`.
 
     Args:
         model: The module that contains the models.
@@ -38,20 +41,24 @@ def attach_lazy_inputs(model: nn.Module, longest: int) -> list[Callable[[], None
         with contextlib.suppress(NotImplementedError):  # transformers does not know all models' embeddings
             embedding = host.get_input_embeddings()
         if isinstance(embedding, nn.Embedding) and not embedding.sparse:
-            undo.append(replace_forward(embedding, _Embed(longest)))
-            undo += [replace_forward(m, _rotate) for m in host.modules() if is_rotary(m)]
+            proofs = ModuleProofs()
+            undo.append(replace_forward(embedding, _Embed(longest, proofs)))
+            rotate = functools.partial(_rotate, proofs)
+            undo += [replace_forward(m, rotate) for m in host.modules() if is_rotary(m)]
     return undo
 
 
 class _Embed:
     """Replaces the forward of an embedding, `[batch, tokens]` to `[batch, tokens, hidden]`."""
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, longest: int, proofs: ModuleProofs) -> None:
+        self._longest, self._proofs = longest, proofs
 
     def __call__(self, module: nn.Module, forward: Forward, input: Tensor) -> Tensor:
         whole = not torch.is_grad_enabled() or input.dim() != 2 or input.shape[1] <= self._longest
         if whole or any(isinstance(p, DTensor) for p in module.parameters()):
+            return forward(input)
+        if self._proofs.why_not(module, forward, input):
             return forward(input)
         local = TokenLocal(module, forward)
         result: Tensor = _LazyEmbedding.apply(local, input, self._longest * input.shape[0], *local.trained)
@@ -78,7 +85,13 @@ class _LazyEmbedding(torch.autograd.Function):
 
 
 def _rotate(
-    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    proofs: ModuleProofs,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Replaces the forward of a rotary module, which makes tables `[batch or 1, tokens, features]` of positions.
 
@@ -88,11 +101,16 @@ def _rotate(
         return forward(x, position_ids, *args, **kwargs)
     like, positions = torch.empty(0, dtype=x.dtype, device=x.device), position_ids.flatten()
 
-    first = forward(like, position_ids[:1, :1], *args, **kwargs)
+    def make(like: Tensor, position_ids: Tensor) -> Any:
+        return forward(like, position_ids, *args, **kwargs)
+
+    if proofs.why_no_table(module, make, like, position_ids, args, *kwargs.items()):
+        return forward(real(x), position_ids, *args, **kwargs)
+    first = make(like, position_ids[:1, :1])
 
     def table(number: int, t: Tensor) -> LazyTensor:
         def compute(ranges: Sequence[range]) -> Tensor:
-            found = forward(like, _joined(positions, ranges)[None], *args, **kwargs)
+            found = make(like, _joined(positions, ranges)[None])
             rows: Tensor = (found if isinstance(first, Tensor) else found[number])[0]
             return rows
 

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows
+from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 
@@ -22,14 +23,17 @@ class TokenLocal:
     """Runs a module that treats each token by itself, chunk by chunk.
 
     Detached aliases replace its parameters. The gradients of a chunk end at the aliases, and hooks that a user has
-    registered on a parameter are called once, with the whole gradient.
+    registered on a parameter are called once, with the whole gradient. Every chunk, also one that a backward computes
+    again, sees the attributes that the module has now.
 
     Args:
         module: The module, with its present parameters (FSDP2 exchanges them).
         forward: The module's own forward.
+        state: What the module reads; `None` for its present state.
     """
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, state: ForwardState | None = None) -> None:
+        self._state = state or ForwardState(module, (), most_copied=0)  # as aliases replace the parameters
         self._call = _Call(module, forward)
         parameters = dict(self._call.named_parameters())
         self.trained = [p for p in parameters.values() if p.requires_grad]
@@ -39,7 +43,7 @@ class TokenLocal:
 
     def __call__(self, x: Tensor) -> Any:
         """Return the module's output for `x` `[1, tokens, hidden]`, under the autocast of `__init__`."""
-        with self._autocast():
+        with self._state.replayed(), self._autocast():
             return functional_call(self._call, self._aliases, (x,))
 
     def gradients(self, y: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -15,6 +15,10 @@ from lightning_memo.engine.forward.python_state import LONGEST, Container, Pytho
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.utils.class_names import class_name
 
+_CHANGE = (
+    "was changed in place between a forward and its backward, which recomputes activations from it: change it after "
+    "the backward"
+)
 _SMALL = 2**16  # values of a tensor among a layer's attributes of which a copy is kept
 
 
@@ -49,10 +53,19 @@ class ForwardState(PythonState):
         layer: The layer.
         arguments: Its arguments.
         restored: Ids of tensors whose values others restore.
+        change: What a message says of a tensor that was changed in place since.
+        most_copied: Values of the largest tensors of which a copy is kept.
     """
 
-    def __init__(self, layer: nn.Module, arguments: Any, restored: Collection[int] = ()) -> None:
-        self._name, self._known = class_name(layer), restored
+    def __init__(
+        self,
+        layer: nn.Module,
+        arguments: Any,
+        restored: Collection[int] = (),
+        change: str = _CHANGE,
+        most_copied: int = _SMALL,
+    ) -> None:
+        self._name, self._known, self._change, self._most_copied = class_name(layer), restored, change, most_copied
         self._versions: list[_Version] = []
         self._trained: list[tuple[Tensor, bool]] = []
         super().__init__(layer, arguments)
@@ -67,7 +80,7 @@ class ForwardState(PythonState):
             self._trained.append((t, t.requires_grad))
         if t.is_inference() or id(t) in self._known:
             return
-        small = type(t) is Tensor and isinstance(owner, nn.Module) and t.numel() <= _SMALL
+        small = type(t) is Tensor and isinstance(owner, nn.Module) and t.numel() <= self._most_copied
         self._versions.append(_Version(owner, key, t, t._version, t.detach().clone() if small else None))
 
     def _drop_graphs(self) -> None:
@@ -112,7 +125,7 @@ class ForwardState(PythonState):
         self.restore()
         _train(self._trained)
         try:
-            with _RefusedReads(self._name, lost) if lost else contextlib.nullcontext():
+            with _RefusedReads(self._name, lost, self._change) if lost else contextlib.nullcontext():
                 yield copies
         finally:
             self.restore()  # what the recomputation has changed
@@ -129,11 +142,12 @@ class _RefusedReads(TorchDispatchMode):
     Args:
         layer: Name of the layer's class.
         versions: The tensors.
+        change: What a message says of them.
     """
 
-    def __init__(self, layer: str, versions: Collection[_Version]) -> None:
+    def __init__(self, layer: str, versions: Collection[_Version], change: str) -> None:
         super().__init__()
-        self._layer = layer
+        self._layer, self._change = layer, change
         self._names = {
             part.untyped_storage()._cdata: name_of(v.owner, v.key) for v in versions for part in plain_parts(v.tensor)
         }
@@ -145,10 +159,7 @@ class _RefusedReads(TorchDispatchMode):
         for t in tensors:
             for part in plain_parts(t) if isinstance(t, Tensor) else ():
                 if (name := self._names.get(part.untyped_storage()._cdata)) is not None:
-                    raise RuntimeError(
-                        f"{name} ({self._layer}) was changed in place between a forward and its backward, which "
-                        "recomputes activations from it: change it after the backward"
-                    )
+                    raise RuntimeError(f"{name} ({self._layer}) {self._change}")
         return func(*args, **kwargs or {})
 
 

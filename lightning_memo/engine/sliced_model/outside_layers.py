@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.sliced_model.prove_model import why_tokens_mixed
+from lightning_memo.engine.token_locality.prove_module import counts_tokens
 from lightning_memo.engine.token_locality.user_code import has_hooks
 
 _PLAIN = frozenset({bool, int, float, str})
@@ -47,7 +48,7 @@ class OutsideLayers:
         if part < 2 or state in self._proven:  # a single token looks like anything of size 1
             return
         with collecting_nothing():
-            why = self._hooked(model) or why_tokens_mixed(call, self._layers, tokens)
+            why = self._hooked(model) or self._counting(model) or why_tokens_mixed(call, self._layers, tokens)
         if why:
             raise ValueError(f'schedule="slice" runs the model slice after slice, but {why}: use schedule="layer"')
         self._proven.add(state)
@@ -61,6 +62,11 @@ class OutsideLayers:
         """Return which module has hooks of a user; empty if none has."""
         hooked = next((name for name, m in self._modules(model) if has_hooks(m)), "")
         return hooked and f"hooks on {hooked} would see the tokens of one slice only"
+
+    def _counting(self, model: nn.Module) -> str:
+        """Return which embedding relates the tokens of a batch; empty if none does."""
+        counting = next((name for name, m in self._modules(model) if counts_tokens(m)), "")
+        return counting and f"{counting} relates tokens by scale_grad_by_freq or max_norm"
 
     def _state(self, model: nn.Module) -> Iterator[object]:
         """Iterate over what may decide what modules compute, apart from the values of tensors."""

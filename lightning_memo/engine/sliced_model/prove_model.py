@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -61,10 +62,14 @@ class MixingTracker(TokenTracker):
     Args:
         tokens: As for every tracker.
         names: The names of the model's modules.
+
+    Attributes:
+        in_layer: Whether a layer runs, which draws the same random numbers for each slice.
     """
 
     def __init__(self, tokens: int, names: Names) -> None:
         super().__init__(tokens)
+        self.in_layer = False
         self._names = names
         self._mixed: dict[int, str] = {}
 
@@ -82,6 +87,9 @@ class MixingTracker(TokenTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         count = len(self.steps)
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.in_layer:
+            where = _module_in((frame for frame, _ in traceback.walk_stack(None)), self._names)
+            raise TokensMixed(f"{where} draws random numbers, which would be others for each slice")
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except TokensMixed as mixed:
@@ -114,9 +122,15 @@ def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTra
         running(fake_call, tracker, fake, (), functools.partial(attend_in_shape, tracker, 1)) as functions,
     ):
         checks.functions = functions
+        inside = {m for layer in layers for m in layer.modules()}
+        buffers = [(m, b, b._version) for m in call.layer.modules() if m not in inside for b in m._buffers.values()
+                   if b is not None]  # fmt: skip
         with fake, tracker:
             logits = call.forward(**inputs).logits
             checks.check(call.name, logits)
+            for m, b, version in buffers:
+                if b._version != version:
+                    raise TokensMixed(f"{class_name(m)} changes a buffer, which it would for each slice")
             if functions.hooked:
                 raise TokensMixed(f"{call.name} may not compute each token by itself: it registers hooks on tensors")
         if [TOKENS in dim for dim in tracker.dims(logits)[:2]] != [False, True]:
@@ -151,9 +165,9 @@ class _Checks:
         """Run a layer, which is proven by itself, and cut off what it computed from the graph."""
         self.check(name, (args, kwargs))
         assert self.functions is not None
-        hooked = self.functions.hooked
+        hooked, self._tracker.in_layer = self.functions.hooked, True
         output = forward(*args, **kwargs)
-        self.functions.hooked = hooked
+        self.functions.hooked, self._tracker.in_layer = hooked, False
         return tree_map_only(Tensor, Tensor.detach, output)
 
 

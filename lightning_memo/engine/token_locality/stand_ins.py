@@ -110,11 +110,12 @@ class LocalFunctions(TorchFunctionMode):
 
     Attributes:
         hooked: Whether the layer has registered a hook on a tensor.
+        drops: Whether dropout was left out.
     """
 
     def __init__(self, tracker: TokenTracker | None, batch: int, token_dim: int) -> None:
         super().__init__()
-        self.hooked = False
+        self.hooked = self.drops = False
         self._tracker, self._batch, self._token_dim = tracker, batch, token_dim
 
     def __torch_function__(
@@ -134,6 +135,7 @@ class LocalFunctions(TorchFunctionMode):
         Raises:
             TokensMixed: The input does not hold tokens where a slice would look for them.
         """
+        self.drops |= names.get("train", training) and p > 0.0
         if self._tracker is not None and names.get("train", training) and p > 0.0:
             dims = self._tracker.dims(input)
             places = [n for n, dim in enumerate(dims) if TOKENS in dim]

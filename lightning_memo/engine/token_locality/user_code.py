@@ -52,7 +52,7 @@ def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 def _of_users(table: dict[int, Any]) -> list[int]:
     """Return the numbers of a user's hooks."""
-    return [number for number, hook in table.items() if not _is_of_a_library(hook)]
+    return [number for number, hook in table.items() if not is_of_a_library(hook)]
 
 
 def has_custom_functions(t: Tensor) -> bool:
@@ -64,13 +64,14 @@ def has_custom_functions(t: Tensor) -> bool:
             continue
         seen.add(node)
         function = getattr(type(node), "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
-        if function is not None and not _is_of_a_library(function):
+        if function is not None and not is_of_a_library(function):
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
 
 
-def _is_of_a_library(code: Any) -> bool:
+def is_of_a_library(code: Any) -> bool:
+    """Return whether a function or a class is of a package whose code treats each token by itself."""
     code = code.func if isinstance(code, functools.partial) else code
     home = getattr(code, "__module__", None) or type(code).__module__
     return home.partition(".")[0] in _LIBRARIES

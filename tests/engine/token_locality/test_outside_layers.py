@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.families import FAMILIES, make_batch
+from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 BATCH = make_batch(2, 61)
 PARTS = ("model.embed_tokens", "model.norm", "lm_head")
@@ -68,7 +69,7 @@ def step(model: nn.Module, batch: dict[str, Any] = BATCH) -> None:
         (lambda x: x + F.pad(x, (0, 0, 1, -1)), "{part} may not compute each token by itself: aten.constant_pad_nd"),
         (lambda x: x - x.mean(1, keepdim=True), "{part} may not compute each token by itself: aten.mean"),
         (lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None], "{part} may not .*: aten.linspace makes a tensor by"),
-        (lambda x: x + torch.rand_like(x), "{part} may not .*: aten.rand_like draws random numbers for each token"),
+        (lambda x: x + torch.rand_like(x), "{part} draws random numbers, which would be others for each slice"),
         (lambda x: x if x.mean() > 0 else -x, "{part} may not .*: on tensors without values"),
         (lambda x: x / x.shape[1], "computes otherwise with more tokens: aten.div.Tensor is called with numbers"),
         (lambda x: x if x.shape[1] < 32 else -x, "computes otherwise with more tokens"),
@@ -80,6 +81,21 @@ def test_what_relates_tokens_is_refused(part: str, change: Callable[[Tensor], Te
     with pytest.raises(ValueError, match='schedule="slice" runs the model slice after slice') as caught:
         step(build(part, change))
     caught.match(why.format(part=part))
+
+
+@pytest.mark.parametrize(
+    ("part", "module", "why"),
+    [
+        ("lm_head", lambda: spectral_norm(nn.Linear(32, VOCABULARY)), "_SpectralNorm changes a buffer"),
+        ("model.embed_tokens", lambda: nn.Embedding(VOCABULARY, 32, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        ("model.embed_tokens", lambda: nn.Embedding(VOCABULARY, 32, max_norm=0.5), "max_norm"),
+    ],
+)
+def test_modules_that_relate_tokens_are_refused(part: str, module: Callable[[], nn.Module], why: str) -> None:
+    model = build()
+    model.set_submodule(part, module())
+    with pytest.raises(ValueError, match=why):
+        step(model)
 
 
 @pytest.mark.parametrize("part", PARTS)
