@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
@@ -72,7 +75,6 @@ def difference_in_slices(
     arguments = (call.args, call.kwargs)
     args, kwargs = cut(arguments, call.tokens, start, start + tokens, call.batch, call.token_dim, call.shards)
     part = replace(call, args=args, kwargs=kwargs, tokens=tokens).with_copied_containers()
-    exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
     state = LayerState(call, x.device)
     comparison = _Comparison(
         part, x.detach().narrow(call.token_dim, start, tokens), side_places, _weights_of(call.layer, turn), state
@@ -80,14 +82,32 @@ def difference_in_slices(
     halves = [TokenRange(0, tokens // 2, Action.KEEP), TokenRange(tokens // 2, tokens, Action.KEEP)]
     try:
         with torch.enable_grad():
-            whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
+            with _NotedPrecision() as precision:
+                whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
             try:
                 parts = [comparison.run(half) for half in halves]
             except (RuntimeError, ValueError, IndexError, AssertionError) as error:
                 return (str(error).splitlines() or [""])[0] or type(error).__name__
-        return _difference(whole, parts, exact)
+        return _difference(whole, parts, precision.full)
     finally:
         state.restore()
+
+
+class _NotedPrecision(TorchDispatchMode):
+    """Notes whether all operations inside compute in full precision. A layer may enter autocast by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dtype not in (torch.float32, torch.float64):
+                self.full = False
+        return result
 
 
 class _Comparison:

@@ -90,7 +90,9 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
         )
     lengths = token_tensor(inputs).shape[:2]
     for other, t in inputs.items():
-        if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0 and t.shape[:2] != lengths:
+        if not isinstance(t, Tensor) or t.dim() == 0:
+            continue
+        if t.shape != lengths if other == "attention_mask" else t.is_floating_point() and t.shape[:2] != lengths:
             raise ValueError(
                 f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
                 f'{lengths[1]} tokens of a row: schedule="slice" takes text only; use schedule="layer"'
@@ -99,6 +101,16 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
         raise ValueError(
             f'schedule="slice" computes the loss of each slice by itself, but {name} got no labels: pass labels, or '
             'use schedule="layer"'
+        )
+    if inputs.get("ignore_index", IGNORED) != IGNORED:
+        raise ValueError(
+            f'{name} is called with ignore_index={inputs["ignore_index"]}, but schedule="slice" ignores labels of '
+            f'{IGNORED}: set those labels to {IGNORED}, or use schedule="layer"'
+        )
+    if not all(p.is_leaf for p in model.parameters()):
+        raise ValueError(
+            f"{name} runs with weights that are computed from others (functional_call), whose graph would be needed "
+            'in each slice: use schedule="layer"'
         )
     for setting, refused in (("return_dict", False), ("output_hidden_states", True)):
         if _setting(model, inputs, setting) is refused:

@@ -176,6 +176,8 @@ def test_padding_without_labels_is_trained() -> None:
     [
         (BATCH | {"position_ids": RESTARTING, "use_cache": True}, r"set model\.config\.use_cache = False, or "),
         (padded(labels=True), "padding has labels"),
+        (BATCH | {"attention_mask": torch.ones(2, 1, 61, 61).tril().bool()}, r"got attention_mask \[2, 1, 61, 61\]"),
+        (BATCH | {"ignore_index": 5}, "is called with ignore_index=5, but .* ignores labels of -100"),
         (BATCH | {"return_dict": False}, "is called with return_dict=False, .*: set return_dict=True"),
         (BATCH | {"output_hidden_states": True}, "is called with output_hidden_states=True, .* returns the loss only"),
     ],
@@ -186,6 +188,14 @@ def test_what_a_slice_would_compute_otherwise_is_refused(batch: dict[str, Any], 
         with pytest.raises(ValueError, match=message):
             model(**batch)
         under_test.assert_empty()
+
+
+def test_weights_that_are_computed_are_refused() -> None:
+    model = build()
+    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all"):
+        weights = {name: p * 1.1 for name, p in model.named_parameters()}
+        with pytest.raises(ValueError, match=r"weights that are computed from others \(functional_call\)"):
+            torch.func.functional_call(model, weights, (), BATCH)
 
 
 @pytest.mark.parametrize(

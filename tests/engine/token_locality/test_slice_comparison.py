@@ -221,3 +221,20 @@ def test_a_warning_is_given_while_training(alpha: float) -> None:
     with pytest.warns(UserWarning, match="From this step on, layers run as one slice"):
         result = fit(MemoStrategy(alpha=alpha, plan_memory=False), Opened(opening_model), max_steps=4)
     assert result.losses[:2] == pytest.approx(plain(Opened(opening_model)).losses[:2], abs=1e-5)
+
+
+class OwnAutocast(PlainBlock):
+    """Computes in half precision, whatever the run does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 8}], ids=str)
+def test_rounding_in_half_precision_is_no_difference(settings: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not compute in slices what it computes on all tokens.*")
+        result = fit(MemoStrategy(**settings), LanguageModel(lambda: PlainModel([OwnAutocast() for _ in range(3)])))
+    expected = plain(LanguageModel(lambda: PlainModel([OwnAutocast() for _ in range(3)])))
+    assert result.losses == pytest.approx(expected.losses, rel=2**-8)
