@@ -138,10 +138,14 @@ def test_copies_run_beside_the_layers_that_they_are_meant_to(alpha: float) -> No
 
 
 def test_a_copy_that_is_late_is_waited_for() -> None:
-    timeline, _ = recorded(1.0, longest_delay_seconds=0.3)  # far longer than a layer, on a busy machine too
-    waited, copied = timeline.waited_seconds, timeline.copied_seconds
-    for stream in ("offload", "prefetch"):
-        assert 0.5 * copied[stream] < waited[stream] < timeline.seconds
+    def most_is_waited_for(longest_delay_seconds: float) -> bool:
+        timeline, _ = recorded(1.0, longest_delay_seconds=longest_delay_seconds)
+        waited, copied = timeline.waited_seconds, timeline.copied_seconds
+        assert all(seconds < timeline.seconds for seconds in waited.values())
+        return all(0.5 * copied[stream] < waited[stream] for stream in ("offload", "prefetch"))
+
+    # On a busy machine a layer may take as long as a copy that is late, so that there is nothing left to wait for.
+    assert any(map(most_is_waited_for, (0.3, 2.0, 8.0)))
 
 
 def test_what_passes_the_disk_has_lanes_of_its_own(tmp_path: Path) -> None:

@@ -72,31 +72,12 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
         ValueError: The inputs ask for something that needs all tokens at once.
     """
     name = class_name(model)
-    cache, embeds = inputs.get("past_key_values"), inputs.get("inputs_embeds")
+    cache = inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f'{name} got keys and values of a prefix, which schedule="slice" does not take: use schedule="layer"'
         )
-    positions = inputs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        raise ValueError(
-            f'{name} got position_ids {list(positions.shape)}: schedule="slice" takes [batch, tokens]; for '
-            'others use schedule="layer"'
-        )
-    if embeds is not None and embeds.requires_grad:
-        raise ValueError(
-            f'{name} got inputs_embeds that require grad: schedule="slice" takes input_ids, or embeddings without '
-            'gradient; for others use schedule="layer"'
-        )
-    lengths = token_tensor(inputs).shape[:2]
-    for other, t in inputs.items():
-        if not isinstance(t, Tensor) or t.dim() == 0:
-            continue
-        if t.shape != lengths if other == "attention_mask" else t.is_floating_point() and t.shape[:2] != lengths:
-            raise ValueError(
-                f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
-                f'{lengths[1]} tokens of a row: schedule="slice" takes text only; use schedule="layer"'
-            )
+    _check_shapes(name, inputs)
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
             f'schedule="slice" computes the loss of each slice by itself, but {name} got no labels: pass labels, or '
@@ -123,6 +104,31 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
             f"{name} has an auxiliary loss over the routers of all tokens, which no slice can compute: set "
             'output_router_logits=False, or use schedule="layer"'
         )
+
+
+def _check_shapes(name: str, inputs: dict[str, Any]) -> None:
+    """Check that each input of a model of this name has an entry for each token."""
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise ValueError(
+            f'{name} got position_ids {list(positions.shape)}: schedule="slice" takes [batch, tokens]; for '
+            'others use schedule="layer"'
+        )
+    embeds = inputs.get("inputs_embeds")
+    if embeds is not None and embeds.requires_grad:
+        raise ValueError(
+            f'{name} got inputs_embeds that require grad: schedule="slice" takes input_ids, or embeddings without '
+            'gradient; for others use schedule="layer"'
+        )
+    lengths = token_tensor(inputs).shape[:2]
+    for other, t in inputs.items():
+        if not isinstance(t, Tensor) or t.dim() == 0:
+            continue
+        if t.shape != lengths if other == "attention_mask" else t.is_floating_point() and t.shape[:2] != lengths:
+            raise ValueError(
+                f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
+                f'{lengths[1]} tokens of a row: schedule="slice" takes text only; use schedule="layer"'
+            )
 
 
 def without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int, Tensor | float]:
