@@ -104,7 +104,7 @@ class HostGradients:
             return HostRange(size, None)
         start = self._start(index, which)
         checksum = self._checksums.get((index, which))
-        return HostRange(size, self._buffer.memory[start : start + size], written, self._buffer, checksum)
+        return HostRange(size, self._buffer.memory[start : start + size], written, self._buffer.copies, checksum)
 
     def _note(self, slices: Sequence[int], which: int, part: Tensor) -> None:
         kind = ("key gradient", "value gradient")[which]

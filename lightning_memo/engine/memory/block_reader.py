@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream
 from lightning_memo.engine.memory.checksums import Checksum
-from lightning_memo.engine.memory.host_arena import HostBuffer
+from lightning_memo.engine.memory.host_arena import LastCopies
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.planner.token_slices import aligned
 
@@ -24,14 +24,14 @@ class HostRange:
         size_bytes: Number of bytes.
         memory: The bytes, uint8 `[size_bytes]`; `None` reads zeros.
         written: End of the last copy to these bytes.
-        buffer: The host buffer they lie in, if its owner may release it while it is read.
+        copies: Where a read is noted, if the owner of the bytes may release them while they are read.
         checksum: Checksum from when the bytes left the device.
     """
 
     size_bytes: int
     memory: Tensor | None
     written: CopyEvent | None = None
-    buffer: HostBuffer | None = None
+    copies: LastCopies | None = None
     checksum: Checksum | None = None
 
 
@@ -127,8 +127,8 @@ class BlockReader:
             piece.zero_()
             return
         block.arrivals.append(self._prefetch.copy(piece, source.memory, source.written))
-        if source.buffer is not None:
-            source.buffer.copies.read = block.arrivals[-1]
+        if source.copies is not None:
+            source.copies.read = block.arrivals[-1]
         self.bytes_read += source.size_bytes
         if source.checksum is not None:
             block.checksums.append((source.checksum, piece))

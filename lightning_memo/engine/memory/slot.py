@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject
+from lightning_memo.engine.memory.host_arena import LastCopies
 from lightning_memo.engine.memory.saved_storages import flat, gapless_strides, is_dense
 from lightning_memo.engine.memory.spill import SpillWrite
 from lightning_memo.planner.token_slices import aligned
@@ -106,6 +107,7 @@ class Slot:
         disk: Range of the spill file.
         writes: Writes of the disk share to the spill file.
         fetch: End of the copy back to the device, until the computation has waited for it.
+        copies: The last copy from the host buffer.
         in_backward: Whether the layer call's backward is running.
         released: Whether the buffers have been given back.
         subject: The layer call, for the recorder.
@@ -120,6 +122,7 @@ class Slot:
     disk: range | None = None
     writes: list[SpillWrite] = field(default_factory=list)
     fetch: CopyEvent | None = None
+    copies: LastCopies = field(default_factory=LastCopies)
     in_backward: bool = False
     released: bool = False
     subject: Subject = NOBODY

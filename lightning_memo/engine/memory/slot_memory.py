@@ -190,9 +190,10 @@ class SlotMemory:
         arrivals = []
         if stop := slot.to_host.copied_bytes:
             assert slot.host is not None
-            arrivals.append(
-                self._prefetch.copy(slot.buffer[:stop], slot.host[:stop], slot.to_host.offload, subject=slot.subject)
+            slot.copies.read = self._prefetch.copy(
+                slot.buffer[:stop], slot.host[:stop], slot.to_host.offload, subject=slot.subject
             )
+            arrivals.append(slot.copies.read)
             self.stats.fetched_bytes += stop
         if stop := slot.to_disk.copied_bytes:
             assert slot.disk is not None and self.spill is not None
@@ -213,9 +214,8 @@ class SlotMemory:
         self._rounding.leave(slot)
         if slot.host is not None:
             if self.test_mode is not None:
-                _end(slot.to_host.offload, for_cpu=True)  # the CPU writes the poison at once
-                with contextlib.suppress(CopyError):  # was raised where the bytes were needed
-                    self._prefetch.synchronize()  # block readers copy parts of slots, too
+                for event in (slot.to_host.offload, slot.copies.read):
+                    _end(event, for_cpu=True)  # the CPU writes the poison at once
                 slot.host.fill_(POISON)
             self.arena.release(slot.host)
             slot.host = None

@@ -114,10 +114,9 @@ class OffloadGroup:
         memory = self.slot.buffer if self.slot.host is None else self.slot.host
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
-        region = HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], self.slot.to_host.offload)
-        if self.checks is not None:
-            region.checksum = self.checks.of(handle)
-        return region
+        checksum = None if self.checks is None else self.checks.of(handle)
+        written, copies = self.slot.to_host.offload, self.slot.copies
+        return HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], written, copies, checksum)
 
     def offload(self, last: bool = False) -> None:
         """Start moving the tensors that were put so far off the device.
