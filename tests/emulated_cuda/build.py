@@ -12,7 +12,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,14 +65,19 @@ def needed_functions(libraries: Path) -> dict[str, tuple[str, set[str]]]:
 
 
 def compile_sources(headers: Path, torch: Path, build: Path) -> dict[Path, Path]:
-    """Compile all sources, two at a time; returns the object of each."""
+    """Compile the sources that changed, two at a time; returns the object of each."""
     sources = sorted(SOURCES.glob("*/*.cpp"), key=lambda path: -path.stat().st_size)
     objects = {source: build / f"{source.parent.name}_{source.stem}.o" for source in sources}
     folders = (headers, torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include")
 
+    newest_header = max(header.stat().st_mtime for header in SOURCES.rglob("*.h"))
+
     def compile_one(source: Path) -> None:
+        made = objects[source]
+        if made.exists() and made.stat().st_mtime > max(source.stat().st_mtime, newest_header):
+            return
         quick = ("-O0", "-Wno-unused") if source.parent.name == "operators" else ("-O1",)
-        run(*COMPILER, *quick, *(f"-isystem{folder}" for folder in folders), "-c", source, "-o", objects[source])
+        run(*COMPILER, *quick, *(f"-isystem{folder}" for folder in folders), "-c", source, "-o", made)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, sources))
@@ -91,7 +95,9 @@ def link(library: str, version: str, functions: set[str], objects: list[Path], t
     if library == "libcuda.so.1":  # the driver's functions are in the runtime's library
         defined |= defined_functions(target / RUNTIME, "-D")
     stubs = build / f"{library}.c"
-    lines = [f'int {name}(void) {{ return emulated_cuda_missing("{library}: {name}"); }}' for name in sorted(functions - defined)]
+    body = 'return emulated_cuda_missing("{library}: {name}");'
+    missing = sorted(functions - defined)
+    lines = [f"int {name}(void) {{ {body.format(library=library, name=name)} }}" for name in missing]
     stubs.write_text("\n".join(["int emulated_cuda_missing(const char*);", *lines, ""]))
     run("gcc", "-w", "-fPIC", "-c", stubs, "-o", stubs.with_suffix(".o"))
     options = [] if library == RUNTIME else [f"-L{target}", "-Wl,--no-as-needed", f"-l:{RUNTIME}"]

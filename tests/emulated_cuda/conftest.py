@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.emulated import emulated_device
+from support.devices import emulated_device
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.emulated import emulated_device
+from support.devices import emulated_device
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

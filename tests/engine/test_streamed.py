@@ -13,8 +13,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from support.devices import DEVICE
 from support.families import make_batch
-from support.harness import CPU, DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
+from support.harness import DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
 from support.samples.streamed import build, frozen_below
 from support.trainer_harness import LanguageModel, fit, plain, shorten_measurements
 from torch import Tensor, nn
@@ -240,7 +241,7 @@ def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:
         under_test.load(0.0, tokens=tokens)
         model.zero_grad(set_to_none=False)
         batch = make_batch(1, tokens)
-        with PeakMeter(CPU) as meter:
+        with PeakMeter(DEVICE) as meter:
             with torch.autocast("cpu", torch.bfloat16, enabled=amp, cache_enabled=False):  # as Lightning enters it
                 loss = model(**batch).loss
             loss.backward()
@@ -396,7 +397,7 @@ def test_the_next_block_is_copied_while_the_present_one_is_computed_with() -> No
     timeline = Timeline()
     stream, kernel = RecordingStream(timeline), RecordingKernel(timeline, count - 1)
     slices = [TokenRange(n * size, (n + 1) * size, Action.RECOMPUTE) for n in range(count)]
-    reader = BlockReader(CPU, stream, buffers=2, poison=True)
+    reader = BlockReader(DEVICE, stream, buffers=2, poison=True)
     core = StreamedAttention(kernel, slices, reader, None, block_tokens=1)
     for n, part in enumerate(slices):
         held = OffloadGroups().open(None, swap=False)

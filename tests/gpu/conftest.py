@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from support.emulated import emulated_device, nothing_hidden
+from support.devices import emulated_device, nothing_hidden
 
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.kernels.select_kernel import check_available

@@ -18,8 +18,8 @@ from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import TokenRange, slice_slot_bytes, slice_tokens_by_alpha, slot_bytes
 from lightning_memo.utils.find_layers import find_stacks
+from support.devices import DEVICE
 
-CPU = torch.device("cpu")
 DELAYS = TestMode(seed=1, longest_delay_seconds=0.0005)
 
 Batch = dict[str, Tensor]
@@ -51,12 +51,17 @@ def _difference(a: Step, b: Step, name: str) -> float:
 
 def loss_and_gradients(model: nn.Module, batch: Batch, amp: bool = False, seed: int = 5) -> Step:
     """Forward and backward, starting from the random state of `seed`."""
-    model.zero_grad()
+    on_device(model).zero_grad()
     torch.manual_seed(seed)
-    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        loss = model(**batch).loss
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=amp):
+        loss = model(**{name: t.to(next(model.parameters()).device) for name, t in batch.items()}).loss
     loss.backward()
     return Step(loss.detach().clone(), gradients_of(model))
+
+
+def on_device(model: nn.Module) -> nn.Module:
+    """Move a model to the device of the tests, unless that is the CPU; some tests name a device themselves."""
+    return model if DEVICE.type == "cpu" else model.to(DEVICE)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -117,11 +122,11 @@ class EngineUnderTest:
         test_mode: TestMode | None = DELAYS,
         slice_tokens: int | None = None,
         host_backed: HostBacked = "none",
-        device: torch.device = CPU,
+        device: torch.device = DEVICE,
         spill_path: Path | None = None,
         check_slices: bool = True,
     ) -> None:
-        self.model = model
+        self.model = on_device(model)
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
         self.engine = ScriptedEngine(
             model,

@@ -1,4 +1,4 @@
-"""Run a function in several processes that communicate through gloo, and return its results.
+"""Run a function in several processes that communicate through gloo (NCCL on CUDA), and return its results.
 
 Starting a process takes seconds. A group of processes therefore stays alive for all tests, and ends after a failure.
 """
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
+from support.devices import BACKEND
 
 _GRACE_SECONDS = 60.0
 # Every device mesh leaves process groups behind, each with its own threads.
@@ -142,7 +143,7 @@ _groups: dict[int, Group] = {}
 
 
 def run_in_processes(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Call `function(*args, **kwargs)` in each of `size` processes, which form the default gloo group.
+    """Call `function(*args, **kwargs)` in each of `size` processes, which form the default process group.
 
     Args:
         size: Number of processes.
@@ -190,7 +191,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     costs._BANDWIDTH_SECONDS = 0.005  # tests of results need no precise measurement
     distributed_c10d.ProcessGroupGloo = _SharedLoop
     timeout = dt.timedelta(seconds=timeout_seconds)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    if BACKEND == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
             function, args, kwargs = pipe.recv()

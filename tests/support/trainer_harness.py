@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 from lightning_memo.runtime import model_checks
 from lightning_memo.runtime.activation_plans import activation_planner, announce_plan, step_meter
+from support.devices import ACCELERATOR
 from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel
 
 BATCH, TOKENS = 2, 32
@@ -201,8 +202,9 @@ class Result:
 
 
 def make_trainer(strategy: Any, **settings: Any) -> Trainer:
-    """Return a trainer on the CPU without progress bar, logger or checkpoints."""
-    return Trainer(**({"strategy": strategy, "accelerator": "cpu", "devices": 1, "max_steps": 4} | _QUIET | settings))
+    """Return a trainer on the device of the tests, without progress bar, logger or checkpoints."""
+    defaults = {"strategy": strategy, "accelerator": ACCELERATOR, "devices": 1, "max_steps": 4}
+    return Trainer(**(defaults | _QUIET | settings))
 
 
 def fit(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import DEVICE
 from support.families import PlainBlock, PlainModel
-from support.harness import CPU, DELAYS
+from support.harness import DELAYS
 from support.trainer_harness import LanguageModel, assert_usable_again, fit, forwards, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override
@@ -75,7 +76,7 @@ def test_what_left_with_nan_may_come_back_with_it(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("features", [3, 4, 6])  # rows of 6, 8 and 12 bytes: other words
 def test_rows_are_read_in_any_ranges(features: int) -> None:
     matrix = torch.randn(10, features, dtype=torch.float32).bfloat16()
-    checks = RowChecksums("hidden states", 10, features, matrix.dtype, CPU)
+    checks = RowChecksums("hidden states", 10, features, matrix.dtype, DEVICE)
 
     def bytes_of(*ranges: range) -> Tensor:
         return torch.cat([matrix[r.start : r.stop] for r in ranges]).view(-1).view(torch.uint8)
@@ -92,9 +93,9 @@ def test_rows_are_read_in_any_ranges(features: int) -> None:
 
 def test_hidden_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    slots = SlotMemory(64, 4096, CPU, test_mode=DELAYS, state_bytes=4096, check_restored=True)
+    slots = SlotMemory(64, 4096, DEVICE, test_mode=DELAYS, state_bytes=4096, check_restored=True)
     whole = torch.randn(1, 8, 4)
-    assembly = Assembly(whole.shape, whole.dtype, CPU, 4, slots, '"output" of layer 1')
+    assembly = Assembly(whole.shape, whole.dtype, DEVICE, 4, slots, '"output" of layer 1')
     for start in (4, 0):
         assembly.write(1, start, whole[:, start : start + 4])
     lazy = assembly.take()

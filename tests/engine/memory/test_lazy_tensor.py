@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.harness import CPU, DELAYS
+from support.devices import DEVICE
+from support.harness import DELAYS
 from torch import Tensor
 
 from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor, read_parts, read_rows
@@ -15,14 +16,14 @@ from lightning_memo.engine.memory.slot_memory import SlotMemory
 
 @pytest.fixture
 def memory() -> Iterator[SlotMemory]:
-    memory = SlotMemory(64, 4096, CPU, test_mode=DELAYS, state_bytes=4096)
+    memory = SlotMemory(64, 4096, DEVICE, test_mode=DELAYS, state_bytes=4096)
     yield memory
     memory.close()
 
 
 def on_host(whole: Tensor, memory: SlotMemory, dim: int = 1, at_once: int = 4) -> LazyTensor:
     """`whole`, written to the host in slices that differ in length, the last one first."""
-    assembly = Assembly(whole.shape, whole.dtype, CPU, at_once, memory)
+    assembly = Assembly(whole.shape, whole.dtype, DEVICE, at_once, memory)
     for start, stop in ((5, whole.shape[dim]), (2, 5), (0, 2)):
         assembly.write(dim, start, whole.narrow(dim, start, stop - start))
     t = assembly.take()
@@ -72,7 +73,7 @@ def test_gradients_flow_through_them(memory: SlotMemory) -> None:
 
 
 def test_a_part_that_was_never_written_is_an_error(memory: SlotMemory) -> None:
-    assembly = Assembly((1, 4, 2), torch.float32, CPU, 4, memory)
+    assembly = Assembly((1, 4, 2), torch.float32, DEVICE, 4, memory)
     assembly.write(1, 0, torch.zeros(1, 3, 2))
     with pytest.raises(RuntimeError, match="1 rows of a tensor"):
         assembly.take()

@@ -7,8 +7,9 @@ import functools
 import pytest
 import torch
 import transformers
+from support.devices import DEVICE
 from support.families import VOCABULARY, make_batch
-from support.harness import CPU, Batch, EngineUnderTest
+from support.harness import Batch, EngineUnderTest
 from torch import nn
 
 from lightning_memo.profiler.memory_meter import PeakMeter
@@ -36,7 +37,7 @@ def step_peak(model: nn.Module, batch: Batch) -> int:
     """Peak bytes of forward and backward, without parameters and gradients, which exist before."""
     model(**batch).loss.backward()
     model.zero_grad(set_to_none=False)
-    with PeakMeter(CPU) as meter:
+    with PeakMeter(DEVICE) as meter:
         model(**batch).loss.backward()
     return meter.peak_bytes
 

@@ -1,10 +1,8 @@
 // CUPTI for PyTorch's profiler: it reports the calls of the runtime during which the host waited, and nothing else.
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <vector>
 
@@ -29,6 +27,17 @@ CompleteBuffer complete_buffer = nullptr;
 uint64_t (*timestamp)() = nullptr;
 uint32_t correlation = 0;
 
+/// A buffer that the profiler has given, until it is given back. The profiler asks for records only after it gave one.
+struct Buffer {
+  uint8_t* data = nullptr;
+  size_t size = 0;
+} buffer;
+
+void take_buffer() {
+  size_t most_records = 0;
+  if (buffer.data == nullptr) request_buffer(&buffer.data, &buffer.size, &most_records);
+}
+
 }  // namespace
 
 extern "C" {
@@ -40,7 +49,9 @@ int cuptiActivityRegisterCallbacks(RequestBuffer request, CompleteBuffer complet
 }
 int cuptiActivityRegisterTimestampCallback(uint64_t (*callback)()) { return timestamp = callback, success; }
 int cuptiActivityEnable(int kind) {
-  if (kind == runtime_kind) emulated_cuda_record_calls(timestamp);
+  if (kind != runtime_kind) return success;
+  take_buffer();
+  emulated_cuda_record_calls(timestamp);
   return success;
 }
 int cuptiActivityDisable(int kind) {
@@ -48,23 +59,15 @@ int cuptiActivityDisable(int kind) {
   return success;
 }
 int cuptiActivityFlushAll(uint32_t) {
-  std::vector<EmulatedCall> calls(1024);
-  while (request_buffer != nullptr) {
-    calls.resize(emulated_cuda_take_calls(calls.data(), calls.size()));
-    if (calls.empty()) break;
-    uint8_t* buffer = nullptr;
-    size_t size = 0, most = 0;
-    request_buffer(&buffer, &size, &most);
-    const size_t count = std::min(calls.size(), size / sizeof(ActivityCall));
-    for (size_t n = 0; n < count; ++n) {
-      const ActivityCall record{runtime_kind, calls[n].callback_id, calls[n].start, calls[n].stop,
-                                static_cast<uint32_t>(getpid()), calls[n].thread, ++correlation, 0};
-      std::memcpy(buffer + n * sizeof record, &record, sizeof record);
-    }
-    complete_buffer(nullptr, 0, buffer, size, count * sizeof(ActivityCall));
-    calls.resize(1024);
-  }
-  return success;
+  if (buffer.data == nullptr) return success;
+  std::vector<EmulatedCall> calls(buffer.size / sizeof(ActivityCall));
+  calls.resize(emulated_cuda_take_calls(calls.data(), calls.size()));
+  auto* records = reinterpret_cast<ActivityCall*>(buffer.data);
+  for (const EmulatedCall& call : calls)
+    *records++ = {runtime_kind, call.callback_id, call.start, call.stop, static_cast<uint32_t>(getpid()), call.thread, ++correlation, 0};
+  const Buffer full = buffer;
+  buffer = Buffer();
+  return complete_buffer(nullptr, 0, full.data, full.size, calls.size() * sizeof(ActivityCall)), success;
 }
 int cuptiActivityGetNextRecord(uint8_t* buffer, size_t valid_size, uint8_t** record) {
   uint8_t* next = *record == nullptr ? buffer : *record + sizeof(ActivityCall);

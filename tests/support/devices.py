@@ -1,13 +1,21 @@
-"""The emulated device's module, in the environment of `make test-cuda`, and the checks that keep tests there honest."""
+"""The device of the tests, and the checks that keep tests on the emulated device honest.
+
+With `TEST_DEVICE=cuda`, models, batches, trainers and processes of the tests use CUDA. `make test-cuda` runs tests of
+the engine, the strategy and several processes in this way, on an emulated device.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+ACCELERATOR, BACKEND = ("gpu", "nccl") if DEVICE.type == "cuda" else ("cpu", "gloo")
 
 emulated_device: Any = None
 if importlib.util.find_spec("emulated_device") is not None and torch.cuda.is_available():
