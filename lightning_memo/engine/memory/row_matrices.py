@@ -94,12 +94,18 @@ class HostRows(Rows):
 
     def write(self, first: int, rows: Tensor) -> None:
         """Start copying `rows` `[..., features]` to the host; they become the rows from number `first` on."""
-        while len(self._leaving) > 1:  # the device memory of a source can be freed once its copy has ended
-            self._leaving.popleft()[1].wait()
+        self._free_sources(1)
         source = rows.detach().contiguous().view(-1).view(torch.uint8)
         if self._checksums is not None:
             self._checksums.note(first, source)
         self._leaving.append((source, self._memory.copy_to_host(self._buffer, first * self._row_bytes, source)))
+
+    def _free_sources(self, kept: int) -> None:
+        """Free the device memory of copied rows, except for that of the last `kept` copies."""
+        while len(self._leaving) > kept:
+            source, copied = self._leaving.popleft()
+            copied.wait()
+            del source  # only now, because its memory is used again by what is computed next
 
     @override
     def fetch(self, ranges: Sequence[range]) -> Arrival:
@@ -108,8 +114,7 @@ class HostRows(Rows):
                 "hidden states were read after their step, when the host memory that held them had been freed: copy "
                 'what you need within the step, or set host_backed="attention"'
             )
-        while self._leaving:
-            self._leaving.popleft()[1].wait()
+        self._free_sources(0)
         count = sum(map(len, ranges))
         data = torch.empty(count * self._row_bytes, dtype=torch.uint8, device=self._memory.device)
         pieces = data.split([len(rows) * self._row_bytes for rows in ranges])
