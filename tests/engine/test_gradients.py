@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import Batch, EngineUnderTest, Step, assert_equal, in_double, loss_and_gradients
 from torch import nn
@@ -40,6 +41,11 @@ class Case:
         return self.precision == "bf16-mixed"
 
     @property
+    def identical(self) -> bool:
+        """Whether whole layers compute by the same kernels as plain training."""
+        return not FAMILIES[self.family].grouped and not _padded_on_cuda(self.precision, self.padded)
+
+    @property
     def exact(self) -> Step:
         """The gradient in fp64, of the weights as they are. Dropout draws the same masks in every precision."""
         return exact(self.family, self.precision == "bf16-true", self.batch_size, self.padded)
@@ -56,12 +62,19 @@ def exact(family: str, rounded: bool, batch_size: int, padded: bool) -> Step:
     return loss_and_gradients(in_double(build(family, rounded)), make_batch(batch_size, TOKENS, padded))
 
 
+def _padded_on_cuda(precision: str, padded: bool) -> bool:
+    """Whether PyTorch attends by another kernel than the engine: it has no flash kernel for padding."""
+    return DEVICE.type == "cuda" and padded and precision != "fp32"
+
+
 def _cases() -> Iterator[object]:
     for family in FAMILIES:
         plain_module = family.startswith(("block", "encoder"))  # takes no padding mask
         for precision in PRECISIONS:
             for batch in (1, 2):
                 for padded in (False,) if plain_module else (False, True):
+                    if FAMILIES[family].dropout and _padded_on_cuda(precision, padded):
+                        continue  # the kernels draw different masks
                     name = f"{family}-{precision}-batch{batch}" + ("-padded" if padded else "")
                     yield pytest.param((family, precision, batch, padded), id=name)
 
@@ -107,7 +120,7 @@ def assert_as_good(case: Case, actual: Step) -> None:
 def test_gradients_are_those_of_plain_training(case: Case, alpha: float) -> None:
     case.under_test.load(alpha)
     actual = case.under_test.step(case.batch, case.amp)
-    if alpha in (0.0, 1.0) and not FAMILIES[case.family].grouped:
+    if alpha in (0.0, 1.0) and case.identical:
         assert_equal(actual, case.plain)
     assert_as_good(case, actual)
     case.under_test.assert_as_planned()
@@ -117,7 +130,7 @@ def test_profiled_step_trains_like_plain_training(case: Case) -> None:
     profiled = case.under_test.profiled
     assert profiled is not None
     assert case.under_test.engine.layer_classes.why_whole == ""
-    if not FAMILIES[case.family].grouped:
+    if case.identical:
         assert_equal(profiled, case.plain)
     assert_as_good(case, profiled)
 

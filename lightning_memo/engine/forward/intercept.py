@@ -170,6 +170,24 @@ class OwnMode(TorchFunctionMode):
         return _handler.get() is not self._own
 
 
+class _BooleanDropout(torch.autograd.Function):
+    """Dropout with a given mask, as PyTorch computes it on CUDA.
+
+    The mask is saved as booleans, and the scale is not rounded to the precision of the input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(input, mask, scale)  # input * mask * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(grad, mask, ctx.scale), None, None
+
+
 class LayerMode(OwnMode):
     """Intercepts imported attention functions, and makes dropout use the mask that the whole sequence would have drawn.
 
@@ -214,19 +232,22 @@ class LayerMode(OwnMode):
             return input
         if self._trained:
             refuse_without_grad("dropout")
-        mask = self._part_of_whole(input, p)
+        if input.is_cuda and not inplace and p < 1:
+            mask = self._part_of_whole(input, lambda whole: torch.native_dropout(whole, p, True)[1])
+            return _BooleanDropout.apply(input, mask, 1 / (1 - p))
+        mask = self._part_of_whole(input, lambda whole: F.dropout(whole, p))
         return input.mul_(mask) if inplace else input * mask
 
-    def _part_of_whole(self, input: Tensor, p: float) -> Tensor:
-        """Return this slice's part of the mask that dropout draws for all tokens, scaled by `1 / (1 - p)`."""
+    def _part_of_whole(self, input: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this slice's part of the mask that `draw` makes from a tensor of ones for all tokens."""
         count = self._stop - self._start
         shape, dim = list(input.shape), self._token_dim
         if input.dim() >= 2 and shape[dim] in (count, count * self._shards) and shape[1 - dim] == self._batch:
             shape[dim] = self._tokens * shape[dim] // count
             whole = input.new_empty_strided(shape, gapless_strides(shape, input)).fill_(1)
-            return take_tokens(F.dropout(whole, p), dim, self._tokens, self._start, self._stop)
+            return take_tokens(draw(whole), dim, self._tokens, self._start, self._stop)
         if shape[0] == count * self._batch and dim == 1:
-            whole = F.dropout(input.new_ones(self._batch * self._tokens, *shape[1:]), p)
+            whole = draw(input.new_ones(self._batch * self._tokens, *shape[1:]))
             part = whole.unflatten(0, (self._batch, self._tokens)).narrow(1, self._start, count)
             return part.flatten(0, 1)
         raise ValueError(

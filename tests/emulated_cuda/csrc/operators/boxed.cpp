@@ -27,16 +27,25 @@ at::Tensor for_kernel(const at::Tensor& t) {
   return made;
 }
 
-/// Calls the operator on CPU tensors: in FP32, if the CPU has no kernel for half precision.
+/// Whether CUDA keeps the statistics of half-precision inputs in FP32, and the CPU does not.
+bool has_fp32_statistics(const c10::OperatorHandle& op) {
+  static const std::set<std::string> names = {"aten::native_layer_norm", "aten::native_layer_norm_backward",
+                                              "aten::native_group_norm", "aten::native_group_norm_backward"};
+  return names.count(op.operator_name().name) != 0;
+}
+
+/// Calls the operator on CPU tensors: in FP32, if the CPU has no such kernel for half precision.
 void call_on_cpu(const c10::OperatorHandle& op, Values& values) {
   const Values before = values;
-  try {
-    op.callBoxed(values);
-    return;
-  } catch (const c10::Error& error) {
-    if (std::strstr(error.what(), "not implemented for") == nullptr) throw;
+  if (!has_fp32_statistics(op)) {
+    try {
+      op.callBoxed(values);
+      return;
+    } catch (const c10::Error& error) {
+      if (std::strstr(error.what(), "not implemented for") == nullptr) throw;
+    }
+    values = before;
   }
-  values = before;
   for (c10::IValue& value : values)
     value = mapped(value, [](const at::Tensor& t) { return is_half(t) ? t.to(at::kFloat) : t; });
   op.callBoxed(values);

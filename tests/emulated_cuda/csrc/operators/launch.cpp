@@ -28,6 +28,8 @@ void run(void* argument) {
   try {
     Below below;
     kernel->work();
+  } catch (const c10::Error& error) {
+    report(kernel->name, error.what_without_backtrace());
   } catch (const std::exception& error) {
     report(kernel->name, error.what());
   }
