@@ -5,8 +5,13 @@ INSTALLED := $(VENV)/.installed
 QUANTIZED := $(CURDIR)/$(VENV)/quantized
 QUANTIZED_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py
 WORKERS := -n 2 --dist worksteal
+# The environment with the CUDA build of torch and the emulated device.
+CUDA_VENV := .cuda/venv
+CUDA_RUN := $(CUDA_VENV)/bin/python
+CUDA_INSTALLED := $(CUDA_VENV)/.installed
+CUDA_HEADERS := .cuda/toolkit/nvidia/cu13/include
 
-.PHONY: demo test lint docs bench-cpu cuda-headers
+.PHONY: demo test test-cuda lint docs bench-cpu cuda-headers
 
 # One thread computes, which leaves a core to the thread that copies. More threads gain little at this size and lose much
 # while other programs run.
@@ -22,6 +27,15 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	$(RUN) -m pytest $(WORKERS) tests $(QUANTIZED_TESTS:%=--ignore=%)
 	PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
+
+# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the second command also run on the CPU, by `make test`.
+test-cuda: export OMP_NUM_THREADS = 1
+test-cuda: export PYTHONDONTWRITEBYTECODE =
+test-cuda: export EMULATED_CUDA_DEVICES = 4
+test-cuda: $(CUDA_INSTALLED)
+	$(CUDA_RUN) tests/emulated_cuda/build.py $(CUDA_HEADERS)
+	$(CUDA_RUN) -m pytest $(WORKERS) tests/emulated_cuda tests/gpu
+	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -49,4 +63,15 @@ $(INSTALLED): setup.cfg pyproject.toml
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
 	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,notebooks,slurm]"
 	$(RUN) -m pip install --no-deps --upgrade --target $(QUANTIZED) "bitsandbytes>=0.50" "torchao>=0.18"
+	touch $@
+
+# The CUDA build of torch without NVIDIA's libraries, for which the emulated device stands in, and without Triton. Its
+# metadata is changed, so that pip does not install them later.
+$(CUDA_INSTALLED): setup.cfg pyproject.toml tests/emulated_cuda/pyproject.toml $(INSTALLED)
+	$(RUN) tests/support/cuda_stub/fetch.py
+	test -x $(CUDA_RUN) || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_RUN) -m pip install --no-deps "torch===2.13.0"
+	sed -i -E '/^Requires-Dist: (cuda|nvidia|triton)/d' $(CUDA_VENV)/lib/python3*/site-packages/torch-2.13.0.dist-info/METADATA
+	$(CUDA_RUN) -m pip install -e ".[dev,peft]" "torch===2.13.0"
+	$(CUDA_RUN) -m pip install -e tests/emulated_cuda
 	touch $@

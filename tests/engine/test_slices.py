@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import (
-    CPU,
     Batch,
     EngineUnderTest,
     Step,
@@ -403,7 +403,7 @@ def test_registry_never_matches_a_dead_storage() -> None:
 
 
 def make_memory(slots: int = 4, size: int = 64, test_mode: TestMode | None = None) -> SlotMemory:
-    return SlotMemory(size, slots * size, CPU, test_mode=test_mode)
+    return SlotMemory(size, slots * size, DEVICE, test_mode=test_mode)
 
 
 def fill(slot: Slot, value: float) -> None:

@@ -13,8 +13,8 @@ from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.storage_plan_slices import stored_bytes, stored_slices
 from lightning_memo.utils.find_layers import find_stacks
+from support.devices import DEVICE
 from support.harness import (
-    CPU,
     DELAYS,
     EngineUnderTest,
 )
@@ -65,7 +65,7 @@ class ByKind(EngineUnderTest):
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
         settings = RequestedSettings(by_kind=True, spill_path=spill_path, test_mode=test_mode)
-        self.engine = Engine(model, layers, CPU, settings)
+        self.engine = Engine(model, layers, DEVICE, settings)
 
     @property
     def products(self) -> list[str]:

@@ -34,7 +34,7 @@ bool has_fp32_statistics(const c10::OperatorHandle& op) {
   return names.count(op.operator_name().name) != 0;
 }
 
-/// Calls the operator on CPU tensors: in FP32, if the CPU has no such kernel for half precision.
+/// Calls the operator on CPU tensors: in FP32, if the CPU has no such kernel for the data type.
 void call_on_cpu(const c10::OperatorHandle& op, Values& values) {
   const Values before = values;
   if (!has_fp32_statistics(op)) {
@@ -46,8 +46,11 @@ void call_on_cpu(const c10::OperatorHandle& op, Values& values) {
     }
     values = before;
   }
+  const bool counts = op.operator_name().name == "aten::histc";  // of integers, too
   for (c10::IValue& value : values)
-    value = mapped(value, [](const at::Tensor& t) { return is_half(t) ? t.to(at::kFloat) : t; });
+    value = mapped(value, [=](const at::Tensor& t) {
+      return is_half(t) || (counts && t.defined() && !t.is_floating_point()) ? t.to(at::kFloat) : t;
+    });
   op.callBoxed(values);
   for (size_t n = 0; n < before.size(); ++n) {  // what was changed in place is a copy
     const auto* info = op.schema().arguments()[n].alias_info();

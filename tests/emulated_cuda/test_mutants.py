@@ -1,0 +1,100 @@
+"""Faults that are planted in the engine are noticed on the emulated device, by at least one setting of the delays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.devices import emulated_device
+from support.harness import EngineUnderTest, Step, loss_and_gradients
+from support.samples.cuda import make_batch, make_model
+
+from lightning_memo.artifacts.swap_plan import HostBacked
+from lightning_memo.engine.copies.cuda_stream import CudaCopyEvent, CudaCopyStream
+from lightning_memo.engine.memory.rounding_buffers import RoundingBuffers
+from lightning_memo.engine.memory.row_matrices import HostRows
+
+# Longest delays of copies and kernels, in microseconds. Late kernels bring out copies that do not wait for them.
+DELAYS = [(20_000, 0), (3_000, 1_000)]
+# Of the whole gradient. Where keys and values are on the host, attention runs in slices, which takes half precision.
+SETTINGS = {"none": (torch.float32, 1e-5), "all": (torch.bfloat16, 2**-5)}
+
+
+def step_with(delays: tuple[int, int], host_backed: HostBacked) -> tuple[Step, Step]:
+    """Plain training's step, and the engine's with late copies or kernels."""
+    device = torch.device("cuda", 0)
+    model = make_model(device, SETTINGS[host_backed][0])
+    batch = {name: t[:, :128] for name, t in make_batch(device).items()}
+    plain = loss_and_gradients(model, batch)
+    slice_tokens = None if host_backed == "none" else 32
+    with EngineUnderTest(model, "auto", None, slice_tokens, host_backed, device, check_slices=False) as under_test:
+        under_test.profile_step(batch)
+        under_test.load(1.0, slice_tokens)
+        emulated_device.set_delays(*delays)
+        return plain, under_test.step(batch)
+
+
+def is_noticed(host_backed: HostBacked) -> bool:
+    for delays in DELAYS:
+        try:
+            plain, step = step_with(delays, host_backed)
+            error = step.distance(plain)
+        except RuntimeError as raised:
+            return "was written after its memory had been freed" in str(raised)
+        if not error <= SETTINGS[host_backed][1]:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("delays", DELAYS, ids=str)
+@pytest.mark.parametrize("host_backed", ["none", "all"])
+def test_without_a_fault_the_gradients_are_right(host_backed: HostBacked, delays: tuple[int, int]) -> None:
+    plain, step = step_with(delays, host_backed)
+    assert step.distance(plain) <= SETTINGS[host_backed][1]
+
+
+def _no_wait(self: CudaCopyEvent) -> None: ...
+
+
+def _never_computed(self: CudaCopyStream) -> None: ...
+
+
+def _free_at_once(self: Any, kept: int) -> None:
+    self._leaving.clear()
+
+
+def _swapped(enter: Callable[..., bool]) -> Callable[..., bool]:
+    """Take the other buffer in the backward, where the slot that owns it has not left."""
+
+    def mutant(self: Any, slot: Any, call: int) -> bool:
+        entered = enter(self, slot, call)
+        if slot.rounding is not None and slot.to_host.copied_bytes:
+            slot.buffer = self._buffers[1 - slot.rounding]
+        return entered
+
+    return mutant
+
+
+MUTANTS: dict[str, tuple[Any, str, Any, HostBacked]] = {
+    "computation does not wait for copies": (CudaCopyEvent, "wait", _no_wait, "none"),
+    "copies do not wait for computation": (CudaCopyStream, "computed", _never_computed, "none"),
+    "memory is freed while it is copied": (HostRows, "_free_sources", _free_at_once, "all"),
+    "rounding buffers are swapped": (RoundingBuffers, "enter", _swapped(RoundingBuffers.enter), "none"),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[HostBacked]:
+    owner, attribute, mutant, host_backed = MUTANTS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, attribute, mutant)
+        yield host_backed
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_faults_are_noticed(name: str) -> None:
+    with planted(name) as host_backed:
+        assert is_noticed(host_backed)
