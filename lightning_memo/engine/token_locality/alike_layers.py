@@ -13,17 +13,30 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.token_locality.prove_locality import Locality, Place, prove_locality
 from lightning_memo.engine.token_locality.user_code import hooked_module
 
 _TABLES = set(vars(nn.Module()))
+# FSDP2's own notes on a module are objects of that module, and decide nothing that the module computes.
+_NOTES = "__composable_api_state_key"
+_STYLES = "lightning_memo.parallel.tensor."  # each module has an object of its own
 _REPLACEABLE = (int, float, str, tuple, list, dict)
 _MOST_PROOFS = 8  # of layers that are alike but for attributes that they use
+
+
+class _Weight(NamedTuple):
+    """The kind of a parameter."""
+
+    type: type
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class LocalityProofs:
         """
         if hooked_module(call.layer):
             return prove_locality(call, x)
-        attributes = _attributes_of(call.layer)
+        attributes = _attributes_of(call.layer) | _weights_of(call.layer)
         proofs = self._proofs.setdefault(kind, [])
         alike = [(p, unlike) for p in proofs if (unlike := _unlike(attributes, p.attributes)) is not None]
         for proof, unlike in alike:
@@ -71,32 +84,39 @@ class LocalityProofs:
             proof, unlike = min(alike, key=lambda each: len(each[1] - each[0].unused))
             unused = proof.unused | unlike
         else:
-            unused = self._unlike_others(call.layer, attributes)
+            unused = self._unlike_others(call.layer)
         locality = prove_locality(call, x, unused)
         if locality.why_not and unused:
             unused, locality = frozenset(), prove_locality(call, x)
         self._proofs[kind] = [*proofs, _Proof(attributes, unused, locality)][-_MOST_PROOFS:]
         return locality
 
-    def _unlike_others(self, layer: nn.Module, attributes: dict[Place, Any]) -> frozenset[Place]:
-        """Return the attributes of a layer that differ in other layers of its class, for example its position."""
+    def _unlike_others(self, layer: nn.Module) -> frozenset[Place]:
+        """Return the attributes of a layer that differ in other layers of its class, for example its position.
+
+        Weights are left out: those of other layers may be sharded while this layer runs.
+        """
+        attributes = _attributes_of(layer)
         others = [_attributes_of(each) for each in self._layers if type(each) is type(layer) and each is not layer]
         return frozenset().union(*(_unlike(attributes, each) or () for each in others))
 
 
 def _attributes_of(layer: nn.Module) -> dict[Place, Any]:
-    """Return what the modules of a layer hold, apart from the values of parameters and buffers."""
+    """Return what the modules of a layer hold, apart from parameters and buffers."""
     attributes: dict[Place, Any] = {}
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
-            if name not in _TABLES:
+            if name not in _TABLES and not name.startswith(_NOTES):
                 own = isinstance(value, MethodType) and value.__self__ is module
                 attributes[path, name] = value.__func__ if own else value
-        for name, p in module._parameters.items():
-            if p is not None:
-                attributes[path, name] = (type(p), p.dtype, p.requires_grad)
     attributes.pop(("", "forward"), None)  # the engine's
     return attributes
+
+
+def _weights_of(layer: nn.Module) -> dict[Place, Any]:
+    """Return the kinds of the parameters of a layer."""
+    parameters = ((path, name, p) for path, m in layer.named_modules() for name, p in m._parameters.items())
+    return {(path, name): _Weight(type(p), p.dtype, p.requires_grad) for path, name, p in parameters if p is not None}
 
 
 def _unlike(a: dict[Place, Any], b: dict[Place, Any]) -> frozenset[Place] | None:
@@ -116,8 +136,10 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, (bool, int, float, complex, str, bytes)):
+    if isinstance(a, (bool, int, float, complex, str, bytes, Placement)):
         return bool(a == b)
+    if type(a).__module__.startswith(_STYLES):
+        return _same(vars(a), vars(b))
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):

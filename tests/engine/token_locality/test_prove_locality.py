@@ -1,12 +1,15 @@
 """Layers that compute each token by itself are told from layers that do not, whatever their weights and inputs are."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest
+from support.parallel_training import Run, train
+from support.processes import run_in_processes
 from torch import nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -176,6 +179,19 @@ def test_layers_that_are_alike_are_proven_once(family, forms, monkeypatch):
         under_test.profile_step(make_batch(2, 24))
         assert not under_test.engine.layer_classes.why_whole
     assert len(proofs) == forms
+
+
+def proofs_of_training(settings):
+    """Train in this process, one of a group, and return the number of proofs."""
+    with mock.patch.object(alike_layers, "prove_locality", wraps=prove_locality) as proofs:
+        train(Run(steps=1), {"alpha": 0.5} | settings)
+    return proofs.call_count
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 3}, {"zero_stage": 1}, {"tensor_parallel_size": 2}], ids=str)
+def test_layers_that_are_divided_over_processes_are_proven_once(settings):
+    """FSDP2 and the styles of tensor parallelism give each layer objects of its own."""
+    assert run_in_processes(2, proofs_of_training, settings) == [1, 1]
 
 
 def mixes_unless(same):
