@@ -138,12 +138,15 @@ def test_a_cell_that_takes_too_long_is_a_result(tmp_path):
     cell, process = load("cells.cell"), load("cells.process")
     assert process.device_name("cpu")  # from here on processes start quickly
     endless = cell.Cell(method="plain", tokens=128, model="llama_tiny", layers=2, device="cpu")
-    result = process.run_cell(endless, cell.Effort(warmup=0, repeats=9999), 6.0, ["x"])
-    assert (result["status"], result["reason"]) == ("timeout", "not over after 6 s")
+    for seconds in (4.0, 8.0, 60.0):  # on a busy machine the first step may be over late
+        result = process.run_cell(endless, cell.Effort(warmup=0, repeats=99999), seconds, ["x"])
+        assert (result["status"], result["reason"]) == ("timeout", f"not over after {seconds:g} s")
+        if result["steps"]["timed"] > 0:
+            break
     assert result["steps"]["timed"] > 0, "what was measured until then is lost"
-    result["effort"] = {"seconds": 6.0}
-    assert cell.finished(result, 6.0)
-    assert not cell.finished(result, 7.0)
+    result["effort"] = {"seconds": seconds}
+    assert cell.finished(result, seconds)
+    assert not cell.finished(result, seconds + 1)
 
 
 class Ends:

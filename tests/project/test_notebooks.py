@@ -111,7 +111,7 @@ SETUP = """
 %autoreload 2
 import gc, threading, time
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_memo import MemoStrategy
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.data import TextDataModule
@@ -130,13 +130,18 @@ class Slow(CausalLM):
             print("pause", flush=True)
             time.sleep(60)
         return loss
+
+class Wait(Callback):  # until memory is planned, which takes longer on a busy machine
+    def on_train_batch_end(self, trainer, *args):
+        while trainer.strategy.memory.busy:
+            time.sleep(0.01)
 """
 FIT = """
 seed_everything(0, verbose=False)
 PAUSE = {pause}
 strategy = MemoStrategy(alpha=0.5)
 trainer = Trainer(accelerator="cpu", strategy=strategy, max_steps=12, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0)
+    enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0, callbacks=[Wait()])
 trainer.fit(Slow({{"config": CONFIG}}), TextDataModule(seq_len=384, path="{text}", max_bytes=100000))
 print("loss", trainer.callback_metrics["train_loss"].item())
 """

@@ -24,6 +24,8 @@ from lightning_memo.profiler import measured_costs as costs
 
 LAYERS = 6
 STEPS = 6
+MANY_LAYERS = 20
+SIGNALLED = MANY_LAYERS + 15  # calls of layers: in the second step, as some calls of the first one are trials
 
 
 class Act(torch.autograd.Function):
@@ -129,31 +131,31 @@ def test_the_step_ends_after_the_layer_and_is_run_again(tmp_path: Path, place: s
 
 
 def train_slowly(folder: Path) -> None:
-    """Train so that a second step takes seconds: many layers, each of which notes that it begins and waits."""
+    """Train so that the signal arrives in a layer of the second step, which waits for it; each notes that it begins."""
     torch.set_num_threads(1)
     costs._BANDWIDTH_SECONDS = 0.005  # of no interest here
-    layers = 60
+    begun = folder / "layers"
 
     def begin() -> None:
-        with (folder / "layers").open("a") as file:
+        with begun.open("a") as file:
             file.write(".")
-        if (folder / "layers").stat().st_size > layers:
-            time.sleep(0.1)
+        while begun.stat().st_size == SIGNALLED and not module.trainer.received_sigterm:
+            time.sleep(0.01)
 
-    blocks = [Watched(begin, lambda: None) for _ in range(layers)]
-    train(folder, LanguageModel(lambda: PlainModel(blocks)), alpha=1.0)
+    blocks = [Watched(begin, lambda: None) for _ in range(MANY_LAYERS)]
+    module = LanguageModel(lambda: PlainModel(blocks))
+    train(folder, module, alpha=1.0)
 
 
 def test_a_process_ends_within_a_layer(tmp_path: Path) -> None:
     process = forking().Process(target=train_slowly, args=(tmp_path,), daemon=True)
     process.start()
     layers = tmp_path / "layers"
-    while process.is_alive() and (not layers.exists() or layers.stat().st_size < 70):  # in the second step
+    while process.is_alive() and (not layers.exists() or layers.stat().st_size < SIGNALLED):
         time.sleep(0.01)
     process.terminate()
-    at_least = layers.stat().st_size
     process.join()
     assert process.exitcode == 0  # as Lightning ends
-    assert layers.stat().st_size <= at_least + 2
+    assert layers.stat().st_size <= SIGNALLED + 1
     saved = torch.load(tmp_path / "stopped.ckpt", weights_only=False)
     assert saved["global_step"] == 1

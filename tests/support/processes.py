@@ -13,7 +13,6 @@ import multiprocessing
 import multiprocessing.context
 import os
 import pickle
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -80,7 +79,8 @@ class Group:
 
     def __init__(self, size: int, timeout_seconds: float = 120.0) -> None:
         context = forking()
-        port = free_port()
+        # In this process, so that no other one can take the port before the group listens on it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes = []
         self._folder = tempfile.TemporaryDirectory(prefix="processes-")
@@ -88,7 +88,9 @@ class Group:
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, rank, size, port, timeout_seconds, self._folder.name), daemon=True
+                target=_serve,
+                args=(there, rank, size, self._store.port, timeout_seconds, self._folder.name),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -174,13 +176,6 @@ def stop_all() -> None:
 atexit.register(stop_all)
 
 
-def free_port() -> int:
-    """Return a port that no process listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: float, folder: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
@@ -194,7 +189,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     timeout = dt.timedelta(seconds=timeout_seconds)
     if BACKEND == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
             function, args, kwargs = pipe.recv()
