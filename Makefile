@@ -11,7 +11,7 @@ CUDA_RUN := $(CUDA_VENV)/bin/python
 CUDA_INSTALLED := $(CUDA_VENV)/.installed
 CUDA_HEADERS := .cuda/toolkit/nvidia/cu13/include
 
-.PHONY: demo test test-cuda lint docs bench-cpu cuda-headers
+.PHONY: demo test test-slow test-cuda lint docs bench-cpu cuda-headers
 
 # One thread computes, which leaves a core to the thread that copies. More threads gain little at this size and lose much
 # while other programs run.
@@ -21,11 +21,16 @@ demo: $(INSTALLED)
 # One thread per worker, because the tests compare numbers bit by bit and share the cores. Each worker runs consecutive
 # files, so that fixtures and process pools are reused, and takes half of the other's remaining tests when it has finished.
 # Bytecode is cached even if the environment forbids it, because the tests start hundreds of processes.
-test: export EXTRAS_REQUIRED = 1
-test: export OMP_NUM_THREADS = 1
-test: export PYTHONDONTWRITEBYTECODE =
+#
+# The cases that are marked slow combine settings that others cover one by one, or draw more at random.
+test test-slow: export EXTRAS_REQUIRED = 1
+test test-slow: export OMP_NUM_THREADS = 1
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	$(RUN) -m pytest $(WORKERS) tests $(QUANTIZED_TESTS:%=--ignore=%)
+	$(RUN) -m pytest $(WORKERS) -m "not slow" tests $(QUANTIZED_TESTS:%=--ignore=%)
+
+test-slow: $(INSTALLED)
+	$(RUN) -m pytest $(WORKERS) -m slow tests $(QUANTIZED_TESTS:%=--ignore=%)
 	PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
 
 # Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the second command also run on the CPU, by `make test`.

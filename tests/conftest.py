@@ -20,12 +20,18 @@ from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.devices import emulated_device, nothing_hidden
+from support.slow import mark_slow
 from support.trainer_harness import shorten_measurements
 from support.warm import use_libyaml
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # other programs may keep the machine busy
 hypothesis.settings.load_profile("no deadline")
 use_libyaml()
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are selected by markers
+def pytest_collection_modifyitems(items):
+    mark_slow(items)
 
 
 def pytest_collection_finish():

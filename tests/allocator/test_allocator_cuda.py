@@ -5,6 +5,7 @@ import sys
 import pytest
 from support.cuda_stub.real_allocator import build_stub
 from support.paths import ROOT, TESTS
+from support.slow import slow_if
 
 from lightning_memo.allocator.allocator_library import SOURCE_FOLDER
 from lightning_memo.utils import native_build as native
@@ -55,6 +56,7 @@ def not_overridden(compiler, source, version, folder):
     return [entry for entry in functions if not entry.startswith("lightning_memo::")]
 
 
+@slow_if(lambda version: version in VERSIONS[1:-1])
 @each_version
 @pytest.mark.parametrize("toolkit", ["missing", "toolkit/nvidia/cu13"], ids=["pip install torch", "and a toolkit"])
 def test_every_virtual_function_is_overridden(compiler, version, toolkit, tmp_path, monkeypatch):
@@ -92,6 +94,7 @@ def test_versions_that_nobody_looked_at_are_refused(tmp_path):
         native.build("allocator_cuda", [BACK_END], flags)
 
 
+@slow_if(lambda version: version in VERSIONS[1:-1])
 @each_version
 def test_back_end_on_the_stub_runtime(version):
     flags = torch_flags(version)

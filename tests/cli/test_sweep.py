@@ -278,6 +278,7 @@ def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
     assert out.count(" Sweep ") == 1
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_sweep_and_their_job_goes_on(tmp_path):
     settings = ["trainer.devices=2", "strategy.context_parallel_size=2", "strategy.alpha=0.5", *SHORT]
     assert interrupted(tmp_path, signal.SIGKILL, *settings, job=0, cold=True) == -signal.SIGKILL

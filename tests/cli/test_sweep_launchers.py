@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, free_port, run
 from support.extras import extra
 
@@ -56,6 +57,7 @@ def command(*settings: str) -> list[str]:
     return ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, "strategy=plain", *settings]
 
 
+@pytest.mark.slow
 def test_jobs_at_the_same_time_on_this_machine(tmp_path: Path) -> None:
     # Jobs are identified by process ids, which differ for the processes of `warm`.
     sweep = command("hydra/launcher=submitit_local", "data.seq_len=16,24", "sweep=mine")

@@ -83,6 +83,7 @@ def test_fpdt_is_one_word(tmp_path, train):
     assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_commands_of_the_documentation(tmp_path):
     assert set(README_COMMANDS) <= set(PAGE_COMMANDS)
     assert len(PAGE_COMMANDS) >= 4

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import environment
+from support.slow import slow_if
 
 from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset
 
@@ -56,6 +57,7 @@ def descendants(process: int) -> set[int]:
     return found
 
 
+@slow_if(lambda method: method == "forkserver")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_no_worker_outlives_a_kill(method: str) -> None:
     process = subprocess.Popen(

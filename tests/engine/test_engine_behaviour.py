@@ -25,6 +25,7 @@ from support.harness import (
     loss_and_gradients,
     planned,
 )
+from support.slow import slow_if
 from torch import Tensor, nn
 
 TOKENS = 48
@@ -98,6 +99,8 @@ def _forwards_and_backwards_interleaved(model: nn.Module) -> Tensor:
     return first + second + third
 
 
+slow_pair = slow_if(lambda family, alpha: (family == "llama") != (alpha == 0.5))
+
 each_loop = pytest.mark.parametrize(
     "loop",
     [_sum_of_two, _first_forward_first, _last_forward_first, _accumulation, _forwards_and_backwards_interleaved],
@@ -113,6 +116,7 @@ def run_loop(model: nn.Module, loop: Callable[[nn.Module], Tensor]) -> tuple[Ste
     return Step(loss, gradients_of(model)), torch.get_rng_state()
 
 
+@slow_pair
 @each_family
 @each_alpha
 @each_loop
@@ -134,6 +138,7 @@ def test_loops(family: str, alpha: float, loop: Callable[[nn.Module], Tensor]) -
         assert under_test.engine.profile is None
 
 
+@slow_if(lambda alpha: alpha == 0.0)
 @each_alpha
 @each_loop
 def test_more_forwards_before_a_backward_than_planned(alpha: float, loop: Callable[[nn.Module], Tensor]) -> None:
@@ -148,6 +153,7 @@ def test_more_forwards_before_a_backward_than_planned(alpha: float, loop: Callab
         assert (under_test.engine.profile is not None) == replanned
 
 
+@slow_pair
 @each_family
 @each_alpha
 def test_losses_may_be_kept_after_their_backward(family: str, alpha: float) -> None:
@@ -164,6 +170,7 @@ def test_losses_may_be_kept_after_their_backward(family: str, alpha: float) -> N
         under_test.assert_as_planned()
 
 
+@slow_pair
 @each_family
 @each_alpha
 def test_second_backward_says_what_is_wrong(family: str, alpha: float) -> None:
@@ -205,6 +212,7 @@ def run_until_failure(model: nn.Module) -> None:
     assert failed
 
 
+@slow_pair
 @each_family
 @each_alpha
 @pytest.mark.usefixtures("no_garbage_collection")
@@ -222,6 +230,7 @@ def test_step_after_a_failed_forward(family: str, alpha: float) -> None:
         under_test.assert_as_planned()
 
 
+@slow_pair
 @each_family
 @each_alpha
 @pytest.mark.parametrize("reset", [False, True], ids=["alone", "with_reset"])
@@ -243,6 +252,7 @@ def test_step_after_a_failed_backward(family: str, alpha: float, reset: bool) ->
         under_test.assert_as_planned()
 
 
+@slow_pair
 @each_family
 @each_alpha
 @pytest.mark.usefixtures("no_garbage_collection")
@@ -279,6 +289,7 @@ def test_reset_takes_memory_from_a_graph_that_is_still_held(alpha: float) -> Non
 # ---- forwards without gradients
 
 
+@slow_pair
 @each_family
 @each_alpha
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -300,6 +311,7 @@ def test_forward_without_gradients(family: str, alpha: float, context: Callable[
         assert torch.equal(forward(), logits)
 
 
+@slow_pair
 @each_family
 @each_alpha
 @pytest.mark.parametrize("use_cache", [False, True], ids=["without_cache", "with_cache"])
@@ -351,6 +363,7 @@ def test_larger_batch_is_profiled_anew(alpha: float) -> None:
         under_test.assert_as_planned()
 
 
+@slow_pair
 @each_family
 @each_alpha
 @pytest.mark.parametrize(("batch", "tokens"), [(1, TOKENS), (2, TOKENS - 11), (2, 3), (1, 2), (1, 2 * TOKENS)])
@@ -374,6 +387,7 @@ def test_padding_may_come_and_go(alpha: float) -> None:
         under_test.assert_as_planned()
 
 
+@slow_pair
 @each_alpha
 @pytest.mark.parametrize("family", ["llama_gqa", "mistral_window"])
 def test_packed_documents_see_only_themselves(family: str, alpha: float) -> None:
@@ -434,6 +448,7 @@ def _all_but_embeddings_frozen(model: nn.Module) -> None:
     model.get_input_embeddings().requires_grad_(True)
 
 
+@slow_if(lambda padded: padded)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize(
     "freeze",
@@ -446,6 +461,7 @@ def test_frozen_parts(freeze: Callable[[nn.Module], None], padded: bool) -> None
     assert_trains_like_plain(model, make_batch(2, TOKENS, padded))
 
 
+@slow_if(lambda amp, alpha: amp and alpha != 0.5)
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no_dropout", "dropout"])
 @each_alpha
@@ -509,6 +525,7 @@ def test_router_logits_in_the_loss(family: str, alpha: float) -> None:
         under_test.assert_as_planned()
 
 
+@slow_if(lambda family, schedule: schedule == "nest" and family != "mixtral_balanced")
 @pytest.mark.parametrize("schedule", ["auto", "nest"])
 @pytest.mark.parametrize("family", BALANCED)
 def test_outputs_of_layers_in_slices_are_joined(family: str, schedule: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import Batch, EngineUnderTest, Step, assert_equal, in_double, loss_and_gradients
+from support.slow import slow_if
 from torch import nn
 
 TOKENS = 64
@@ -49,6 +50,11 @@ class Case:
     def exact(self) -> Step:
         """The gradient in fp64, of the weights as they are. Dropout draws the same masks in every precision."""
         return exact(self.family, self.precision == "bf16-true", self.batch_size, self.padded)
+
+
+slow_case = slow_if(
+    lambda case: (case[1] != "fp32" and case[0] not in ("llama_gqa", "gpt2_dropout", "mixtral")) or case[2] != 2
+)
 
 
 def build(family: str, rounded: bool) -> nn.Module:
@@ -116,6 +122,7 @@ def assert_as_good(case: Case, actual: Step) -> None:
             assert own[name] <= FARTHER * spread * plains_own[name], name
 
 
+@slow_case
 @pytest.mark.parametrize("alpha", ALPHAS, ids=lambda alpha: f"alpha{alpha:g}")
 def test_gradients_are_those_of_plain_training(case: Case, alpha: float) -> None:
     case.under_test.load(alpha)
@@ -126,6 +133,7 @@ def test_gradients_are_those_of_plain_training(case: Case, alpha: float) -> None
     case.under_test.assert_as_planned()
 
 
+@slow_case
 def test_profiled_step_trains_like_plain_training(case: Case) -> None:
     profiled = case.under_test.profiled
     assert profiled is not None

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.attention.recorded_training import Recording, blocks, compare
 from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
+from support.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -177,12 +178,14 @@ def hook_with_names(model: nn.Module, between: bool) -> None:
         ]
 
 
+@slow_if(lambda change, alpha: alpha != 0.5 and change is not set_tensor)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("change", [switch_mode, set_number, set_objects, set_tensor, freeze, hook, hook_with_names])
 def test_what_changes_before_the_backward(change: Callable[[nn.Module, bool], None], alpha: float) -> None:
     compare(blocks(Scaled), {"alpha": alpha}, lambda build: Between(build, change))
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize(
     ("build", "module"),
@@ -269,6 +272,7 @@ CHANGED = [
 ]
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("change", [write_tensor, write_buffer])
 def test_small_tensors_are_restored(change: Any, alpha: float) -> None:

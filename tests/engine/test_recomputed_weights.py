@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.attention.recorded_training import blocks, compare
 from support.families import PlainBlock
+from support.slow import slow_if
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,6 +27,8 @@ SETTINGS = {
     "all": {"slice_tokens": 16, "host_backed": "all"},
     "kinds": {"storage": "kinds", "device_memory": "1GiB", "host_memory": "1GiB"},
 }
+
+QUICK = [SETTINGS["half"], SETTINGS["all"]]
 
 
 def block(compute: Callable[[PlainBlock, Tensor], Tensor]) -> Callable[[], nn.Module]:
@@ -63,6 +66,7 @@ CALLING = {
 }
 
 
+@slow_if(lambda compute, settings: not (settings in QUICK or compute is CHOOSING["topk"]))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("compute", CHOOSING.values(), ids=CHOOSING)
 def test_choices_among_weights(compute: Any, settings: dict[str, Any]) -> None:
@@ -78,6 +82,7 @@ def test_a_choice_among_weights_keeps_no_indices() -> None:
     assert len(noted) == 1
 
 
+@slow_if(lambda compute, settings: not (settings in QUICK or compute is CALLING["low_rank"]))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("compute", CALLING.values(), ids=CALLING)
 def test_functions_of_weights(compute: Any, settings: dict[str, Any]) -> None:

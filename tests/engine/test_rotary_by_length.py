@@ -13,6 +13,7 @@ from support.harness import EngineUnderTest, assert_close, loss_and_gradients
 from support.parallel_training import MODELS, Run, Texts, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
+from support.slow import slow_if
 from support.trainer_harness import LanguageModel, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ LENGTHS = (45, 30, 17, 27, 50)
 LAYERS = 3  # of which one is swapped; the third one of Gemma 3 has no window
 
 
+@slow_if(lambda configuration: configuration in ("cp2 x tp2+sp", "tp2+sp", "cp4 ulysses2 x ring2"))
 @pytest.mark.parametrize(
     ("family", "configuration", "settings"),
     [
@@ -44,6 +46,7 @@ def test_trains_as_one_process(family: str, configuration: str, settings: dict[s
     assert all(error <= BOUND for error in errors.values()), errors
 
 
+@slow_if(lambda family: family == "phi3_longrope")
 @pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope"])
 def test_packed_documents_go_by_the_longest_of_the_batch(family: str) -> None:
     run = Run(family=family, lengths=(45, 60, 33), packed=True, steps=3, layers=LAYERS)  # documents of 19 to 40 tokens
@@ -75,6 +78,7 @@ def losses_of_fit(family: str, strategy: dict[str, Any] | None) -> list[float]:
     return module.losses
 
 
+@slow_if(lambda family: family == "phi3_longrope")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -90,6 +94,7 @@ def test_evaluation_leaves_the_tables_that_it_would_leave_in_one_process(family:
     assert len(plain) == 2 + 5 * 6  # two at the start, and five after each step
 
 
+@slow_if(lambda family, schedule: (family == "phi3_longrope") != (schedule == "slice"))
 @pytest.mark.parametrize("schedule", ["auto", "slice"])
 @pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope"])
 def test_slices_go_by_the_whole_batch(family: str, schedule: str) -> None:

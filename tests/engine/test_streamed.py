@@ -17,6 +17,7 @@ from support.devices import DEVICE
 from support.families import make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
 from support.samples.streamed import build, frozen_below
+from support.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, plain, shorten_measurements
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
@@ -51,6 +52,7 @@ def assert_as_good(model: nn.Module, batch, actual: Step, plain: Step) -> None:
 WAYS = [(4, "attention", 1), (8, "all", 1), (11, "all", 14), (11, "attention", 61)]  # the last of 11 has one token
 
 
+@slow_if(lambda family, slices: family == "llama" or (family, slices) == ("mistral_window", 8))
 @pytest.mark.parametrize(
     ("family", "slices", "host_backed", "block_tokens"),
     [
@@ -78,6 +80,7 @@ def test_gradients(family: str, slices: int, host_backed: HostBacked, block_toke
                 assert memory.stats.peak_host_bytes >= sum(predicted)
 
 
+@slow_if(lambda family: family in ("llama", "gpt_neox"))
 @pytest.mark.parametrize(
     ("family", "slices"),
     [("llama", 4), ("llama_gqa", 11), ("gemma3_mixed_windows", 4), ("gpt_neox", 8), ("llama_lora", 11)],

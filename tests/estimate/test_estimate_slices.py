@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.slow import slow_if
 from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy
@@ -68,6 +69,7 @@ def train(
     return trainer.strategy.plan
 
 
+@slow_if(lambda tokens: tokens in (5000, 8 * K))
 @pytest.mark.parametrize(
     ("slices", "precision", "changes", "tokens", "lora"),
     [

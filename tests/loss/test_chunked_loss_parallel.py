@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from support.families import FAMILIES
 from support.parallel_training import Run, train_alone, train_together
+from support.slow import slow_if
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput
@@ -54,6 +55,12 @@ def lora_on_head(**sizes: Any) -> nn.Module:
     return peft.get_peft_model(FAMILIES["llama_gqa"].build(**sizes), adapters)
 
 
+QUICK = [
+    (2, "llama_gqa", TENSOR), (2, "llama_tied", SEQUENCE), (2, lora_on_head, SEQUENCE),
+    (2, "llama_gqa", {"context_parallel_size": 2}), (2, "llama_tied", {"zero_stage": 3}),
+]  # fmt: skip
+
+
 class OwnLoss(nn.Module):
     """A loss from logits, as users write it."""
 
@@ -72,6 +79,7 @@ def own_loss(**sizes: Any) -> nn.Module:
     return OwnLoss(FAMILIES["llama_gqa"].build(**sizes))
 
 
+@slow_if(lambda size, family, settings: (size, family, settings) not in QUICK)
 @pytest.mark.parametrize(
     ("size", "family", "settings"),
     [

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.consolidate_checkpoint import _load_distributed_checkpoint
 from support.processes import Group, ProcessError, run_in_processes
 from support.samples.checkpoints import STEPS, checkpoint_of, shard
+from support.slow import slow_if
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -169,6 +170,7 @@ def saved_by(tmp_path_factory):
     return saved
 
 
+@slow_if(lambda source: source not in ("one", "zero3-dp4", "zero0-dp2-tp2"))
 @pytest.mark.parametrize("source", TOPOLOGIES)
 def test_every_topology_loads_what_any_saved(saved_by, source):
     path, saved = saved_by(source)
@@ -190,6 +192,7 @@ def test_state_survives_a_tour_of_topologies(saved_by, tmp_path):
     assert_same(run("one", load, path)[0], saved)
 
 
+@slow_if(lambda target: target == "zero0-dp2-tp2")
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": torch.bfloat16}, {"tied": True}, {"frozen": True}, {"trained": 0}],
@@ -309,6 +312,7 @@ def killed(function, *args):
     return status != 0
 
 
+@slow_if(lambda kind: kind in ("folder", "file"))
 @pytest.mark.filterwarnings("ignore:.*a save was interrupted")
 @pytest.mark.parametrize("kind", ["none", "folder", "file", "link", "previous"])
 def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):

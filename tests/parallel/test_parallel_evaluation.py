@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from support.families import VOCABULARY
 from support.parallel_training import LR, Keep, Run, Texts
 from support.processes import run_in_processes
+from support.slow import slow_if
 from support.trainer_harness import LanguageModel, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -73,6 +74,7 @@ def _loss_of(module: LanguageModel) -> float:
     return sum(float(module.loss(batch)) for batch in _loader()) / len(_loader())
 
 
+@slow_if(lambda configuration: configuration in ("cp2 ulysses", "tp2", "cp2 x tp2+sp zero3"))
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_losses_of_all_stages(configuration: str) -> None:
     size, settings = CONFIGURATIONS[configuration]
@@ -138,6 +140,12 @@ def _first_losses(kind: type[LanguageModel], settings: dict[str, Any]) -> list[f
     return module.losses
 
 
+@slow_if(
+    lambda configuration, kind: (
+        (configuration, kind)
+        not in {("cp2 ring", ByName), ("tp2+sp", InParts), ("dp2 zero3", TwoPasses), ("cp2 ring", TwoPasses)}
+    )
+)
 @pytest.mark.parametrize("kind", [ByName, InParts, TwoPasses])
 @pytest.mark.parametrize("configuration", ["cp2 ring", "tp2+sp", "dp2 zero3"])
 def test_steps_that_do_not_pass_the_batch_on(configuration: str, kind: type[LanguageModel]) -> None:
@@ -184,6 +192,7 @@ def _fit(module: LanguageModel, settings: dict[str, Any], **trainer: Any) -> Non
         make_trainer(strategy, devices=dist.get_world_size(), **({"max_epochs": 1} | trainer)).fit(module, _loader())
 
 
+@slow_if(lambda configuration: configuration not in ("dp2 zero3", "cp2 ring"))
 @pytest.mark.parametrize("configuration", ["dp2 zero0", "dp2 zero1", "dp2 zero1 offload", "dp2 zero3", "cp2 ring"])
 def test_an_interrupted_accumulation_leaves_nothing(configuration: str) -> None:
     zero = {f"dp2 zero{stage}": (2, {"zero_stage": stage}) for stage in range(4)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.parallel_training import Outcome, Run, train_alone, train_together
+from support.slow import slow_if
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero0": (2, {"zero_stage": 0}),
@@ -18,6 +19,12 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@slow_if(
+    lambda configuration, precision: (
+        configuration not in ("dp2 zero3", "cp2 ring", "tp2+sp")
+        or (configuration == "cp2 ring") != (precision == "bf16-mixed")
+    )
+)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_distance_to_fp32(configuration: str, precision: str) -> None:

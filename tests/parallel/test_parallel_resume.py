@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
+from support.slow import slow_if
 from transformers import AutoModelForCausalLM
 
 RUN = Run(family="llama_gqa", tokens=45, batch=4, clip=0.5, steps=4, layers=3)
@@ -23,6 +24,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero0": (2, {"zero_stage": 0}),
     "one": (1, {}),
 }
+
+QUICK = {
+    ("cp2 x tp2", "cp2 x tp2"), ("cp2 x tp2", "dp2 zero0"), ("one", "dp2 x cp2"), ("one", "dp2 zero3"),
+    ("dp2 zero3", "dp2 zero3"), ("dp2 zero3", "one"),
+}  # fmt: skip
 
 
 def _train(topology: str, checkpoint: str, resume: bool) -> Outcome:
@@ -69,6 +75,7 @@ def _export(settings: dict[str, Any], folder: str) -> Outcome:
     return train(RUN, settings, export)
 
 
+@slow_if(lambda topology: topology == "one")
 @pytest.mark.parametrize("topology", ["cp2 x tp2", "dp2 zero3", "one"])
 def test_a_trained_model_is_exported(topology: str, tmp_path: Path) -> None:
     size, settings = TOPOLOGIES[topology]
@@ -78,6 +85,7 @@ def test_a_trained_model_is_exported(topology: str, tmp_path: Path) -> None:
     assert all(torch.equal(exported[name.removeprefix("model.")], t) for name, t in trained.items())
 
 
+@slow_if(lambda of, to: (of, to) not in QUICK)
 @pytest.mark.parametrize("to", TOPOLOGIES)
 @pytest.mark.parametrize("of", ["cp2 x tp2", "one", "dp2 zero3"])
 def test_goes_on_in_another_topology(uninterrupted: Any, of: str, to: str) -> None:

@@ -20,10 +20,19 @@ from lightning.pytorch import Callback
 from support.devices import DEVICE
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
+from support.slow import slow_if
 from support.stacks import layer_stacks
 from typing_extensions import override
 
 from lightning_memo.engine import TestMode
+
+# Each configuration and each kind of model at least once.
+QUICK = {
+    ("tp2+sp", "mistral_window"), ("cp4 ring", "packed"), ("cp4 ulysses2 x ring2", "gemma3_mixed_windows"),
+    ("dp2 x cp2", "qwen3"), ("cp2 x tp2+sp", "packed"), ("cp2 ring", "mixtral"), ("cp2 ulysses", "gemma"),
+    ("dp2 zero3", "gpt_neox"), ("tp2+sp", "llama_gqa"), ("cp2 ring", "llama"), ("cp2 ulysses", "mistral_window"),
+    ("cp2 ring", "llama_frozen_below"),
+}  # fmt: skip
 
 PARTS = ("loss", "norm", "gradients", "weights")
 
@@ -39,6 +48,7 @@ def check(configuration: str, run: Run, parts: Sequence[str] = PARTS, **settings
 
 
 # Gradients are accumulated after the engine's part, whatever alpha is.
+@slow_if(lambda family, configuration: family == "llama" and configuration not in ("tp2", "cp2 ring", "dp2 zero3"))
 @pytest.mark.parametrize(
     ("family", "alphas", "accumulate"), [("llama", (0.0, 1.0), 1), ("llama_gqa", (0.5,), 2)], ids=["llama", "llama_gqa"]
 )
@@ -51,6 +61,7 @@ def test_equals_one_process_at_every_alpha(
         check(configuration, Run(family=family, tokens=45, accumulate=accumulate, steps=steps, clip=0.5), alpha=alpha)
 
 
+@slow_if(lambda configuration, run: (configuration, "packed" if run.packed else run.family) not in QUICK)
 @pytest.mark.parametrize("configuration", ["tp2+sp", "cp4 ring", "cp4 ulysses2 x ring2", "dp2 x cp2", "cp2 x tp2+sp"])
 @pytest.mark.parametrize(
     "run",
@@ -66,12 +77,14 @@ def test_other_attention_and_layers(configuration: str, run: Run) -> None:
     check(configuration, run, alpha=0.5)
 
 
+@slow_if(lambda configuration, family: (configuration == "dp2 zero3") != (family == "llama_lora"))
 @pytest.mark.parametrize("configuration", ["cp2 ring", "dp2 zero3", "cp2 x tp2+sp"])
 @pytest.mark.parametrize("family", ["llama_tied", "llama_lora"])
 def test_tied_and_frozen_weights(configuration: str, family: str) -> None:
     check(configuration, Run(family=family, accumulate=2, steps=2, layers=3, clip=0.5), alpha=0.5)
 
 
+@slow_if(lambda configuration, family: (configuration, family) not in QUICK)
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "dp2 zero3"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_neox", "gemma"])
 def test_other_families(configuration: str, family: str) -> None:
@@ -79,12 +92,14 @@ def test_other_families(configuration: str, family: str) -> None:
     check(configuration, Run(family=family, steps=2), parts=("loss", "norm", "gradients"), alpha=0.5)
 
 
+@slow_if(lambda configuration: configuration == "cp2 x tp2+sp")
 @pytest.mark.parametrize(("configuration", "slice_tokens"), [("tp2+sp", 1), ("cp2 ring", 3), ("cp2 x tp2+sp", 3)])
 def test_many_slices(configuration: str, slice_tokens: int) -> None:
     tokens = 13 if slice_tokens == 1 else 27  # of two processes each
     check(configuration, Run(family="llama_gqa", tokens=tokens), alpha=0.5, slice_tokens=slice_tokens)
 
 
+@slow_if(lambda configuration, family: (configuration, family) not in QUICK)
 @pytest.mark.parametrize(
     ("configuration", "family", "host_backed", "slice_tokens"),
     [
@@ -117,6 +132,7 @@ def test_layers_of_stacks(family: str | Callable[..., torch.nn.Module]) -> None:
     assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
 
 
+@slow_if(lambda configuration: configuration == "dp2 x cp2 zero3 ulysses")
 @pytest.mark.parametrize("configuration", ["cp2 x tp2+sp", "dp2 x cp2 zero3 ulysses"])
 def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> None:
     run = Run(family="llama_gqa", tokens=45, steps=9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from support.draws import REPEATABLE, draws
@@ -74,14 +75,18 @@ def train_or_refuse(run: Run, strategy: dict[str, Any]) -> Outcome | str:
         return str(error)
 
 
-@settings(
-    max_examples=draws(8), derandomize=REPEATABLE, database=None, print_blob=False,
-    phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
-@given(divided=divided_runs())
-def test_trains_as_one_process_or_refuses(divided: tuple[int, Run, dict[str, Any]]) -> None:
-    note(repr(divided))
-    check(*divided)
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_trains_as_one_process_or_refuses(count: int) -> None:
+    @settings(
+        max_examples=draws(count), derandomize=REPEATABLE, database=None, print_blob=False,
+        phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    @given(divided=divided_runs())
+    def each(divided: tuple[int, Run, dict[str, Any]]) -> None:
+        note(repr(divided))
+        check(*divided)
+
+    each()
 
 
 def check(size: int, run: Run, strategy: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from support.parallel_training import Outcome, Run, train
 from support.processes import Group, ProcessError, run_in_processes
+from support.slow import slow_if
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
@@ -147,6 +148,7 @@ def _report_a_death(settings: dict[str, Any]) -> Outcome:
     raise Report(f"error: {error} heard: {heard}")
 
 
+@slow_if(lambda settings: "tensor_parallel_size" in settings)
 @pytest.mark.parametrize(
     "settings",
     [{"zero_stage": 3}, {"context_parallel_size": 2}, {"tensor_parallel_size": 2}],

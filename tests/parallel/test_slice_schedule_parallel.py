@@ -8,6 +8,7 @@ import pytest
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.collectives import EXPECTED, Collectives
 from support.samples.collectives import RUN as COUNTED
+from support.slow import slow_if
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import TestMode
@@ -16,6 +17,7 @@ SETTINGS: dict[str, Any] = {"schedule": "slice", "alpha": 0.5, "test_mode": Test
 BOUND = 2e-6  # of a weight's gradient, relative; rounding only
 
 
+@slow_if(lambda stage: stage == 1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_are_those_of_one_process(stage: int) -> None:
     run = Run(family="llama_gqa", tokens=29, accumulate=2, batch=2, steps=2, clip=0.1)
@@ -31,6 +33,7 @@ def test_gradients_in_mixed_precision() -> None:
     assert sliced.worst_error(plain)["gradients"] <= 0.05
 
 
+@slow_if(lambda stage: stage == 1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_collectives_of_an_optimizer_step(stage: int) -> None:
     """However many slices: what the stage does without any."""

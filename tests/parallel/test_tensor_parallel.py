@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from support.families import VOCABULARY
 from support.processes import run_in_processes
+from support.slow import slow_if
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -198,6 +199,7 @@ def test_loss_and_gradients(family: str) -> None:
         assert max(worst.values()) <= 1e-5, worst
 
 
+@slow_if(lambda family: family not in ("llama", "llama_odd_vocabulary"))
 @pytest.mark.parametrize("family", ["llama", "phi3", "phi_qk_norm", "olmo2", "llama_odd_vocabulary"])
 def test_four_ranks(family: str) -> None:
     for worst in run_in_processes(4, compare_family, family):
@@ -360,6 +362,7 @@ def train_sharded(family: str, data: int, sp: bool, reshard: bool) -> tuple[floa
     return max(errors(gradients[1], gradients[0]).values()), max(errors(weights[1], weights[0]).values())
 
 
+@slow_if(lambda data: data == 1)
 @pytest.mark.parametrize("data", [1, 2])
 def test_fsdp(data: int) -> None:
     for family, sp, reshard in (("llama_tied", True, True), ("qwen3", False, False), ("phi3_gqa", True, True)):

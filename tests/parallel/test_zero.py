@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from support.parallel_training import Run, train_together
 from support.samples.collectives import EXPECTED, RUN, Collectives
+from support.slow import slow_if
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -54,6 +55,7 @@ class StateBytes(Callback):
         self.notes["count"] = sum(p.numel() for p in module.parameters())
 
 
+@slow_if(lambda processes: processes == 4)
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_per_process_in_mixed_precision(stage: int, processes: int) -> None:

@@ -15,6 +15,7 @@ from support.cuda_stub.real_allocator import Replay
 from support.cuda_stub.real_allocator import replay as replay_real
 from support.paths import ROOT
 from support.samples.plans import record_step
+from support.slow import slow_if
 
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement.caching_allocator import replay
@@ -80,6 +81,7 @@ def assert_exact(traces, version, expandable):
         assert real.reserved[-1].tolist() == curve.reserved_bytes.tolist()
 
 
+@slow_if(lambda version: version in VERSIONS[:-1])
 @each_version
 @each_setting
 def test_random_traces_exactly(version, expandable):

@@ -64,6 +64,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert out.count("unigram entropy of the text") == 1
 
 
+@pytest.mark.slow
 def test_two_hosts_end_with_the_loss_of_one_process(tmp_path: Path) -> None:
     status, out, err = run([EXAMPLES / "two_hosts.sh", *WITHOUT_REPORT], tmp_path, PORT=free_port())
     assert status == 0, err

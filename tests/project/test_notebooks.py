@@ -153,6 +153,7 @@ print("tensors", len(big), "threads", threading.active_count())
 """
 
 
+@pytest.mark.slow
 def test_interrupted_training_leaves_a_usable_kernel(kernel: Kernel) -> None:
     assert "Error" not in kernel.run(SETUP)
     first = kernel.run(FIT.format(text=TEXT_FOLDER, pause=None)).splitlines()[-1]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
+from support.slow import slow_if
 from support.stacks import layer_stacks
 from support.trainer_harness import LanguageModel, Result, batches, fit, listening, plain
 from torch import Tensor, nn
@@ -90,6 +91,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[dict[str, Ten
 }
 
 
+@slow_if(lambda name, alpha: alpha != 0.5 and name not in ("nested lists", "BART"))
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_stacks(name: str, alpha: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from support.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
 from typing_extensions import override
 
@@ -63,6 +64,7 @@ def train(steps: int = 3, **settings: Any) -> tuple[Plan, int, list[str]]:
     return strategy.plan, peak.bytes, told
 
 
+@slow_if(lambda storage: storage == "kinds")
 @pytest.mark.parametrize("storage", ["alpha", "kinds"])
 def test_every_budget_is_kept_or_told_of(storage: str) -> None:
     """Budgets from the need of alpha 0 to that of plain training, and one byte below the least."""

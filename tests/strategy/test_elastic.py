@@ -122,6 +122,7 @@ def saved(folder: Path, into: Path) -> dict[str, Any]:
     return {str(path): value for path, value in leaves}
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_in_its_folder(tmp_path: Path) -> None:
     settings = [*SAVING, "strategy.context_parallel_size=2", LOST]
     folders = {}

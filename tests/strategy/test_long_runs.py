@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from support.families import PlainBlock, PlainModel, make_batch
 from support.processes import forking
+from support.slow import slow_if
 from support.trainer_harness import LanguageModel, fit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -252,6 +253,7 @@ def abandoned(names: Iterable[str]) -> list[str]:
     return [name for name, owner in owners if not Path("/proc", owner).exists()]
 
 
+@slow_if(lambda way: way in ("exception", "SIGINT"))
 @pytest.mark.parametrize("way", ["end", "exception", "SIGTERM", "SIGINT", "SIGKILL"])
 def test_nothing_is_left(way: str, tmp_path: Path) -> None:
     segments_before = abandoned(segments())

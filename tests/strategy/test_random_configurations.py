@@ -113,11 +113,12 @@ KINDS = ("full",) * 4 + ("padded",) * 3 + ("packed",) * 3 + ("left padded",)
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_trains_as_plain_training_or_refuses() -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_trains_as_plain_training_or_refuses(count: int) -> None:
     trained: list[bool] = []
 
     @settings(
-        max_examples=draws(60), derandomize=REPEATABLE, database=None, print_blob=False,
+        max_examples=draws(count), derandomize=REPEATABLE, database=None, print_blob=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(configuration=configurations())

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.families import VOCABULARY, PlainBlock, PlainModel
 from support.processes import forking
+from support.slow import slow_if
 from support.trainer_harness import TOKENS, LanguageModel, Sequences, copy_threads, forwards, make_trainer
 from torch import Tensor, nn
 
@@ -114,6 +115,7 @@ def train(folder: Path, module: LanguageModel, alpha: float, ckpt_path: Path | N
     trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path, weights_only=False)
 
 
+@slow_if(lambda place, alpha: (place == "forward") != (alpha == 0.5))
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("place", ["forward", "backward"])

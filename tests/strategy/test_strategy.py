@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
+from support.slow import slow_if
 from support.trainer_harness import (
     LanguageModel,
     ResumableLoader,
@@ -51,6 +52,8 @@ ALPHAS = [0.0, 0.125, 0.25, 0.5, 1.0]
 DELAYS = TestMode(seed=3, longest_delay_seconds=0.0003)
 SMALL_DEVICE = "1MiB"
 AMPLE_DEVICE = "64GiB"
+
+slow_pair = slow_if(lambda family, alpha: (family == "llama") != (alpha == 0.5))
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -89,6 +92,7 @@ def test_by_name():
     assert result.losses == plain_of().losses
 
 
+@slow_pair
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("in_configure_model", [False, True], ids=["init", "configure_model"])
 @pytest.mark.parametrize("family", ["block_dropout", "llama"])
@@ -280,6 +284,7 @@ def test_bound_tells_wrong_training_apart(plain_curve):
     assert largest_difference(wrong.losses, plain_curve.losses[:20]) > 10 * CURVE_BOUND
 
 
+@slow_pair
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("family", ["block_dropout", "llama"])
@@ -302,6 +307,7 @@ OPTIONS = {
 }
 
 
+@slow_if(lambda alpha, options: alpha == 1.0 and options is not OPTIONS["detect_anomaly"])
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trainer_options(options, alpha):
@@ -452,6 +458,7 @@ class Failing(LanguageModel):
 PLACES = ["training_step", "inside a layer", "backward", "before the optimizer"]
 
 
+@slow_if(lambda place, step: step == 0 and place != "backward")
 @pytest.mark.parametrize(
     ("family", "place", "step"),
     [
@@ -597,6 +604,7 @@ class EvalForward(LanguageModel):
 KINDS = {Manual: 4, TwoForwards: 8, NoGradBetween: 4, TwoOptimizers: 4, Lbfgs: 4, LayerDrop: 3, EvalForward: 4}
 
 
+@slow_if(lambda kind, alpha: alpha != 0.5 and kind is not Manual)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("kind", "calls"), KINDS.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_kinds_of_training_steps(kind, calls, alpha):
@@ -724,6 +732,7 @@ PARTS = {
 }
 
 
+@slow_if(lambda make, alpha: alpha != 0.5 and make is not PARTS["frozen middle"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
 def test_part_of_the_model_is_trained(make, alpha):

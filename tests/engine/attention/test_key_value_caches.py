@@ -11,6 +11,7 @@ import torch
 import transformers
 from support.attention.recorded_training import Recording, compare, train
 from support.families import make_batch
+from support.slow import slow_if
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -40,6 +41,7 @@ def made(config: str, **others: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES | others))
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("config", HYBRIDS)
 def test_hybrid_models_with_their_default_settings(config: str, alpha: float) -> None:

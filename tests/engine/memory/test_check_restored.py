@@ -12,6 +12,7 @@ import torch
 from support.devices import DEVICE
 from support.families import PlainBlock, PlainModel
 from support.harness import DELAYS
+from support.slow import slow_if
 from support.trainer_harness import LanguageModel, assert_usable_again, fit, forwards, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override
@@ -288,6 +289,7 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Damage]]:
     monkeypatch.undo()
 
 
+@slow_if(lambda path, nan: nan and path != "swapped")
 @pytest.mark.parametrize("nan", [False, True], ids=["bit", "nan"])
 @pytest.mark.parametrize(
     ("path", "stream", "is_meant", "told"),

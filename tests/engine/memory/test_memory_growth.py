@@ -10,6 +10,7 @@ import transformers
 from support.devices import DEVICE
 from support.families import VOCABULARY, make_batch
 from support.harness import Batch, EngineUnderTest
+from support.slow import slow_if
 from torch import nn
 
 from lightning_memo.profiler.memory_meter import PeakMeter
@@ -62,6 +63,7 @@ def peak_of_plain_training(layers: int, checkpointing: bool) -> int:
     return step_peak(model, make_batch(BATCH, TOKENS))
 
 
+@slow_if(lambda alpha: alpha == 0.0)
 @each_alpha
 def test_peak_does_not_grow_with_layers(alpha: float) -> None:
     shallow, deep = peak_with_engine(8, alpha), peak_with_engine(16, alpha)

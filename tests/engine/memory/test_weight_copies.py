@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, Step, assert_equal, gradients_of, loss_and_gradients
+from support.slow import slow_if
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +51,7 @@ def build(family: str, frozen: bool = False) -> tuple[nn.Module, list[nn.Paramet
     return model, layers
 
 
+@slow_if(lambda family, alpha: (family == "llama") != (alpha == 0.5))
 @pytest.mark.parametrize(
     ("cached", "frozen"),
     [(False, False), (True, False), (False, True)],

@@ -14,6 +14,7 @@ import pytest
 from support.architectures.models import Architecture, RandomModule, draw, train
 from support.draws import draws
 from support.random_training import assert_clear
+from support.slow import slow_if
 from support.trainer_harness import copy_threads
 
 from lightning_memo import MemoStrategy
@@ -55,6 +56,7 @@ def outcome(architecture: Architecture) -> str:
     return "trained"
 
 
+@slow_if(lambda chunk: chunk >= 2)
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_trains_as_plain_training_or_refuses(chunk: int) -> None:

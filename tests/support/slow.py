@@ -1,0 +1,40 @@
+"""Marks slow cases: `make test` leaves them out, `make test-slow` runs them, and CI runs both.
+
+A case is slow if it combines settings that other cases cover one by one, or draws more at random than others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import pytest
+
+
+def slow_if(combines: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Mark the cases of a test for whose parameters a function returns true.
+
+    Args:
+        combines: The function. Its arguments have the names of parameters of the test or of its fixtures.
+    """
+    return pytest.mark.slow_if.with_args(combines)
+
+
+def mark_slow(items: Iterable[pytest.Item]) -> None:
+    """Give the cases that `slow_if` chooses the marker `slow`, by which commands select."""
+    for item in items:
+        for mark in item.iter_markers("slow_if"):
+            combines = mark.args[0]
+            parameters = item.callspec.params  # type: ignore[attr-defined]
+            if combines(*(parameters[name] for name in inspect.signature(combines).parameters)):
+                item.add_marker(pytest.mark.slow)
+
+
+def without_quick_case(items: Iterable[pytest.Item]) -> set[str]:
+    """Return the tests of which all cases are slow though they are marked one by one, and the files that are so."""
+    tests: dict[str, bool] = {}
+    for item in items:
+        slow = item.get_closest_marker("slow") is not None
+        test = item.nodeid.partition("[")[0] if item.get_closest_marker("slow_if") else item.nodeid.partition("::")[0]
+        tests[test] = tests.get(test, False) or not slow
+    return {test for test, quick in tests.items() if not quick}
