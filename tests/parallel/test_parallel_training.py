@@ -33,6 +33,8 @@ QUICK = {
     ("dp2 zero3", "gpt_neox"), ("tp2+sp", "llama_gqa"), ("cp2 ring", "llama"), ("cp2 ulysses", "mistral_window"),
     ("cp2 ring", "llama_frozen_below"),
 }  # fmt: skip
+# Configurations of which each part is in another one as well.
+OTHERS = ("tp2 whole logits", "cp4 ulysses", "dp2 zero1", "dp2 zero2", "cp2 x tp2")
 
 PARTS = ("loss", "norm", "gradients", "weights")
 
@@ -48,7 +50,11 @@ def check(configuration: str, run: Run, parts: Sequence[str] = PARTS, **settings
 
 
 # Gradients are accumulated after the engine's part, whatever alpha is.
-@slow_if(lambda family, configuration: family == "llama" and configuration not in ("tp2", "cp2 ring", "dp2 zero3"))
+@slow_if(
+    lambda family, configuration: (
+        configuration in OTHERS if family == "llama_gqa" else configuration not in ("tp2", "cp2 ring", "dp2 zero3")
+    )
+)
 @pytest.mark.parametrize(
     ("family", "alphas", "accumulate"), [("llama", (0.0, 1.0), 1), ("llama_gqa", (0.5,), 2)], ids=["llama", "llama_gqa"]
 )
