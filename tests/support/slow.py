@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All cases of a run, before some of them are selected by markers."""
+
 
 def slow_if(combines: Callable[..., bool]) -> pytest.MarkDecorator:
     """Mark the cases of a test for whose parameters a function returns true.

@@ -1,0 +1,94 @@
+"""`make test` and `make test-slow` together run every case once, and CI runs both."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT, TESTS
+from support.slow import COLLECTED, mark_slow, without_quick_case
+
+
+def commands() -> list[list[str]]:
+    """Return the arguments of the pytest commands that both targets run."""
+    told = subprocess.run(
+        ["make", "--no-print-directory", "-n", "test", "test-slow"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [shlex.split(line) for line in told.stdout.splitlines() if " -m pytest " in line]
+    return [words[words.index("pytest") + 1 :] for words in lines]
+
+
+def runs(arguments: list[str], path: Path) -> bool:
+    """Return whether a command runs a file, with cases of any marker."""
+    ignored = {ROOT / word.removeprefix("--ignore=") for word in arguments if word.startswith("--ignore=")}
+    given = {ROOT / word for word in arguments if word.startswith("tests")}
+    return bool(given & {path, *path.parents}) and not ignored & {path, *path.parents}
+
+
+def test_every_file_is_run_once() -> None:
+    markers = defaultdict(list)
+    for arguments in commands():
+        marker = arguments[arguments.index("-m") + 1] if "-m" in arguments else "all"
+        for path in TESTS.rglob("test_*.py"):
+            markers[path] += [marker] * runs(arguments, path)
+    wrong = {path: markers[path] for path in TESTS.rglob("test_*.py") if markers[path] not in RIGHT}
+    assert not wrong, wrong
+
+
+RIGHT = (["not slow", "slow"], ["all"])
+
+
+def test_ci_runs_both() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert {"make test", "make test-slow"} <= set(lines)
+
+
+def test_slow_cases_have_quick_ones_beside_them(request: pytest.FixtureRequest) -> None:
+    assert not without_quick_case(request.config.stash[COLLECTED])
+
+
+TESTS_OF_ANOTHER_RUN = """
+import pytest
+from support.slow import slow_if
+
+@slow_if(lambda a, b: a != b)
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [1, 2])
+def test_pairs(a, b): pass
+
+@slow_if(lambda c: True)
+@pytest.mark.parametrize("c", [1, 2])
+def test_all(c): pass
+
+@pytest.mark.slow
+def test_one(): pass
+"""
+
+
+class Collects:
+    """Marks the cases of a run as the tests' own run does, and keeps them."""
+
+    def __init__(self) -> None:
+        self.items: list[pytest.Item] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mark_slow(items)
+        self.items = list(items)
+
+
+def test_cases_are_chosen_by_their_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_others.py").write_text(TESTS_OF_ANOTHER_RUN)
+    monkeypatch.chdir(tmp_path)
+    seen = Collects()
+    assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "."], [seen]) == 0
+    slow = {item.name for item in seen.items if item.get_closest_marker("slow")}
+    assert slow == {"test_pairs[1-2]", "test_pairs[2-1]", "test_all[1]", "test_all[2]", "test_one"}
+    assert without_quick_case(seen.items) == {"test_others.py::test_all", "test_others.py"}
