@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import email
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -106,10 +108,12 @@ def errors(stderr: str) -> list[str]:
 
 
 def free_port() -> str:
-    """Return a port that no process listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    """Return a port that no process listens on. The system gives it to no connection by itself, unlike higher ones."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return str(port)
 
 
 SWEEP = "outputs/train/sweeps/last"
