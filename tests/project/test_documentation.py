@@ -121,7 +121,7 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
     said = "\n".join(literals())
     unknown = []
     for entry in entries:
-        pieces = [re.escape(piece) for piece in re.sub(r"\s+", " ", entry).split("...")]
+        pieces = [re.escape(piece) for piece in re.sub(r"\s+", " ", entry).split("...") if piece]
         if not re.search(r"[^\n]*".join(pieces), said):
             unknown.append(entry)
     assert not unknown
