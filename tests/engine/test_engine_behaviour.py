@@ -363,18 +363,27 @@ def test_larger_batch_is_profiled_anew(alpha: float) -> None:
         under_test.assert_as_planned()
 
 
-@slow_pair
-@each_family
-@each_alpha
-@pytest.mark.parametrize(("batch", "tokens"), [(1, TOKENS), (2, TOKENS - 11), (2, 3), (1, 2), (1, 2 * TOKENS)])
-def test_other_batches_run_by_the_same_plan(family: str, alpha: float, batch: int, tokens: int) -> None:
-    model, other = build(family), make_batch(batch, tokens)
-    plain, plain_other = loss_and_gradients(model, BATCHES[0]), loss_and_gradients(model, other)
+@pytest.fixture(scope="module")
+def by_plan(family: str, alpha: float) -> Iterator[tuple[EngineUnderTest, Step]]:
+    """A model that follows the plan for the first batch, and what plain training makes of that."""
+    model = build(family)
+    plain = loss_and_gradients(model, BATCHES[0])
     with planned(model, BATCHES[0], alpha) as under_test:
-        assert_agrees(under_test.step(other), plain_other, alpha)
-        assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
-        assert under_test.engine.profile is None
-        under_test.assert_as_planned()
+        yield under_test, plain
+
+
+@slow_pair
+@pytest.mark.parametrize("family", ["llama", "gpt2_dropout"], scope="module")
+@pytest.mark.parametrize("alpha", ALPHAS, ids=lambda alpha: f"alpha{alpha:g}", scope="module")
+@pytest.mark.parametrize(("batch", "tokens"), [(1, TOKENS), (2, TOKENS - 11), (2, 3), (1, 2), (1, 2 * TOKENS)])
+def test_other_batches_run_by_the_same_plan(
+    by_plan: tuple[EngineUnderTest, Step], family: str, alpha: float, batch: int, tokens: int
+) -> None:
+    (under_test, plain), other = by_plan, make_batch(batch, tokens)
+    assert_agrees(under_test.step(other), loss_and_gradients(build(family), other), alpha)
+    assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
+    assert under_test.engine.profile is None
+    under_test.assert_as_planned()
 
 
 @each_alpha
