@@ -20,7 +20,7 @@ from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.devices import emulated_device, nothing_hidden
-from support.slow import COLLECTED, mark_slow
+from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
 from support.warm import use_libyaml
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 from support.cuda_stub.real_allocator import build_stub
+from support.markers.slow import slow_if
 from support.paths import ROOT, TESTS
-from support.slow import slow_if
 
 from lightning_memo.allocator.allocator_library import SOURCE_FOLDER
 from lightning_memo.utils import native_build as native

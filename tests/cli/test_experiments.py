@@ -14,10 +14,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from support import commands
 from support.commands import composed
+from support.markers.slow import slow_if
 from support.paths import REFERENCE, ROOT
 from support.samples.documents import TEXTS
 from support.samples.models import SAVED
-from support.slow import slow_if
 
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.cli.runs.build_run import build_strategy

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import environment
-from support.slow import slow_if
+from support.markers.slow import slow_if
 
 from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset
 

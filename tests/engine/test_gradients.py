@@ -11,7 +11,7 @@ import torch
 from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import Batch, EngineUnderTest, Step, assert_equal, in_double, loss_and_gradients
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import nn
 
 TOKENS = 64

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.attention.recorded_training import Recording, blocks, compare
 from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
 from torch.func import functional_call

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.attention.recorded_training import blocks, compare
 from support.families import PlainBlock
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 from torch.func import functional_call
 

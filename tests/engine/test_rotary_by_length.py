@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from support.families import make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
+from support.markers.slow import slow_if
 from support.parallel_training import MODELS, Run, Texts, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
-from support.slow import slow_if
 from support.trainer_harness import LanguageModel, make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader

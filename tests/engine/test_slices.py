@@ -26,7 +26,7 @@ from support.harness import (
     loss_and_gradients,
     planned,
 )
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 from lightning_memo.engine import Engine, TestMode

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from support.devices import DEVICE
 from support.families import make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, in_double, loss_and_gradients
+from support.markers.slow import slow_if
 from support.samples.streamed import build, frozen_below
-from support.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, plain, shorten_measurements
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama

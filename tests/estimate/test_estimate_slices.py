@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy

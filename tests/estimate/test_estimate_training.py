@@ -11,7 +11,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 from support.harness import EngineUnderTest
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.trainer_harness import batches, make_trainer
 from support.training_bytes import slot_bytes_by_alpha, step_bytes
 

@@ -12,8 +12,8 @@ import pytest
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from support.families import FAMILIES
+from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
-from support.slow import slow_if
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput

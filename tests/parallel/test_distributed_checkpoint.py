@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.consolidate_checkpoint import _load_distributed_checkpoint
+from support.markers.slow import slow_if
 from support.processes import Group, ProcessError, run_in_processes
 from support.samples.checkpoints import STEPS, checkpoint_of, shard
-from support.slow import slow_if
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -13,9 +13,9 @@ import transformers
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from support.families import VOCABULARY
+from support.markers.slow import slow_if
 from support.parallel_training import LR, Keep, Run, Texts
 from support.processes import run_in_processes
-from support.slow import slow_if
 from support.trainer_harness import LanguageModel, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train_alone, train_together
-from support.slow import slow_if
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero0": (2, {"zero_stage": 0}),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
-from support.slow import slow_if
 from transformers import AutoModelForCausalLM
 
 RUN = Run(family="llama_gqa", tokens=45, batch=4, clip=0.5, steps=4, layers=3)

@@ -18,9 +18,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from support.devices import DEVICE
+from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
-from support.slow import slow_if
 from support.stacks import layer_stacks
 from typing_extensions import override
 

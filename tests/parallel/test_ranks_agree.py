@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train
 from support.processes import Group, ProcessError, run_in_processes
-from support.slow import slow_if
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.families import BALANCED
+from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import ProcessError
 from support.samples.configurations import BOUND, CONFIGURATIONS
-from support.slow import slow_if
 from torch import Tensor, nn
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.collectives import EXPECTED, Collectives
 from support.samples.collectives import RUN as COUNTED
-from support.slow import slow_if
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import TestMode

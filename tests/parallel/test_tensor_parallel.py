@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.families import VOCABULARY
+from support.markers.slow import slow_if
 from support.processes import run_in_processes
-from support.slow import slow_if
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from support.markers.slow import slow_if
 from support.parallel_training import Run, train_together
 from support.samples.collectives import EXPECTED, RUN, Collectives
-from support.slow import slow_if
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override

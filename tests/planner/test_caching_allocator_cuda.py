@@ -13,9 +13,9 @@ import pytest
 from support import warm
 from support.cuda_stub.real_allocator import Replay
 from support.cuda_stub.real_allocator import replay as replay_real
+from support.markers.slow import slow_if
 from support.paths import ROOT
 from support.samples.plans import record_step
-from support.slow import slow_if
 
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement.caching_allocator import replay

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from support.markers.slow import COLLECTED, mark_slow, without_quick_case
 from support.paths import ROOT, TESTS
-from support.slow import COLLECTED, mark_slow, without_quick_case
 
 
 def commands() -> list[list[str]]:
@@ -56,7 +56,7 @@ def test_slow_cases_have_quick_ones_beside_them(request: pytest.FixtureRequest) 
 
 TESTS_OF_ANOTHER_RUN = """
 import pytest
-from support.slow import slow_if
+from support.markers.slow import slow_if
 
 @slow_if(lambda a, b: a != b)
 @pytest.mark.parametrize("a", [1, 2])

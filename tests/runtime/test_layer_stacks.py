@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.stacks import layer_stacks
 from support.trainer_harness import LanguageModel, Result, batches, fit, listening, plain
 from torch import Tensor, nn

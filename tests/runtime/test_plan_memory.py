@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from support import commands
+from support.markers.slow import slow_if
 from support.samples.callbacks import Watch
-from support.slow import slow_if
 from support.trainer_harness import LanguageModel, Result, Sequences, batches, fit, loader, shorten_measurements
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
 from typing_extensions import override
 

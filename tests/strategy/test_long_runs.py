@@ -23,8 +23,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from support.families import PlainBlock, PlainModel, make_batch
+from support.markers.slow import slow_if
 from support.processes import forking
-from support.slow import slow_if
 from support.trainer_harness import LanguageModel, fit
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.families import VOCABULARY, PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from support.processes import forking
-from support.slow import slow_if
 from support.trainer_harness import TOKENS, LanguageModel, Sequences, copy_threads, forwards, make_trainer
 from torch import Tensor, nn
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.trainer_harness import (
     LanguageModel,
     ResumableLoader,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.attention import attention_models as models
 from support.attention.recorded_training import errors, plain_training, train
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import nn
 
 BOUND = 1e-5

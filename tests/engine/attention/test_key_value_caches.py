@@ -11,7 +11,7 @@ import torch
 import transformers
 from support.attention.recorded_training import Recording, compare, train
 from support.families import make_batch
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 from transformers import DynamicCache
 

@@ -12,8 +12,8 @@ from support.attention import attention_models
 from support.attention.recorded_training import BOUND, Recording, errors, gradient_errors, plain_training, train
 from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import Batch, EngineUnderTest
+from support.markers.slow import slow_if
 from support.processes import run_in_processes
-from support.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
 from transformers import masking_utils as masks

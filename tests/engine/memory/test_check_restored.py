@@ -12,7 +12,7 @@ import torch
 from support.devices import DEVICE
 from support.families import PlainBlock, PlainModel
 from support.harness import DELAYS
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, assert_usable_again, fit, forwards, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override

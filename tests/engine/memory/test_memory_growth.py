@@ -10,7 +10,7 @@ import transformers
 from support.devices import DEVICE
 from support.families import VOCABULARY, make_batch
 from support.harness import Batch, EngineUnderTest
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import nn
 
 from lightning_memo.profiler.memory_meter import PeakMeter

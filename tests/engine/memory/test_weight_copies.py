@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, Step, assert_equal, gradients_of, loss_and_gradients
-from support.slow import slow_if
+from support.markers.slow import slow_if
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

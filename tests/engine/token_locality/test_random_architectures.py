@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.architectures.models import Architecture, RandomModule, draw, train
 from support.draws import draws
+from support.markers.slow import slow_if
 from support.random_training import assert_clear
-from support.slow import slow_if
 from support.trainer_harness import copy_threads
 
 from lightning_memo import MemoStrategy

@@ -1,0 +1,1 @@
+"""Marks that choose which cases a command runs."""
