@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 from support.benchmark_modules import ROOT, load
+from support.markers.slow import slow_if
 
 pytestmark = pytest.mark.usefixtures("own_modules")
 
@@ -68,6 +69,7 @@ def test_reasons_on_the_page_come_from_the_messages(report: dict[str, Any]) -> N
         assert re.search(r"[\w.]+".join(pieces), message), message
 
 
+@slow_if(lambda kind, model_type, levels: (kind, model_type, levels) not in SPREAD[::3])
 @pytest.mark.parametrize(
     ("kind", "model_type", "levels"), SPREAD, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )

@@ -13,6 +13,7 @@ from PIL import Image
 from rich.console import Console
 from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environment, python
 from support.commands import run as run_command
+from support.markers.slow import slow_if
 
 from lightning_memo.cli.run_summary import RunSummary
 from lightning_memo.cli.sweeps.job_settings import differing_settings
@@ -180,6 +181,7 @@ def root_of_whole(tmp_path_factory):
     return tmp_path_factory.mktemp("whole")
 
 
+@slow_if(lambda number: number is signal.SIGTERM)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_sweep_goes_on(train, tmp_path, root_of_whole, number):
     settings = ["strategy=plain", "optim.lr=0.001,0.002,0.003", *SHORT]

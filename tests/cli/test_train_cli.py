@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import MODULE, run
+from support.markers.slow import slow_if
 from support.paths import ROOT
 
 from lightning_memo import train as command
@@ -47,6 +48,7 @@ def test_commands_of_the_documentation_are_found():
     assert len(COMMANDS) >= 8
 
 
+@slow_if(lambda arguments: arguments not in COMMANDS[::3])
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_commands_of_the_documentation(train, tmp_path, arguments):
     for name in ("a.md", "b.md", "c.md"):

@@ -56,8 +56,7 @@ def lora_on_head(**sizes: Any) -> nn.Module:
 
 
 QUICK = [
-    (2, "llama_gqa", TENSOR), (2, "llama_tied", SEQUENCE), (2, lora_on_head, SEQUENCE),
-    (2, "llama_gqa", {"context_parallel_size": 2}), (2, "llama_tied", {"zero_stage": 3}),
+    (2, "llama_gqa", TENSOR), (2, "llama_tied", SEQUENCE), (2, "llama_tied", {"zero_stage": 3}),
 ]  # fmt: skip
 
 
@@ -103,6 +102,7 @@ def test_equals_one_process_with_all_logits(size: int, family: Any, settings: di
     assert all(error <= BOUND for error in errors.values()), errors
 
 
+@slow_if(lambda settings: settings == {"zero_stage": 0})
 @pytest.mark.parametrize("settings", [{"zero_stage": 0}, {"zero_stage": 3}, TENSOR])
 def test_loss_of_a_users_own(settings: dict[str, Any]) -> None:
     run = Run(family=own_loss, tokens=45, ignore=0.0, steps=2, layers=2)

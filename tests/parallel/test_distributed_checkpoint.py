@@ -170,7 +170,7 @@ def saved_by(tmp_path_factory):
     return saved
 
 
-@slow_if(lambda source: source not in ("one", "zero3-dp4", "zero0-dp2-tp2"))
+@slow_if(lambda source: source not in ("zero3-dp4", "zero0-dp2-tp2"))
 @pytest.mark.parametrize("source", TOPOLOGIES)
 def test_every_topology_loads_what_any_saved(saved_by, source):
     path, saved = saved_by(source)
@@ -312,7 +312,7 @@ def killed(function, *args):
     return status != 0
 
 
-@slow_if(lambda kind: kind in ("folder", "file"))
+@slow_if(lambda kind: kind in ("folder", "file", "link"))
 @pytest.mark.filterwarnings("ignore:.*a save was interrupted")
 @pytest.mark.parametrize("kind", ["none", "folder", "file", "link", "previous"])
 def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):

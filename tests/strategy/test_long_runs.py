@@ -253,7 +253,7 @@ def abandoned(names: Iterable[str]) -> list[str]:
     return [name for name, owner in owners if not Path("/proc", owner).exists()]
 
 
-@slow_if(lambda way: way in ("exception", "SIGINT"))
+@slow_if(lambda way: way in ("end", "exception", "SIGINT"))
 @pytest.mark.parametrize("way", ["end", "exception", "SIGTERM", "SIGINT", "SIGKILL"])
 def test_nothing_is_left(way: str, tmp_path: Path) -> None:
     segments_before = abandoned(segments())

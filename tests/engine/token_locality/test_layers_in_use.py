@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.attention.recorded_training import Recording, blocks, compare
 from support.families import VOCABULARY, PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, enable_observer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
@@ -226,6 +227,7 @@ class Annealing(Recording):
             batch[name] = batch[name][:, : 48 - batch_idx]
 
 
+@slow_if(lambda settings: settings is HOST)
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, HOST])
 def test_numbers_that_change_in_each_step(settings: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
     compare(blocks(Annealed), settings, Annealing, steps=20)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.attention.recorded_training import Recording, blocks, compare
 from support.families import PlainBlock, PlainModel, make_batch
 from support.harness import Batch
+from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
@@ -189,6 +190,7 @@ def check(build: Callable[[], nn.Module], settings: dict[str, Any], steps: int =
     compare(build, settings, Switching, steps)
 
 
+@slow_if(lambda kind, settings: settings != {"alpha": 0.5} and kind is not Counting)
 @pytest.mark.parametrize("settings", WHOLE)
 @pytest.mark.parametrize("kind", [Conjugated, Negated, Counting, CountingAside, Catching, Switched, Normalized])
 def test_layers_that_run_whole(kind: type[nn.Module], settings: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def outcome(architecture: Architecture) -> str:
     return "trained"
 
 
-@slow_if(lambda chunk: chunk >= 2)
+@slow_if(lambda chunk: chunk >= 1)
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_trains_as_plain_training_or_refuses(chunk: int) -> None:
