@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.extras import needs_compiler
+from support.markers.extras import needs_compiler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memo.allocator import FREE, MALLOC, PlannedAllocator

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from support import warm
-from support.extras import needs_compiler
+from support.markers.extras import needs_compiler
 
 from lightning_memo.allocator import MALLOC
 

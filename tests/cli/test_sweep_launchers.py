@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, free_port, run
-from support.extras import extra
+from support.markers.extras import extra
 
 from lightning_memo.cli.hydra_command import command_error_message
 from lightning_memo.cli.sweeps.sweep_report import load_runs

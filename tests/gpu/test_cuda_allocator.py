@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.extras import needs_compiler
+from support.markers.extras import needs_compiler
 from torch import Tensor
 
 from lightning_memo.allocator import PlannedAllocator
@@ -203,6 +203,25 @@ def test_delegated_blocks_wait_for_other_streams_too(allocator, device):
     assert other.data_ptr() != address
     side.synchronize()
     assert block(30 * MIB, device).data_ptr() == address
+
+
+def test_blocks_wait_for_other_streams_after_the_allocator_has_been_uninstalled(allocator, device):
+    warm_up(device)
+    side, host = torch.cuda.Stream(), torch.zeros(30 * MIB, dtype=torch.uint8).pin_memory()
+    delegated = block(30 * MIB, device).fill_(7)
+    allocator.uninstall()
+    assert not allocator.installed
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(CYCLES)
+        host.copy_(delegated, non_blocking=True)
+    delegated.record_stream(side)
+    del delegated
+    block(30 * MIB, device).fill_(0)
+    side.synchronize()
+    assert int(host.min()) == int(host.max()) == 7
+    allocator.install()
+    allocator.uninstall()
 
 
 def test_the_arena_belongs_to_one_stream(allocator, device):

@@ -14,8 +14,8 @@ import torch
 import transformers
 from lightning.pytorch import Callback
 from support.devices import emulated_device
-from support.extras import needs_compiler
 from support.families import VOCABULARY
+from support.markers.extras import needs_compiler
 from support.trainer_harness import LanguageModel, Result, fit, loader
 from torch import Tensor, nn
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.extras import extra
 from support.families import FAMILIES
+from support.markers.extras import extra
 from support.parallel_training import MODELS, Outcome, Run, train, train_alone
 from support.processes import ProcessError, run_in_processes
 from support.samples.callbacks import Gradients

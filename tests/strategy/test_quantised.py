@@ -12,8 +12,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from support.extras import extra
 from support.families import FAMILIES
+from support.markers.extras import extra
 from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from torch import Tensor, nn
