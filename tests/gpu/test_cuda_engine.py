@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from support.devices import needs_real_gpu
 from support.samples.cuda import FARTHER, MIB, TOKENS, VOCABULARY, Batch, distance, gradients, make_batch, make_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -102,6 +103,7 @@ def arena() -> Iterator[HostArena]:
     arena.close()
 
 
+@needs_real_gpu
 def test_copies_run_beside_computation_and_each_other(arena, device):
     hosts = [arena.acquire(256 * MIB), arena.acquire(256 * MIB)]
     blocks = [torch.empty(256 * MIB, dtype=torch.uint8, device=device) for _ in range(2)]

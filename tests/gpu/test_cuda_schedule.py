@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
+from support.devices import needs_real_gpu
 from support.harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
 from support.samples.cuda import make_batch, make_model
 from torch import Tensor, nn
@@ -101,6 +102,7 @@ def of(timeline: Timeline, kind: str, lane: str = COMPUTE) -> dict[int | None, l
     return found
 
 
+@needs_real_gpu
 def test_copies_hide_under_the_layers_that_they_are_meant_to(device: torch.device) -> None:
     model = large_model(device)
     ids = torch.randint(0, 1024, (1, TOKENS), device=device)

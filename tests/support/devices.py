@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
@@ -20,6 +21,8 @@ ACCELERATOR, BACKEND = ("gpu", "nccl") if DEVICE.type == "cuda" else ("cpu", "gl
 emulated_device: Any = None
 if importlib.util.find_spec("emulated_device") is not None and torch.cuda.is_available():
     import emulated_device
+
+needs_real_gpu = pytest.mark.skipif(emulated_device is not None, reason="needs the speed of a real GPU")
 
 
 @contextmanager
