@@ -98,7 +98,11 @@ class PlannedAllocator:
         self._library.call("memo_install")
 
     def uninstall(self) -> None:
-        """Restore PyTorch's allocator, if this one is installed. Existing blocks stay valid."""
+        """Let PyTorch's allocator serve all requests again, if this one is installed. Existing blocks stay valid.
+
+        On CUDA, this one stays in front of PyTorch's, which it only delegates to, while blocks from between exist:
+        PyTorch's allocator would ignore `record_stream` on them.
+        """
         self._library.call("memo_uninstall")
 
     def idle(self) -> None:

@@ -25,6 +25,11 @@ std::atomic<int> lane_device{-1};
 std::atomic<cudaStream_t> lane_stream{nullptr};
 std::atomic<int> open_pools{0};
 
+// Torch's allocator ignores `recordStream` of blocks with another deleter than its own. While such blocks exist, the planned
+// allocator therefore remains in front of it after uninstalling, and only delegates.
+std::atomic<bool> in_use{false};
+std::atomic<int64_t> wrapped_blocks{0};
+
 SideStreams& side_streams() {
   static SideStreams* const instance = new SideStreams();
   return *instance;
@@ -43,11 +48,16 @@ bool free_planned(void* address) {
 void free_block(void* address) {
   if (address == nullptr) return;
   if (core().mode() == Mode::record) core().log_free(address);
-  if (!free_planned(address)) native_free(address);
+  if (free_planned(address)) return;
+  --wrapped_blocks;
+  native_free(address);
 }
 
-c10::DataPtr with_our_deleter(c10::DataPtr block) {
-  (void)block.compare_exchange_deleter(native_free, &free_block);
+void wrap(c10::DataPtr& block) {
+  if (block.get() != nullptr && block.compare_exchange_deleter(native_free, &free_block)) ++wrapped_blocks;
+}
+c10::DataPtr wrapped(c10::DataPtr block) {
+  wrap(block);
   return block;
 }
 
@@ -64,14 +74,14 @@ class PlannedCuda final : public DelegatingCudaAllocator {
 
   c10::DataPtr allocate(size_t size) override {
     const Mode mode = core().mode();
-    if (mode == Mode::idle || !core().eligible(size)) return with_our_deleter(native_->allocate(size));
+    if (mode == Mode::idle || !core().eligible(size)) return wrapped(native_->allocate(size));
     const bool here = this_lane() == Lane::inside && lane_is_current();
     if (mode == Mode::serve) {
       if (void* address = here ? serve(size) : decline(size)) {
         return {address, address, &free_block, c10::Device(c10::DeviceType::CUDA, static_cast<Device>(lane_device))};
       }
     }
-    c10::DataPtr block = with_our_deleter(native_->allocate(size));
+    c10::DataPtr block = wrapped(native_->allocate(size));
     if (mode == Mode::record && open_pools == 0) {
       const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(block.device().index()).stream();
       core().log_malloc(block.get(), size, reinterpret_cast<int64_t>(stream), here);
@@ -89,7 +99,6 @@ class PlannedCuda final : public DelegatingCudaAllocator {
     if (core().planned_size(block.get()) != 0) {
       if (stream.stream() != lane_stream.load()) side_streams().record(block.get(), stream);
     } else if (block.get_deleter() == &free_block) {
-      // Torch's allocator ignores blocks with another deleter than its own.
       c10::DataPtr native_block(block.get(), block.get(), native_free, block.device());
       native_->recordStream(native_block, stream);
       native_block.release_context();
@@ -109,7 +118,7 @@ class PlannedCuda final : public DelegatingCudaAllocator {
   torch_cuda::CheckpointDelta setCheckpointPoolState(Device device,
                                                      std::shared_ptr<torch_cuda::AllocatorState> state) override {
     torch_cuda::CheckpointDelta delta = native_->setCheckpointPoolState(device, std::move(state));
-    for (c10::DataPtr& block : delta.dataptrs_allocd) (void)block.compare_exchange_deleter(native_free, &free_block);
+    for (c10::DataPtr& block : delta.dataptrs_allocd) wrap(block);
     return delta;
   }
   void beginAllocateToPool(Device device, Pool pool, std::function<bool(cudaStream_t)> filter) override {
@@ -127,7 +136,7 @@ class PlannedCuda final : public DelegatingCudaAllocator {
 #endif
 #if MEMO_TORCH >= 213
   c10::DataPtr allocateWithAddress(size_t size, void* address) override {
-    return with_our_deleter(native_->allocateWithAddress(size, address));
+    return wrapped(native_->allocateWithAddress(size, address));
   }
 #endif
 
@@ -188,19 +197,20 @@ namespace backend {
 
 const uint64_t alignment = 512;  // that of torch's own blocks
 
-bool installed() { return native != nullptr && torch_cuda::get() == &wrapper(); }
+bool installed() { return in_use && torch_cuda::get() == &wrapper(); }
 
 void install() {
   find_native();
-  if (installed()) return;
-  if (torch_cuda::get() != native) throw std::runtime_error("the CUDA allocator has changed since the first install");
-  put(&wrapper());
+  if (torch_cuda::get() == native) put(&wrapper());
+  if (torch_cuda::get() != &wrapper()) throw std::runtime_error("the CUDA allocator has changed since the first install");
+  in_use = true;
 }
 
 void uninstall() {
   if (native == nullptr) return;
   core().idle();
-  if (installed()) put(native);
+  in_use = false;
+  if (torch_cuda::get() == &wrapper() && wrapped_blocks == 0) put(native);
 }
 
 void use_device(int device) {
