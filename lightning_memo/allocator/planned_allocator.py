@@ -15,16 +15,17 @@ from lightning_memo.allocator.allocator_library import AllocatorLibrary
 class AllocatorStats:
     """Counters of memory requests since `PlannedAllocator.reset_stats`.
 
-    A request inside a phase is either a hit, or a miss for one of four reasons, which is delegated to PyTorch's
-    allocator. Requests below `min_bytes` are not counted.
+    A request inside a phase is a hit, or it is served at no place for one of four reasons. It is then fitted into free
+    bytes of the arena, or else delegated to PyTorch's allocator. Requests below `min_bytes` are not counted.
 
     Attributes:
-        hits: Requests served from the arena.
+        hits: Requests served at their places.
+        fitted: Requests served from free bytes of the arena.
         miss_size: Requests of a size that the plan does not have in this phase.
         miss_end: Requests beyond the number that the plan has of this size in this phase, and all requests of a phase
             that the plan does not have.
         miss_overlap: Requests whose planned bytes are still in use.
-        unplanned: Requests that the plan leaves to PyTorch's allocator.
+        unplanned: Requests that the plan leaves to PyTorch's allocator. They are never fitted.
         out_of_order: Planned requests made in another order than recorded, because others were missing.
         foreign: Requests of threads that never marked a phase.
         outside: Requests of other threads outside of a phase, and requests that can't be planned because they are on
@@ -37,6 +38,7 @@ class AllocatorStats:
     """
 
     hits: int
+    fitted: int
     miss_size: int
     miss_end: int
     miss_overlap: int
@@ -53,15 +55,26 @@ class AllocatorStats:
     @property
     def misses(self) -> int:
         """Requests inside a phase that the arena did not serve."""
-        return self.miss_size + self.miss_end + self.miss_overlap + self.unplanned
+        return self.displaced + self.unplanned - self.fitted
+
+    @property
+    def displaced(self) -> int:
+        """Requests that have no place, or whose place is in use: they are fitted into the arena, or delegated."""
+        return self.miss_size + self.miss_end + self.miss_overlap
+
+    @property
+    def served(self) -> int:
+        """Requests inside a phase that the arena served."""
+        return self.hits + self.fitted
 
 
 class PlannedAllocator:
     """Serves the memory requests of a training step at the offsets of a plan.
 
     It is installed in front of PyTorch's own allocator and delegates to it every request that it does not serve. A
-    plan that does not match the requests costs speed, never correctness, because a block is served only if all of its
-    bytes are free.
+    request without a place, or whose place is in use, gets free bytes as far up in the arena as possible. A plan that
+    does not match the requests costs speed, never correctness, because a block is served only if all of its bytes are
+    free.
 
     A process has one such allocator per device type, which all objects for this type share.
 
@@ -124,12 +137,12 @@ class PlannedAllocator:
     def serve(self, phases: Sequence[tuple[np.ndarray, np.ndarray]], arena_bytes: int, min_bytes: int) -> None:
         """Load a plan and serve requests from it. The arena is allocated unless the existing one is large enough.
 
-        Blocks of an earlier plan stay in place. Requests for the bytes that they occupy are misses until they are free.
+        Blocks of an earlier plan stay in place. Requests for the bytes that they occupy get others until they are free.
 
         Args:
             phases: For each phase the sizes and the offsets of its requests, in bytes. A negative offset leaves the
                 request to PyTorch's allocator. Offsets are multiples of 64 on a CPU and of 512 on CUDA.
-            arena_bytes: Size of the arena.
+            arena_bytes: Size of the arena, which may be more than the plan needs.
             min_bytes: Size below which requests are not planned.
 
         Raises:

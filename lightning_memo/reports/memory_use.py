@@ -18,8 +18,14 @@ class MemoryUse:
     hits: int
     """Number of requests that were served at their planned offsets."""
 
-    misses: dict[str, int]
-    """Number of requests that PyTorch's allocator served, by reason."""
+    fitted: int
+    """Number of requests that were served elsewhere in the arena, from free bytes."""
+
+    missed: int
+    """Number of requests that PyTorch's allocator served."""
+
+    displaced: dict[str, int]
+    """Number of requests that were not served at their planned offsets, by reason."""
 
     arena_bytes: int
     peak_live_bytes: int
@@ -41,11 +47,15 @@ def memory_table(use: MemoryUse) -> Table:
     table = Table(title="Planned memory", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
-    requests = use.hits + sum(use.misses.values())
-    table.add_row("requests at planned offsets", f"{use.hits:,} of {requests:,} ({use.hits / max(requests, 1):.2%})")
-    for reason, count in use.misses.items():
+    requests = max(use.hits + use.fitted + use.missed, 1)
+    table.add_row(
+        "requests in the arena", f"{use.hits + use.fitted:,} of {requests:,} ({1 - use.missed / requests:.2%})"
+    )
+    table.add_row("  at planned offsets", f"{use.hits:,} ({use.hits / requests:.2%})")
+    table.add_row("  in free bytes", f"{use.fitted:,} ({use.fitted / requests:.2%})")
+    for reason, count in use.displaced.items():
         if count:
-            table.add_row(f"served by PyTorch: {reason}", f"{count:,}")
+            table.add_row(f"not at planned offsets: {reason}", f"{count:,}")
     table.add_row(
         "arena", format_bytes(use.arena_bytes) + ratio_text(use.arena_bytes, use.lower_bound_bytes, " lower bound")
     )

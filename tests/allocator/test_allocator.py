@@ -68,16 +68,30 @@ def test_peak_of_live_bytes(allocator):
 
 
 def test_misses_by_reason(allocator):
-    serve(allocator, [(4, 0), (8, -1), (4, 0)])
+    serve(allocator, [(4, 0), (8, -1), (4, 0)], arena_bytes=4 * KIB)
     allocator.phase(0)
     kept = [block(5 * KIB), block(4 * KIB), block(8 * KIB), block(4 * KIB), block(4 * KIB)]
     stats = allocator.stats()
-    assert stats.miss_size == 1
-    assert stats.hits == 1
-    assert stats.unplanned == 1
-    assert stats.miss_overlap == 1
-    assert stats.miss_end == 1
+    assert (stats.miss_size, stats.unplanned, stats.miss_overlap, stats.miss_end) == (1, 1, 1, 1)
+    assert (stats.hits, stats.fitted, stats.served) == (1, 0, 1)
     assert len(kept) == 5 and stats.misses == 4
+
+
+def test_what_has_no_place_gets_the_highest_free_bytes(allocator):
+    serve(allocator, [(4, 0), (8, -1), (4, 0)], arena_bytes=16 * KIB)
+    allocator.phase(0)
+    first, larger, second, third = block(4 * KIB), block(5 * KIB), block(4 * KIB), block(3 * KIB)
+    offsets = [one.data_ptr() - first.data_ptr() for one in (larger, second, third)]
+    assert offsets == [11 * KIB, 7 * KIB, 4 * KIB]
+    left_out, too_large = block(8 * KIB), block(2 * KIB)
+    stats = allocator.stats()
+    assert (stats.hits, stats.fitted, stats.unplanned, stats.misses) == (1, 3, 1, 2)
+    assert (stats.miss_size, stats.miss_overlap, stats.live_blocks, stats.live_bytes) == (3, 1, 4, 16 * KIB)
+    for number, one in enumerate((first, larger, second, third, left_out, too_large)):
+        one.fill_(number)
+    assert [one.unique().tolist() for one in (first, larger, second, third)] == [[0], [1], [2], [3]]
+    del larger
+    assert block(5 * KIB).data_ptr() - first.data_ptr() == 11 * KIB
 
 
 def test_requests_that_are_not_in_the_lane_are_left_alone(allocator):
@@ -134,7 +148,7 @@ def test_requests_that_come_and_go_leave_the_others_their_places(allocator):
     found = [each.data_ptr() - blocks[0].data_ptr() for each in (blocks[0], *blocks[-3:])]
     assert found == [0, 4 * KIB, 12 * KIB, 16 * KIB]
     stats = allocator.stats()
-    assert (stats.hits, stats.miss_size, stats.misses) == (4, 20, 20)
+    assert (stats.hits, stats.miss_size, stats.fitted, stats.misses) == (4, 20, 20, 0)
 
 
 def test_an_interrupted_phase_begins_again_at_its_first_request(allocator):

@@ -127,5 +127,5 @@ def test_recorded_trace_has_no_logits_of_all_tokens(monkeypatch: pytest.MonkeyPa
         module = LanguageModel(lambda: build("LlamaConfig", vocab_size=400))
         fit(strategy, module, loader(24, 512), max_steps=9, callbacks=[Waits()], default_root_dir=tmp_path)
         largest[tokens] = int(strategy.memory.trace.size.max())
-        assert strategy.memory.use.hits > 0 and not any(strategy.memory.use.misses.values())
+        assert strategy.memory.use.hits > 0 and not any(strategy.memory.use.displaced.values())
     assert largest[None] == 2 * 512 * 400 * 4 > 2 * largest[8]

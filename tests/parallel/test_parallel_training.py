@@ -148,9 +148,8 @@ def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> 
     undisturbed = train_together(size, run, settings)
     disturbed = train_together(size, run, settings | careful, watch=WaitsForPlans)
     for use in disturbed.notes["use"]:
-        # A buffer that is being sent lives until the other process has it, which takes longer on a busy machine.
-        others = {reason for reason, count in use.misses.items() if count} - {"the memory was not free"}
-        assert use.hits > 1000 and not others, use
+        # A buffer that is being sent lives until the other process has it, a little longer or shorter in every step.
+        assert use.hits > 1000 and sum(use.displaced.values()) < use.hits / 50, use
     assert disturbed.losses == undisturbed.losses
     assert all(torch.equal(t, undisturbed.weights[name]) for name, t in disturbed.weights.items())
     errors = undisturbed.worst_error(train_alone(run))

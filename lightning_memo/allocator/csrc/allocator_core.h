@@ -1,7 +1,8 @@
 // The core of the planned allocator, which serves, records and counts requests without depending on torch.
 //
-// A back end requests an address with `serve`, and delegates to PyTorch's own allocator if it gets none. A wrong plan
-// costs speed, never correctness, because a block is served only if all of its bytes are free.
+// A back end requests an address with `serve`, and delegates to PyTorch's own allocator if it gets none. A request that
+// has no place in the plan, or whose place is in use, gets free bytes as far up in the arena as possible, where fewest
+// places are. A wrong plan costs speed, never correctness, because a block is served only if all of its bytes are free.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -33,6 +34,7 @@ inline Lane& this_lane() {
 // Counters for Python; AllocatorStats in lightning_memo/allocator/planned_allocator.py has the same fields.
 struct Stats {
   int64_t hits = 0;
+  int64_t fitted = 0;
   int64_t miss_size = 0;
   int64_t miss_end = 0;
   int64_t miss_overlap = 0;
@@ -75,6 +77,7 @@ class Core {
     plan_.load(view, arena_bytes_.load(std::memory_order_relaxed), min_bytes, alignment);
     places_ = plan_.places(places_);
     plan_.start(phase_);
+    alignment_ = alignment;
     min_bytes_.store(min_bytes, std::memory_order_relaxed);
     mode_.store(Mode::serve, std::memory_order_relaxed);
   }
@@ -108,14 +111,16 @@ class Core {
     if (phase_ == no_phase || release_pending_) return nothing(stats_.outside);
     bool known = false;
     const PlannedRequest* request = plan_.take(size, known, stats_.out_of_order);
-    if (request == nullptr) return nothing(known ? stats_.miss_end : stats_.miss_size);
-    if (!request->planned) return nothing(stats_.unplanned);
-    if (places_.occupied(request->offset, request->end_rank)) return nothing(stats_.miss_overlap);
-    places_.insert(request->place, request->offset + size);
-    ++stats_.hits;
-    stats_.live_bytes += static_cast<int64_t>(size);
-    stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
-    return arena_base() + request->offset;
+    if (request != nullptr && !request->planned) return nothing(stats_.unplanned);
+    if (request != nullptr && !places_.occupied(request->offset, request->offset + size, request->end_rank)) {
+      places_.insert(request->place, request->offset + size);
+      return served(request->offset, size, stats_.hits);
+    }
+    ++(request != nullptr ? stats_.miss_overlap : known ? stats_.miss_end : stats_.miss_size);
+    const uint64_t offset = places_.highest_gap(size, arena_bytes_.load(std::memory_order_relaxed), alignment_);
+    if (offset == LivePlaces::no_gap) return nullptr;
+    places_.insert_elsewhere(offset, offset + size);
+    return served(offset, size, stats_.fitted);
   }
 
   // Counts a request that the back end can't serve because it is on another stream or in a private pool.
@@ -253,6 +258,12 @@ class Core {
     ++counter;
     return nullptr;
   }
+  void* served(uint64_t offset, uint64_t size, int64_t& counter) {
+    ++counter;
+    stats_.live_bytes += static_cast<int64_t>(size);
+    stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
+    return arena_base() + offset;
+  }
   void count_stranger() {
     (this_lane() == Lane::left ? left_ : foreign_).fetch_add(1, std::memory_order_relaxed);
   }
@@ -289,6 +300,7 @@ class Core {
   int32_t sequence_ = 0;
   PlanTable plan_;
   LivePlaces places_;
+  uint64_t alignment_ = 1;
   bool release_pending_ = false;
   std::function<void()> give_back_;
   Stats stats_;

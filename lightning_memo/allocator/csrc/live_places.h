@@ -4,11 +4,15 @@
 // place. A live block is one bit in a set of places. Live blocks never overlap. A range is therefore free if and only
 // if the last live block that starts before the end of the range ends before its beginning, which takes one search for
 // a bit.
+//
+// Blocks of requests without a place are kept in a map. They start wherever `highest_gap` found free bytes.
 #pragma once
 #include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -76,19 +80,43 @@ class LivePlaces {
     return static_cast<uint32_t>(std::lower_bound(offsets_.begin(), offsets_.end(), offset) - offsets_.begin());
   }
   // Returns whether a live block overlaps [offset, end), where end_rank = rank(end).
-  bool occupied(uint64_t offset, uint32_t end_rank) const {
+  bool occupied(uint64_t offset, uint64_t end, uint32_t end_rank) const {
     const int64_t last = live_.previous(end_rank);
-    return last >= 0 && ends_[static_cast<size_t>(last)] > offset;
+    if (last >= 0 && ends_[static_cast<size_t>(last)] > offset) return true;
+    if (elsewhere_.empty()) return false;
+    const auto after = elsewhere_.lower_bound(end);
+    return after != elsewhere_.begin() && std::prev(after)->second > offset;
   }
   void insert(uint32_t place, uint64_t end) {
     ends_[place] = end;
     live_.insert(place);
     ++count_;
   }
+  // Adds a block in free bytes that need not begin at a place.
+  void insert_elsewhere(uint64_t offset, uint64_t end) { elsewhere_.emplace(offset, end); }
+  // Returns the highest multiple of `alignment` at which `size` bytes below `limit` are free, or `no_gap`. The search
+  // visits the live blocks from the top of the arena down, until it finds a gap that is large enough.
+  uint64_t highest_gap(uint64_t size, uint64_t limit, uint64_t alignment) const {
+    int64_t place = live_.previous(offsets_.size());
+    auto other = elsewhere_.rbegin();
+    while (place >= 0 || other != elsewhere_.rend()) {
+      const bool at_place = other == elsewhere_.rend() || (place >= 0 && offset_at(place) > other->first);
+      const uint64_t end = at_place ? ends_[static_cast<size_t>(place)] : other->second;
+      const uint64_t offset = highest_in(end, limit, size, alignment);
+      if (offset != no_gap) return offset;
+      limit = std::min(limit, at_place ? offset_at(place) : other->first);
+      if (at_place) {
+        place = live_.previous(static_cast<size_t>(place));
+      } else {
+        ++other;
+      }
+    }
+    return highest_in(0, limit, size, alignment);
+  }
   // Removes the block that starts at an offset. Returns its size; 0 if there is none.
   uint64_t erase(uint64_t offset) {
     const uint32_t place = find(offset);
-    if (place == none || ends_[place] == 0) return 0;
+    if (place == none || ends_[place] == 0) return erase_elsewhere(offset);
     const uint64_t size = ends_[place] - offset;
     ends_[place] = 0;
     live_.erase(place);
@@ -98,19 +126,37 @@ class LivePlaces {
   // Returns the size of the live block that starts at an offset; 0 if there is none.
   uint64_t size_at(uint64_t offset) const {
     const uint32_t place = find(offset);
-    return place == none || ends_[place] == 0 ? 0 : ends_[place] - offset;
+    if (place != none && ends_[place] != 0) return ends_[place] - offset;
+    const auto found = elsewhere_.find(offset);
+    return found == elsewhere_.end() ? 0 : found->second - offset;
   }
-  uint64_t count() const { return count_; }
+  uint64_t count() const { return count_ + elsewhere_.size(); }
+  // Returns where the live blocks begin and end.
   std::vector<std::pair<uint64_t, uint64_t>> ranges() const {
-    std::vector<std::pair<uint64_t, uint64_t>> found;
+    std::vector<std::pair<uint64_t, uint64_t>> found(elsewhere_.begin(), elsewhere_.end());
     for (size_t i = 0; i < offsets_.size(); ++i) {
       if (ends_[i] != 0) found.emplace_back(offsets_[i], ends_[i]);
     }
     return found;
   }
+  static constexpr uint64_t no_gap = UINT64_MAX;
 
  private:
   static constexpr uint32_t none = UINT32_MAX;
+  uint64_t offset_at(int64_t place) const { return offsets_[static_cast<size_t>(place)]; }
+  // Returns the highest multiple of `alignment` at which `size` bytes fit into [begin, end), or `no_gap`.
+  static uint64_t highest_in(uint64_t begin, uint64_t end, uint64_t size, uint64_t alignment) {
+    if (end < size) return no_gap;
+    const uint64_t offset = (end - size) / alignment * alignment;
+    return offset >= begin ? offset : no_gap;
+  }
+  uint64_t erase_elsewhere(uint64_t offset) {
+    const auto found = elsewhere_.find(offset);
+    if (found == elsewhere_.end()) return 0;
+    const uint64_t size = found->second - offset;
+    elsewhere_.erase(found);
+    return size;
+  }
   // A hash table with open addressing. Its entries are 1 + place; none is ever removed, because places don't change.
   void fill_table() {
     table_.assign(std::bit_ceil(4 * offsets_.size() + 4), 0);
@@ -131,10 +177,11 @@ class LivePlaces {
 
   std::vector<uint64_t> offsets_;
   std::vector<uint64_t> ends_;  // of the live blocks; 0 at places without one
+  std::map<uint64_t, uint64_t> elsewhere_;  // begin and end of the live blocks without a place
   std::vector<uint32_t> table_;
   int shift_ = 0;
   BitTree live_;
-  uint64_t count_ = 0;
+  uint64_t count_ = 0;  // of the live blocks at places
 };
 
 }  // namespace lightning_memo

@@ -14,14 +14,18 @@ def placement_summary(placement: StepPlacement) -> str:
     """One line: the number of placed buffers, the size of the arena, and its distance from the lower bound."""
     over = placement.peak_bytes / placement.lower_bound_bytes if placement.lower_bound_bytes else 1.0
     bound = "the minimum possible" if over == 1.0 else f"{over:.4f} x the lower bound"
-    return f"memory plan ready: {placement.requests:,} buffers fit in {format_bytes(placement.peak_bytes)}, {bound}"
+    room = f", and {format_bytes(placement.room_bytes)} more for larger steps" if placement.room_bytes else ""
+    fit = f"{placement.requests:,} buffers fit in {format_bytes(placement.peak_bytes)}"
+    return f"memory plan ready: {fit}, {bound}{room}"
 
 
 def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.device) -> MemoryUse:
     """The allocator's counters for the table at the end of training."""
     return MemoryUse(
         hits=stats.hits,
-        misses={
+        fitted=stats.fitted,
+        missed=stats.misses,
+        displaced={
             "another size": stats.miss_size,
             "more than were recorded": stats.miss_end,
             "the memory was not free": stats.miss_overlap,
@@ -36,7 +40,7 @@ def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.de
 
 def memory_metrics(stats: AllocatorStats, device: torch.device) -> dict[str, float]:
     """The allocator's counters for loggers."""
-    names = ("hits", "miss_size", "miss_end", "miss_overlap", "unplanned", "arena_bytes", "peak_live_bytes")
+    names = ("hits", "fitted", "miss_size", "miss_end", "miss_overlap", "unplanned", "arena_bytes", "peak_live_bytes")
     metrics = {f"memory/{name}": float(getattr(stats, name)) for name in names}
     reorganisations = _reorganisations(device)
     return metrics if reorganisations is None else metrics | {"memory/reorganisations": float(reorganisations)}

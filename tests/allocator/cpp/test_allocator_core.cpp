@@ -31,20 +31,25 @@ Arena arena_of(uint64_t bytes, bool* gone = nullptr) {
           }};
 }
 
+// Not all sizes are multiples of the alignment.
+int64_t random_size(std::mt19937& random, uint64_t most_units) {
+  return static_cast<int64_t>((1 + random() % most_units) * unit - (random() % 2 == 0 ? 0 : random() % unit));
+}
+
 Plan random_plan(std::mt19937& random, uint64_t arena_units) {
   Plan plan;
   const int kinds = 1 + static_cast<int>(random() % 6);  // few sizes, so that neighbours are mistaken for each other
   std::vector<int64_t> sizes;
-  for (int i = 0; i < kinds; ++i) sizes.push_back(static_cast<int64_t>(1 + random() % (arena_units / 3)));
+  for (int i = 0; i < kinds; ++i) sizes.push_back(random_size(random, arena_units / 3));
   const int phases = 1 + static_cast<int>(random() % 4);
   for (int phase = 0; phase < phases; ++phase) {
     plan.counts.push_back(static_cast<int64_t>(random() % 20));
     for (int64_t i = 0; i < plan.counts.back(); ++i) {
       const int64_t size = sizes[random() % sizes.size()];
-      const int64_t places = static_cast<int64_t>(arena_units) - size + 1;
-      const int64_t offset = static_cast<int64_t>(random() % static_cast<uint64_t>(places));
-      plan.sizes.push_back(size * static_cast<int64_t>(unit));
-      plan.offsets.push_back(random() % 10 == 0 ? -1 : offset * static_cast<int64_t>(unit));
+      const uint64_t places = arena_units - (static_cast<uint64_t>(size) + unit - 1) / unit + 1;
+      const auto offset = static_cast<int64_t>(random() % places * unit);
+      plan.sizes.push_back(size);
+      plan.offsets.push_back(random() % 10 == 0 ? -1 : offset);
     }
   }
   return plan;
@@ -53,6 +58,7 @@ Plan random_plan(std::mt19937& random, uint64_t arena_units) {
 // A reference implementation of the core's behaviour.
 class Oracle {
  public:
+  explicit Oracle(uint64_t arena_bytes) : arena_bytes_(arena_bytes) {}
   void load(const Plan& plan) { plan_ = plan; }
   void phase(int32_t index) {
     begin_ = next_ = end_ = plan_.sizes.size();
@@ -72,15 +78,18 @@ class Oracle {
       known = true;
       if (!taken_[i]) slot = i;
     }
-    if (slot == end_) return ++(known ? stats.miss_end : stats.miss_size), -1;
+    if (slot == end_) {
+      ++(known ? stats.miss_end : stats.miss_size);
+      return fit(size, stats);
+    }
     stats.out_of_order += slot != next_;
     taken_[slot] = true;
     next_ = slot + 1;
     const int64_t offset = plan_.offsets[slot];
     if (offset < 0) return ++stats.unplanned, -1;
-    for (const auto& [begin, bytes] : live) {
-      const auto first = static_cast<uint64_t>(offset);
-      if (begin < first + size && first < begin + bytes) return ++stats.miss_overlap, -1;
+    if (!is_free(static_cast<uint64_t>(offset), size)) {
+      ++stats.miss_overlap;
+      return fit(size, stats);
     }
     live[static_cast<uint64_t>(offset)] = size;
     return ++stats.hits, offset;
@@ -89,7 +98,28 @@ class Oracle {
   std::map<uint64_t, uint64_t> live;
 
  private:
+  bool is_free(uint64_t first, uint64_t size) const {
+    for (const auto& [begin, bytes] : live) {
+      if (begin < first + size && first < begin + bytes) return false;
+    }
+    return first + size <= arena_bytes_;
+  }
+  // The highest free bytes end at the end of the arena or where a block begins, or less than `unit` below.
+  int64_t fit(uint64_t size, Stats& stats) {
+    int64_t highest = -1;
+    std::vector<uint64_t> ends{arena_bytes_};
+    for (const auto& block : live) ends.push_back(block.first);
+    for (const uint64_t end : ends) {
+      if (end < size) continue;
+      const uint64_t offset = (end - size) / unit * unit;
+      if (is_free(offset, size)) highest = std::max(highest, static_cast<int64_t>(offset));
+    }
+    if (highest < 0) return -1;
+    live[static_cast<uint64_t>(highest)] = size;
+    return ++stats.fitted, highest;
+  }
   Plan plan_;
+  uint64_t arena_bytes_;
   std::vector<bool> taken_;
   size_t begin_ = 0;
   size_t next_ = 0;
@@ -98,6 +128,7 @@ class Oracle {
 
 void check_equal(const Stats& one, const Stats& other, size_t live_blocks) {
   CHECK(one.hits == other.hits);
+  CHECK(one.fitted == other.fitted);
   CHECK(one.miss_size == other.miss_size);
   CHECK(one.miss_end == other.miss_end);
   CHECK(one.miss_overlap == other.miss_overlap);
@@ -114,7 +145,7 @@ int64_t fuzz(uint32_t seed) {
   const uint64_t arena_units = 8 + random() % (seed % 3 == 0 ? 20000 : 200);
   const uint32_t chaos = random() % 30;  // percent
   Core core;
-  Oracle oracle;
+  Oracle oracle(arena_units * unit);
   Stats expected;
   const Arena arena = arena_of(arena_units * unit);
   core.set_arena(arena);
@@ -147,6 +178,7 @@ int64_t fuzz(uint32_t seed) {
       if (size == 0 || random() % 100 < chaos) {
         if (plan.sizes.empty() || random() % 3 == 0) break;
         size = static_cast<uint64_t>(plan.sizes[random() % plan.sizes.size()]);
+        if (random() % 4 == 0) size = static_cast<uint64_t>(random_size(random, arena_units / 2));
       }
       const int64_t offset = oracle.serve(size, expected);
       const void* address = core.serve(size);
@@ -159,7 +191,7 @@ int64_t fuzz(uint32_t seed) {
   CHECK(core.stats().live_bytes == 0);
   CHECK(core.release());
   core.leave();
-  return expected.hits + expected.miss_overlap;
+  return expected.hits + expected.fitted;
 }
 
 void test_against_oracle(uint32_t rounds) {
@@ -208,12 +240,35 @@ void test_release_waits() {
   CHECK(core.keep_arena(128));  // a new plan reuses the arena
   core.serve_plan(plan.view(), 1, unit);
   core.phase(0);
-  CHECK(core.serve(64) == nullptr && core.serve(64) != nullptr);
+  CHECK(core.serve(64) == static_cast<char*>(first) + 64 && core.serve(64) == nullptr);
   CHECK(core.free_planned(static_cast<char*>(first) + 64));
   CHECK(!core.release() && !gone);
   CHECK(core.free_planned(first) && gone);
   CHECK(!core.free_planned(first));  // not in the arena any more
   CHECK(core.stats().arena_bytes == 0 && core.stats().bad_frees == 0);
+  core.leave();
+}
+
+// Requests without a place get the highest free bytes, and no place is given away while its bytes are in use.
+void test_requests_without_a_place() {
+  Core core;
+  core.set_arena(arena_of(512));
+  const Plan plan{{2}, {64, 128}, {0, 320}};
+  core.serve_plan(plan.view(), 1, unit);
+  core.phase(0);
+  char* const base = arena_of(512).base;
+  CHECK(core.serve(100) == base + 384);  // ends above the place of the second request, whose bytes it takes
+  CHECK(core.serve(64) == base && core.serve(128) == base + 256);
+  CHECK(core.serve(300) == nullptr);  // 192 bytes are free
+  CHECK(core.serve(192) == base + 64 && core.serve(1) == nullptr);
+  const Stats stats = core.stats();
+  CHECK(stats.hits == 1 && stats.fitted == 3 && stats.miss_size == 4 && stats.miss_overlap == 1);
+  CHECK(stats.live_blocks == 4 && stats.live_bytes == 100 + 64 + 128 + 192);
+  core.serve_plan(plan.view(), 1, unit);  // the blocks stay where they are
+  core.phase(0);
+  CHECK(core.serve(64) == nullptr && core.serve(128) == nullptr);
+  for (const int offset : {0, 64, 256, 384}) CHECK(core.free_planned(base + offset));
+  CHECK(core.stats().bad_frees == 0 && core.release());
   core.leave();
 }
 
@@ -319,7 +374,7 @@ void test_threads(int rounds) {
   for (uint32_t seed = 1; seed <= 8; ++seed) threads.emplace_back(work, seed);
   for (auto& thread : threads) thread.join();
   for (char* block : handed_over) CHECK(core.free_planned(block));
-  CHECK(core.stats().hits > rounds / 4);
+  CHECK(core.stats().hits > 0 && core.stats().fitted > rounds / 4);
   CHECK(core.stats().live_blocks == 0 && core.stats().bad_frees == 0 && core.release());
 }
 
@@ -330,6 +385,7 @@ int main(int, char** arguments) {
   test_bit_tree(rounds * 5);
   test_against_oracle(rounds);
   test_release_waits();
+  test_requests_without_a_place();
   test_bad_frees_are_counted();
   test_refusals();
   test_fork_handlers();

@@ -106,8 +106,11 @@ void test_planned_addresses_and_misses() {
   c10::DataPtr first = block(mib), second = block(2 * mib);
   CHECK(at(first) == base && at(second) == base + mib);
   c10::DataPtr overlapping = block(mib), late = block(mib);
-  CHECK(stats().miss_overlap == 1 && stats().miss_end == 1);
-  CHECK(allocated_bytes() - bytes == 2 * static_cast<int64_t>(mib));
+  CHECK(stats().miss_overlap == 1 && stats().miss_end == 1 && stats().fitted == 2);
+  CHECK(at(overlapping) == base + 7 * mib && at(late) == base + 6 * mib && allocated_bytes() == bytes);
+  c10::DataPtr without_room = block(4 * mib);
+  CHECK(stats().miss_size == 1 && stats().fitted == 2);
+  CHECK(allocated_bytes() - bytes == 4 * static_cast<int64_t>(mib));
   std::thread([] { c10::DataPtr foreign = block(mib); }).join();
   CHECK(stats().foreign == 1);
 }
@@ -199,6 +202,20 @@ void test_side_streams() {
   CHECK(memo_release() == 1 && stub_waits() == waits_before + 1 && stub_live_events() == events_before);
 }
 
+void test_side_streams_of_blocks_without_a_place() {
+  char* const base = serve();
+  const int events = stub_live_events(), waits = stub_waits();
+  stub_hold_events(1);
+  c10::DataPtr fitted = block(4 * mib);
+  CHECK(at(fitted) == base + 4 * mib);
+  cuda::recordStream(fitted, c10::cuda::getStreamFromPool());
+  fitted.clear();
+  CHECK(stub_live_events() == events + 1 && stub_waits() == waits);
+  c10::DataPtr on_its_bytes = block(3 * mib);
+  CHECK(at(on_its_bytes) == base + 5 * mib && stub_waits() == waits + 1 && stub_live_events() == events);
+  stub_hold_events(0);
+}
+
 void test_another_stream_needs_an_empty_arena() {
   serve();
   c10::DataPtr first = block(mib);
@@ -214,7 +231,7 @@ void test_another_stream_needs_an_empty_arena() {
 
 void test_uninstall_leaves_blocks_valid() {
   serve();
-  c10::DataPtr planned = block(mib), delegated = block(5 * mib);
+  c10::DataPtr planned = block(mib), delegated = block(9 * mib);
   CHECK(memo_uninstall() == 0 && !memo_installed());
   CHECK(c10::GetAllocator(c10::DeviceType::CUDA) == cuda::get());
   CHECK(memo_release() == 0);
@@ -240,6 +257,7 @@ extern "C" int run_tests() {
   test_snapshot_and_empty_cache_keep_the_arena();
   test_out_of_memory_is_torchs_own();
   test_side_streams();
+  test_side_streams_of_blocks_without_a_place();
   test_another_stream_needs_an_empty_arena();
   test_uninstall_leaves_blocks_valid();
   return 0;
