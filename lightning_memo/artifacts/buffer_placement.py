@@ -22,11 +22,22 @@ class PhasePlacement:
     offsets: tuple[int, ...]
     """Offset of each request in the arena, in bytes; -1 if PyTorch's allocator serves it."""
 
+    varying: tuple[int, ...] = ()
+    """Sizes of which the recorded steps made different numbers of requests. Requests of these sizes have no places of
+    their own, because it is not known which of the recorded ones they are: they get free bytes of the arena."""
+
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.offsets):
             raise ValueError(f"{len(self.sizes)} sizes, but {len(self.offsets)} offsets: the numbers must be equal")
         if min(self.sizes, default=0) < 0 or min(self.offsets, default=0) < -1:
             raise ValueError("a size is below 0, or an offset below -1")
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Size and offset of each request that has a place of its own, or is left to PyTorch's allocator."""
+        varying = set(self.varying)
+        pairs = zip(self.sizes, self.offsets, strict=True)
+        return [(size, offset) for size, offset in pairs if size not in varying]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +50,7 @@ class StepPlacement:
 
     phases: tuple[PhasePlacement, ...]
     peak_bytes: int
-    """Size of the arena."""
+    """End of the highest buffer."""
 
     lower_bound_bytes: int
     """Proven lower bound of the peak of any placement."""
@@ -56,6 +67,9 @@ class StepPlacement:
     seconds: float
     """Seconds that the solver took."""
 
+    room_bytes: int = 0
+    """Memory of the arena above the peak, for steps that need more than the recorded one."""
+
     def __post_init__(self) -> None:
         check_range(self, {"threads": 1})
         if not min(self.peak_bytes, self.requests) <= self.lower_bound_bytes <= self.peak_bytes:
@@ -66,6 +80,16 @@ class StepPlacement:
             for size, offset in zip(phase.sizes, phase.offsets, strict=True):
                 if offset >= 0 and offset + size > self.peak_bytes:
                     raise ValueError(f"{phase.name}: {size} bytes at {offset} end above the peak of {self.peak_bytes}")
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the arena."""
+        return self.peak_bytes + self.room_bytes
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all recorded steps made the same requests."""
+        return not any(phase.varying for phase in self.phases)
 
     @property
     def requests(self) -> int:

@@ -138,7 +138,7 @@ class MemoryStep:
     def curves(self) -> tuple[Integers, ...]:
         """[requests] Bytes of each curve, in the order of `CURVES`."""
         without, expandable = replay(self.trace), replay(self.trace, expandable=True)
-        with_plan = self.placement.peak_bytes + replay(self.without_places).reserved_bytes
+        with_plan = self.placement.arena_bytes + replay(self.without_places).reserved_bytes
         return self.live, with_plan, without.allocated_bytes, without.reserved_bytes, expandable.reserved_bytes
 
     @property

@@ -47,7 +47,7 @@ class DeviceMemoryWatch(MetersSteps):
             always = plan.costs.fixed_device_bytes + plan.swap.buffer_bytes
             step_bytes = self._step_bytes = always + self._stop()
         elif self._step_bytes and plan.placement is not None:
-            step_bytes = self._step_bytes + plan.placement.peak_bytes - plan.placement.lower_bound_bytes
+            step_bytes = self._step_bytes + plan.placement.arena_bytes - plan.placement.lower_bound_bytes
             self._step_bytes = 0
         if plan is not None and (shortage := step_shortage(plan, step_bytes)):
             rank_zero_warn(f"MemoStrategy: {shortage}.")

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.plan_cache import PlanCache, cache_folder
+from lightning_memo.artifacts.plan_cache import cache_folder
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.engine import Engine
 from lightning_memo.planner.placement.placement_core import load_library
@@ -24,10 +24,11 @@ from lightning_memo.planner.placement.step_placement import place_step, plan_mem
 from lightning_memo.reports.memory_use import MemoryUse
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.allocator_report import memory_metrics, memory_use, placement_summary
+from lightning_memo.runtime.memory_plans.cached_placements import cached_placements
 from lightning_memo.runtime.memory_plans.gradient_copies import copy_gradients
 from lightning_memo.runtime.memory_plans.hit_rate_watch import HitRateWatch
 from lightning_memo.runtime.memory_plans.memory_state import MemoryState, PlacementCandidate
-from lightning_memo.runtime.memory_plans.request_recording import RequestRecording
+from lightning_memo.runtime.memory_plans.request_recording import RecordedRequests, RequestRecording
 from lightning_memo.runtime.memory_plans.step_marks import StepMarks
 from lightning_memo.runtime.training_run_protocol import TrainingRun
 from lightning_memo.utils.background_job import in_background
@@ -68,7 +69,7 @@ class MemoryPlanner:
         self._allocator: PlannedAllocator | None = None
         self._building: Future[PlannedAllocator] | None = None
         self._solving: Future[StepPlacement] | None = None
-        self._recording = RequestRecording()
+        self._recording: RequestRecording | None = None
         self._candidate: PlacementCandidate | None = None
         self._tries = 0
         self._watch = HitRateWatch()
@@ -76,6 +77,11 @@ class MemoryPlanner:
         self._swap: object = None
         self._plans_made = 0
         self._step = 0
+
+    @property
+    def _alignment(self) -> int:
+        """Bytes that offsets are multiples of."""
+        return _ALIGNMENT[self._engine.device.type]
 
     # ---- for reports
 
@@ -162,7 +168,7 @@ class MemoryPlanner:
     def _start_over(self, plan: Plan) -> None:
         """Steps of another plan make other requests."""
         self._swap = plan.swap
-        self._plans_made, self.trace = 0, None
+        self._plans_made, self.trace, self._candidate = 0, None, None
         self._pause(MemoryState.BUILDING)
 
     def release(self) -> None:
@@ -195,7 +201,7 @@ class MemoryPlanner:
         self._engine.comparison.before = allocator.leave
         plan = self._activations.plan
         assert plan is not None
-        cached = _cache(self._run, self._engine).find(plan)
+        cached = cached_placements(cache_folder(), self._run, self._engine).find(plan)
         if plan.placement is not None and plan.placement.threads == torch.get_num_threads():
             if cached is not None and cached[0] == plan.placement:
                 self.trace = cached[1]
@@ -210,22 +216,26 @@ class MemoryPlanner:
         assert self._allocator is not None
         self.marks.start(self._allocator.phase)
         self._allocator.record(MIN_BYTES)
-        self._recording = RequestRecording()
+        self._recording = RequestRecording(self._alignment)
         self.state = MemoryState.RECORDING
 
     def _record_step(self) -> None:
         """Take the requests of the step; solve once enough is known."""
-        assert self._allocator is not None
+        assert self._allocator is not None and self._recording is not None
         step = self.marks.recorded(self._allocator.take_events())
-        trace = self._recording.add(step, self.marks.names)
-        if trace is None:
+        recorded = self._recording.add(step, self.marks.names)
+        if recorded is None:
             return
-        if self.trace is not None and trace.same_requests(self.trace):
-            trace = trace.longest_lives(self.trace)
+        if self.trace is not None and recorded.trace.same_requests(self.trace):
+            recorded = replace(recorded, trace=recorded.trace.longest_lives(self.trace))
         self._pause(MemoryState.SOLVING)
-        self.trace = trace
-        alignment, threads = _ALIGNMENT[self._engine.device.type], torch.get_num_threads()
-        self._solving = in_background(lambda: _solve(trace, alignment, threads), "plan memory", finish_at_exit=True)
+        self._recording, self.trace = None, recorded.trace
+        made_here = self._candidate is not None and self._candidate.solved_here
+        least_bytes = self._candidate.placement.arena_bytes if self._candidate is not None and made_here else 0
+        alignment, threads = self._alignment, torch.get_num_threads()
+        self._solving = in_background(
+            lambda: _solve(recorded, least_bytes, alignment, threads), "plan memory", finish_at_exit=True
+        )
 
     def _take_placement(self) -> None:
         if self._solving is None or not self._solving.done():
@@ -272,18 +282,16 @@ class MemoryPlanner:
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()  # cached memory of unplanned steps would stay reserved in addition to the arena
         self.marks.start(self._allocator.phase, [phase.name for phase in placement.phases])
-        self._allocator.serve(
-            [(np.array(phase.sizes, np.int64), np.array(phase.offsets, np.int64)) for phase in placement.phases],
-            placement.peak_bytes,
-            placement.min_bytes,
-        )
+        places = [np.array(phase.places, np.int64).reshape(-1, 2) for phase in placement.phases]
+        pairs = [(columns[:, 0], columns[:, 1]) for columns in places]
+        self._allocator.serve(pairs, placement.arena_bytes, placement.min_bytes)
         self._allocator.reset_stats()
-        self._watch = HitRateWatch()
+        self._watch = HitRateWatch(placement.repeats)
         self.state = MemoryState.SERVING
         plan = replace(self._activations.plan, placement=placement)
         self._activations.complete(plan)
         if self.trace is not None:
-            _cache(self._run, self._engine).store(plan, self.trace)
+            cached_placements(cache_folder(), self._run, self._engine).store(plan, self.trace)
         rank_zero_info(f"MemoStrategy: {placement_summary(placement)}{candidate.origin}.")
         rank_zero_debug(f"MemoStrategy: placed by {placement.method} in {placement.seconds:.1f} s")
 
@@ -295,8 +303,8 @@ class MemoryPlanner:
             return
         stats = self._allocator.stats()
         if self._watch.plan_is_wrong(stats) and self._plans_made < _MOST_PLANS:
-            self._plans_made += 1
             self._pause(MemoryState.RECORDING)
+            self._allocator.release()  # recorded steps need the memory
             self._record()
         elif logs_now:
             self._run.log(memory_metrics(stats, self._engine.device))
@@ -331,20 +339,10 @@ def _build(device: torch.device) -> PlannedAllocator:
     return PlannedAllocator(device)
 
 
-def _solve(trace: Trace, alignment: int, threads: int) -> StepPlacement:
-    placement = plan_memory(trace, alignment=alignment, time_limit_seconds=_PLANNING_SECONDS)
-    return place_step(trace, placement, min_bytes=MIN_BYTES, threads=threads)
-
-
-def _cache(run: TrainingRun, engine: Engine) -> PlanCache:
-    """The placements of earlier runs that are alike in everything that determines the requests of a step."""
-
-    def warn(message: str) -> None:
-        rank_zero_warn(f"MemoStrategy: {message}")
-
-    optimizers = ", ".join(f"{type(o).__name__} {len(o.param_groups)}" for o in run.optimizers)
-    place = f"rank {run.rank} of {run.processes}"
-    described = f"{optimizers}; accumulate {run.accumulated_batches}; clip {run.gradient_clip}; {place}"
-    return PlanCache(
-        cache_folder(), warn, torch.get_num_threads(), described + ", check_restored" * engine.settings.check_restored
-    )
+def _solve(recorded: RecordedRequests, least_bytes: int, alignment: int, threads: int) -> StepPlacement:
+    """Place the recorded requests, in an arena that is no smaller than that of an earlier placement."""
+    placement = plan_memory(recorded.trace, alignment=alignment, time_limit_seconds=_PLANNING_SECONDS)
+    room_bytes = max(recorded.room_bytes, least_bytes - placement.peak_bytes)
+    step = place_step(recorded.trace, placement, min_bytes=MIN_BYTES, threads=threads)
+    phases = tuple(replace(phase, varying=recorded.varying.get(phase.name, ())) for phase in step.phases)
+    return replace(step, phases=phases, room_bytes=room_bytes)

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_memo.artifacts.trace import Trace
+from lightning_memo.planner.placement.step_placement import problem_of
 from lightning_memo.profiler.step_trace import RecordedStep, trace_of
 
 _LEAST_STEPS: Final = 3
 _MOST_STEPS: Final = 8
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedRequests:
+    """The requests for which memory is planned."""
+
+    trace: Trace
+    """The requests of the step that needs most memory."""
+
+    room_bytes: int = 0
+    """How much more memory the next step is expected to need that exceeds all recorded ones."""
+
+    varying: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name of the phase, the sizes of which the recorded steps made different numbers of requests."""
+
+
 class RequestRecording:
-    """The memory requests of consecutive steps."""
+    """The memory requests of consecutive steps.
 
-    def __init__(self) -> None:
+    Args:
+        alignment: Bytes that offsets are multiples of.
+    """
+
+    def __init__(self, alignment: int) -> None:
+        self._alignment = alignment
         self._steps: list[RecordedStep] = []
+        self._traces: list[Trace] = []
 
-    def add(self, step: RecordedStep, phases: Sequence[str]) -> Trace | None:
+    def add(self, step: RecordedStep, phases: Sequence[str]) -> RecordedRequests | None:
         """Add the requests of a step.
 
         Args:
@@ -26,15 +49,46 @@ class RequestRecording:
             phases: Names of the phases by number.
 
         Returns:
-            The trace of a step, once two steps in a row made the same requests, or after 8 steps at the latest. `None`
-            if more steps have to be recorded.
+            The requests of the last but one step, once three steps in a row made the same ones; after 8 steps, those of
+            the step that needs most memory. `None` if more steps have to be recorded.
         """
         self._steps.append(step)
+        if len(self._steps) > 1:
+            self._traces.append(trace_of(self._steps[-2], step, tuple(phases)))
         if len(self._steps) < _LEAST_STEPS:
             return None
-        first, second, third = self._steps[-_LEAST_STEPS:]
-        before, trace = trace_of(first, second, tuple(phases)), trace_of(second, third, tuple(phases))
-        if trace.same_requests(before):
-            # Lifetimes differ a little from step to step. For example, a callback may free gradients early.
-            return trace.longest_lives(before)
-        return trace if len(self._steps) >= _MOST_STEPS else None
+        newest = trace_of(step, RecordedStep(step.events[:0], ()), tuple(phases))  # its frees are not known yet
+        if all(newest.same_requests(trace) for trace in self._traces[1 - _LEAST_STEPS :]):
+            return RecordedRequests(self._with_longest_lives(self._traces[-1]))
+        return self._largest() if len(self._steps) >= _MOST_STEPS else None
+
+    def _largest(self) -> RecordedRequests:
+        """The trace with the most live bytes. The first step is left out, because it frees buffers of no known step."""
+        traces = self._traces[1:]
+        needs = [problem_of(trace, self._alignment).lower_bound_bytes for trace in traces]
+        most = max(needs)
+        # If needs are uniformly distributed, the highest possible one is expected this much above the highest of them.
+        room = (most - min(needs)) // (len(needs) - 1)
+        return RecordedRequests(self._with_longest_lives(traces[needs.index(most)]), room, _varying_sizes(traces))
+
+    def _with_longest_lives(self, trace: Trace) -> Trace:
+        """Lifetimes differ a little from step to step. For example, a callback may free gradients early."""
+        for other in self._traces:
+            if trace.same_requests(other):
+                trace = trace.longest_lives(other)
+        return trace
+
+
+def _varying_sizes(traces: Sequence[Trace]) -> dict[str, tuple[int, ...]]:
+    counts = [
+        Counter((trace.phases[phase], size) for phase, size, lane in _rows(trace) if lane == 0) for trace in traces
+    ]
+    varying: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
+    for phase, size in sorted(set().union(*counts)):
+        if len({count[phase, size] for count in counts}) > 1:
+            varying[phase] += (size,)
+    return varying
+
+
+def _rows(trace: Trace) -> Iterator[tuple[int, int, int]]:
+    return zip(trace.phase.tolist(), trace.size.tolist(), trace.lane.tolist(), strict=True)
