@@ -1,17 +1,15 @@
-"""Extrapolates recorded traces to longer sequences and to more layers (MEMO, section 4.3.2)."""
+"""A trace of a model with many layers, made from a recorded one by repeating a layer from its middle."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Final
 
 import numpy as np
 
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.utils.array_types import Integers
 
 EDGE_LAYERS: Final = 3
 """Number of layers at each end that differ from those in between. The last two layers stay on the device."""
@@ -19,77 +17,18 @@ EDGE_LAYERS: Final = 3
 _LAYER: Final = re.compile(r"(?<=layer )\d+")
 
 
-class ExtrapolationError(ValueError):
-    """The recorded traces do not determine the requested one."""
-
-
-def extrapolate(traces: tuple[Trace, Trace, Trace], lengths: tuple[int, int, int], tokens: int) -> Trace:
-    """Extrapolate the trace of another sequence length, assuming that sizes are `a + b * tokens`.
-
-    The outer two lengths determine `a` and `b`, and the middle one checks them. The assumption holds above the lengths
-    at which kernels change their blocks, if slices cut all lengths in the same proportion.
-
-    Args:
-        traces: Traces of three lengths, with all small requests.
-        lengths: Tokens of each trace, ascending.
-        tokens: Length to extrapolate to.
-
-    Raises:
-        ExtrapolationError: The steps do not make the same requests, or a size does not grow linearly.
-    """
-    if not lengths[0] < lengths[1] < lengths[2]:
-        raise ExtrapolationError(f"lengths={lengths} must be three ascending numbers of tokens")
-    short, middle, long = traces
-    for trace, length in ((middle, lengths[1]), (long, lengths[2])):
-        _check_alike(short, trace, lengths[0], length)
-    outer = lengths[0], lengths[2]
-    expected = _affine(short.size, long.size, outer, lengths[1])
-    if len(wrong := np.nonzero(expected != middle.size)[0]):
-        row = int(wrong[0])
-        raise ExtrapolationError(
-            f"request {row} ({short.phases[short.phase[row]]}) has {int(middle.size[row])} bytes at {lengths[1]} "
-            f"tokens, but {int(expected[row])} are expected from {outer[0]} and {outer[1]} tokens: record longer "
-            "sequences"
-        )
-    return replace(short, size=_affine(short.size, long.size, outer, tokens))
-
-
-def _check_alike(first: Trace, second: Trace, length: int, other_length: int) -> None:
-    columns = ("phase", "death", "lane")
-    same = first.phases == second.phases and all(
-        np.array_equal(getattr(first, column), getattr(second, column)) for column in columns
-    )
-    if not same:
-        raise ExtrapolationError(
-            f"the steps of {length} and {other_length} tokens do not allocate and free memory in the same order: "
-            "record lengths at which the same kernels run, with all small requests"
-        )
-
-
-def _affine(first: Integers, second: Integers, lengths: tuple[int, int], tokens: int) -> Integers:
-    """[requests] Sizes at `tokens`, rounded up to whole bytes."""
-    return first - (first - second) * (tokens - lengths[0]) // (lengths[1] - lengths[0])
-
-
 def repeat_layers(trace: Trace, layers: int) -> Trace:
-    """Extrapolate the trace of a model with more layers by repeating a layer from the middle.
+    """Return the trace of a model with more layers.
 
     Requests outside the layers are copied. This is right for embedding, head and loss, but an optimizer that allocates
     scratch memory for each parameter would allocate it more often.
 
     Args:
         trace: Trace of a model with at least `2 * EDGE_LAYERS + 1` layers.
-        layers: Number of layers to extrapolate to, at least the recorded number.
-
-    Raises:
-        ExtrapolationError: There are too few layers, or a buffer dies in an unrelated layer.
+        layers: Number of layers, at least the recorded number.
     """
     recorded = 1 + max((_layer(name) for name in trace.phases), default=-1)
-    if not 2 * EDGE_LAYERS < recorded <= layers:
-        raise ExtrapolationError(
-            f"cannot extrapolate from {recorded} to {layers} layers: record at least {2 * EDGE_LAYERS + 1} layers, and "
-            "extrapolate to at least as many as were recorded"
-        )
+    assert 2 * EDGE_LAYERS < recorded <= layers
     return _Repetition(trace, recorded, layers).trace()
 
 
@@ -154,8 +93,6 @@ class _Repetition:
         phase = int(self._trace.death_phase[row])
         target, source = (int(self._trace.layer_of_phase[p]) for p in (phase, self._trace.phase[row]))
         name = _LAYER.sub(str(self._moved(target, source, layer)), self._trace.phases[phase])
-        if name not in self._start:
-            raise ExtrapolationError(f"request {row} dies in {self._trace.phases[phase]}, which has no counterpart")
         death = self._start[name] + min(at - int(self._trace.phase_start[phase]), self._count[name])
         return int(min(death, number) if at <= row else max(death, number + 1))
 
