@@ -26,6 +26,8 @@ class AllocatorStats:
             that the plan does not have.
         miss_overlap: Requests whose planned bytes are still in use.
         unplanned: Requests that the plan leaves to PyTorch's allocator. They are never fitted.
+        served_bytes: Bytes of all requests that the arena served.
+        missed_bytes: Bytes of all requests inside a phase that it did not serve.
         out_of_order: Planned requests made in another order than recorded, because others were missing.
         foreign: Requests of threads that never marked a phase.
         outside: Requests of other threads outside of a phase, and requests that can't be planned because they are on
@@ -43,6 +45,8 @@ class AllocatorStats:
     miss_end: int
     miss_overlap: int
     unplanned: int
+    served_bytes: int
+    missed_bytes: int
     out_of_order: int
     foreign: int
     outside: int

@@ -75,6 +75,7 @@ def test_misses_by_reason(allocator):
     assert (stats.miss_size, stats.unplanned, stats.miss_overlap, stats.miss_end) == (1, 1, 1, 1)
     assert (stats.hits, stats.fitted, stats.served) == (1, 0, 1)
     assert len(kept) == 5 and stats.misses == 4
+    assert (stats.served_bytes, stats.missed_bytes) == (4 * KIB, 21 * KIB)
 
 
 def test_what_has_no_place_gets_the_highest_free_bytes(allocator):
@@ -85,6 +86,7 @@ def test_what_has_no_place_gets_the_highest_free_bytes(allocator):
     assert offsets == [11 * KIB, 7 * KIB, 4 * KIB]
     left_out, too_large = block(8 * KIB), block(2 * KIB)
     stats = allocator.stats()
+    assert (stats.served_bytes, stats.missed_bytes) == (16 * KIB, 10 * KIB)
     assert (stats.hits, stats.fitted, stats.unplanned, stats.misses) == (1, 3, 1, 2)
     assert (stats.miss_size, stats.miss_overlap, stats.live_blocks, stats.live_bytes) == (3, 1, 4, 16 * KIB)
     for number, one in enumerate((first, larger, second, third, left_out, too_large)):

@@ -39,6 +39,8 @@ struct Stats {
   int64_t miss_end = 0;
   int64_t miss_overlap = 0;
   int64_t unplanned = 0;
+  int64_t served_bytes = 0;
+  int64_t missed_bytes = 0;
   int64_t out_of_order = 0;
   int64_t foreign = 0;
   int64_t outside = 0;
@@ -108,17 +110,23 @@ class Core {
       return nullptr;
     }
     const std::lock_guard guard(lock_);
-    if (phase_ == no_phase || release_pending_) return nothing(stats_.outside);
+    if (phase_ == no_phase || release_pending_) {
+      ++stats_.outside;
+      return nullptr;
+    }
     bool known = false;
     const PlannedRequest* request = plan_.take(size, known, stats_.out_of_order);
-    if (request != nullptr && !request->planned) return nothing(stats_.unplanned);
+    if (request != nullptr && !request->planned) {
+      ++stats_.unplanned;
+      return missed(size);
+    }
     if (request != nullptr && !places_.occupied(request->offset, request->offset + size, request->end_rank)) {
       places_.insert(request->place, request->offset + size);
       return served(request->offset, size, stats_.hits);
     }
     ++(request != nullptr ? stats_.miss_overlap : known ? stats_.miss_end : stats_.miss_size);
     const uint64_t offset = places_.highest_gap(size, arena_bytes_.load(std::memory_order_relaxed), alignment_);
-    if (offset == LivePlaces::no_gap) return nullptr;
+    if (offset == LivePlaces::no_gap) return missed(size);
     places_.insert_elsewhere(offset, offset + size);
     return served(offset, size, stats_.fitted);
   }
@@ -254,15 +262,16 @@ class Core {
  private:
   static constexpr int32_t no_phase = -1;
 
-  static void* nothing(int64_t& counter) {
-    ++counter;
-    return nullptr;
-  }
   void* served(uint64_t offset, uint64_t size, int64_t& counter) {
     ++counter;
+    stats_.served_bytes += static_cast<int64_t>(size);
     stats_.live_bytes += static_cast<int64_t>(size);
     stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
     return arena_base() + offset;
+  }
+  void* missed(uint64_t size) {
+    stats_.missed_bytes += static_cast<int64_t>(size);
+    return nullptr;
   }
   void count_stranger() {
     (this_lane() == Lane::left ? left_ : foreign_).fetch_add(1, std::memory_order_relaxed);

@@ -26,7 +26,7 @@ def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.de
         fitted=stats.fitted,
         missed=stats.misses,
         displaced={
-            "another size": stats.miss_size,
+            "the size varies, or is new": stats.miss_size,
             "more than were recorded": stats.miss_end,
             "the memory was not free": stats.miss_overlap,
             "outlived the step": stats.unplanned,
@@ -40,7 +40,17 @@ def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.de
 
 def memory_metrics(stats: AllocatorStats, device: torch.device) -> dict[str, float]:
     """The allocator's counters for loggers."""
-    names = ("hits", "fitted", "miss_size", "miss_end", "miss_overlap", "unplanned", "arena_bytes", "peak_live_bytes")
+    names = (
+        "hits",
+        "fitted",
+        "miss_size",
+        "miss_end",
+        "miss_overlap",
+        "unplanned",
+        "missed_bytes",
+        "arena_bytes",
+        "peak_live_bytes",
+    )
     metrics = {f"memory/{name}": float(getattr(stats, name)) for name in names}
     reorganisations = _reorganisations(device)
     return metrics if reorganisations is None else metrics | {"memory/reorganisations": float(reorganisations)}

@@ -230,9 +230,8 @@ class MemoryPlanner:
             recorded = replace(recorded, trace=recorded.trace.longest_lives(self.trace))
         self._pause(MemoryState.SOLVING)
         self._recording, self.trace = None, recorded.trace
-        made_here = self._candidate is not None and self._candidate.solved_here
-        least_bytes = self._candidate.placement.arena_bytes if self._candidate is not None and made_here else 0
-        alignment, threads = self._alignment, torch.get_num_threads()
+        earlier, alignment, threads = self._candidate, self._alignment, torch.get_num_threads()
+        least_bytes = earlier.placement.arena_bytes if earlier is not None and earlier.solved_here else 0
         self._solving = in_background(
             lambda: _solve(recorded, least_bytes, alignment, threads), "plan memory", finish_at_exit=True
         )
