@@ -46,7 +46,7 @@ _ADDRESS = ctypes.c_void_p
 _ARGUMENTS: Final = {
     "memo_phase": [_INT32],
     "memo_record": [_INT32, _INT64],
-    "memo_serve": [_INT32, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS],
+    "memo_serve": [_INT32, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS],
     "memo_take_events": [_ADDRESS, _INT64],
     "memo_stats": [_ADDRESS],
 }

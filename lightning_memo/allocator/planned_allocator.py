@@ -22,8 +22,8 @@ class AllocatorStats:
         hits: Requests served at their places.
         fitted: Requests served from free bytes of the arena.
         miss_size: Requests of a size that the plan does not have in this phase.
-        miss_end: Requests beyond the number that the plan has of this size in this phase, and all requests of a phase
-            that the plan does not have.
+        miss_end: Requests beyond the number that the plan has of this size in this phase, requests out of turn of which
+            the plan has only such that are served in turn, and all requests of a phase that the plan does not have.
         miss_overlap: Requests whose planned bytes are still in use.
         unplanned: Requests that the plan leaves to PyTorch's allocator. They are never fitted.
         served_bytes: Bytes of all requests that the arena served.
@@ -138,7 +138,13 @@ class PlannedAllocator:
         _check_min_bytes(min_bytes)
         self._library.call("memo_record", self._device_index(), min_bytes)
 
-    def serve(self, phases: Sequence[tuple[np.ndarray, np.ndarray]], arena_bytes: int, min_bytes: int) -> None:
+    def serve(
+        self,
+        phases: Sequence[tuple[np.ndarray, np.ndarray]],
+        arena_bytes: int,
+        min_bytes: int,
+        in_turn: Sequence[np.ndarray] | None = None,
+    ) -> None:
         """Load a plan and serve requests from it. The arena is allocated unless the existing one is large enough.
 
         Blocks of an earlier plan stay in place. Requests for the bytes that they occupy get others until they are free.
@@ -148,6 +154,8 @@ class PlannedAllocator:
                 request to PyTorch's allocator. Offsets are multiples of 64 on a CPU and of 512 on CUDA.
             arena_bytes: Size of the arena, which may be more than the plan needs.
             min_bytes: Size below which requests are not planned.
+            in_turn: For each phase and request, whether it gets its offset only directly after the request before it;
+                the same for all requests of a size in a phase. By default, none does.
 
         Raises:
             ValueError: The plan can't be served; the previous one stays in force.
@@ -162,7 +170,8 @@ class PlannedAllocator:
         counts = np.array([len(sizes) for sizes, _ in phases], np.int64)
         sizes = _joined([sizes for sizes, _ in phases])
         offsets = _joined([offsets for _, offsets in phases])
-        addresses = (array.ctypes.data for array in (counts, sizes, offsets))
+        flags = np.zeros(len(sizes), np.int8) if in_turn is None else _joined(in_turn).astype(np.int8)
+        addresses = (array.ctypes.data for array in (counts, sizes, offsets, flags))
         self._library.call("memo_serve", self._device_index(), min_bytes, arena_bytes, len(phases), *addresses)
 
     def phase(self, index: int) -> None:

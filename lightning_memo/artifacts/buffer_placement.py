@@ -23,8 +23,12 @@ class PhasePlacement:
     """Offset of each request in the arena, in bytes; -1 if PyTorch's allocator serves it."""
 
     varying: tuple[int, ...] = ()
-    """Sizes of which the recorded steps made different numbers of requests. Requests of these sizes have no places of
-    their own, because it is not known which of the recorded ones they are: they get free bytes of the arena."""
+    """Sizes of which the recorded steps made different numbers of requests. Which of the recorded ones a request is, is
+    not known from its size: it is served at its offset only directly after the request that was recorded before it."""
+
+    occasional: tuple[int, ...] = ()
+    """Sizes that some of the recorded steps did not request at all. These requests have no places of their own. They
+    get free bytes of the arena."""
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.offsets):
@@ -33,11 +37,11 @@ class PhasePlacement:
             raise ValueError("a size is below 0, or an offset below -1")
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        """Size and offset of each request that has a place of its own, or is left to PyTorch's allocator."""
-        varying = set(self.varying)
+    def places(self) -> list[tuple[int, int, bool]]:
+        """The requests that have a place of their own: size, offset, and whether the size varies."""
+        varying, occasional = set(self.varying), set(self.occasional)
         pairs = zip(self.sizes, self.offsets, strict=True)
-        return [(size, offset) for size, offset in pairs if size not in varying]
+        return [(size, offset, size in varying) for size, offset in pairs if size not in occasional]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +93,7 @@ class StepPlacement:
     @property
     def repeats(self) -> bool:
         """Whether all recorded steps made the same requests."""
-        return not any(phase.varying for phase in self.phases)
+        return not any(phase.varying or phase.occasional for phase in self.phases)
 
     @property
     def requests(self) -> int:

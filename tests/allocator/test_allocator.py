@@ -153,6 +153,18 @@ def test_requests_that_come_and_go_leave_the_others_their_places(allocator):
     assert (stats.hits, stats.miss_size, stats.fitted, stats.misses) == (4, 20, 20, 0)
 
 
+def test_what_is_served_in_turn_only_takes_no_other_place(allocator):
+    """One more request of a size does not make later ones of this size take each other's places."""
+    columns = np.array([(4, 0), (2, 4), (4, 8), (1, 12), (4, 16)], np.int64) * KIB
+    in_turn = [columns[:, 0] == 4 * KIB]
+    allocator.serve([(columns[:, 0], columns[:, 1])], 64 * KIB, KIB, in_turn)
+    allocator.phase(0)
+    blocks = [block(size * KIB) for size in (4, 4, 2, 4, 1, 4)]
+    offsets = [(each.data_ptr() - blocks[0].data_ptr()) // KIB for each in blocks]
+    assert offsets == [0, 60, 4, 8, 12, 16]
+    assert (allocator.stats().hits, allocator.stats().fitted, allocator.stats().miss_end) == (5, 1, 1)
+
+
 def test_an_interrupted_phase_begins_again_at_its_first_request(allocator):
     serve(allocator, [(4, 0), (4, 4), (4, 8)])
     allocator.phase(0)

@@ -111,7 +111,9 @@ def refused_or_read(path: Path, original: bytes, read: Callable[[Path], object],
 
 def placed_plan() -> Plan:
     phases = (
-        PhasePlacement(name="layer 0 forward", sizes=(64, 128, 64), offsets=(0, 64, -1), varying=(128,)),
+        PhasePlacement(
+            name="layer 0 forward", sizes=(64, 128, 64), offsets=(0, 64, -1), varying=(128,), occasional=(64,)
+        ),
         PhasePlacement(name="layer 0 backward", sizes=(256,), offsets=(0,)),
     )
     placement = StepPlacement(

@@ -28,7 +28,7 @@ def test_three_steps_that_are_alike_are_enough():
     *earlier, last = record(STEADY)
     assert earlier == [None, None]
     assert last.trace.size.tolist() == [64, 64]
-    assert (last.room_bytes, last.varying) == (0, {})
+    assert (last.room_bytes, last.varying, last.occasional) == (0, {}, {})
 
 
 @pytest.mark.parametrize("other", [(64, 128), (64,), (64, 64, 64)])
@@ -48,4 +48,4 @@ def test_of_steps_that_vary_the_largest_is_planned_with_room_for_larger_ones():
 def test_steps_of_one_size_need_no_room():
     last = record([(64, 128, 256, 64) if number % 2 else (128, 64, 64, 64, 192) for number in range(8)])[-1]
     assert last.trace.size.sum() == 512 and last.room_bytes == 0
-    assert last.varying == {"input": (64, 192, 256)}
+    assert last.varying == {"input": (64,)} and last.occasional == {"input": (192, 256)}

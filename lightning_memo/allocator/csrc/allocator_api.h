@@ -70,10 +70,10 @@ MEMO_API int memo_record(int32_t device, int64_t min_bytes) {
 }
 
 MEMO_API int memo_serve(int32_t device, int64_t min_bytes, int64_t arena_bytes, int64_t phases, const int64_t* counts,
-                        const int64_t* sizes, const int64_t* offsets) {
+                        const int64_t* sizes, const int64_t* offsets, const int8_t* in_turn) {
   using namespace lightning_memo;
   return guarded([=] {
-    const PlanView plan{phases, counts, sizes, offsets};
+    const PlanView plan{phases, counts, sizes, offsets, in_turn};
     const uint64_t bytes = static_cast<uint64_t>(arena_bytes);
     PlanTable{}.load(plan, bytes, static_cast<uint64_t>(min_bytes), backend::alignment);  // throws before any change
     backend::use_device(device);

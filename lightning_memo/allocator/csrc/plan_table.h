@@ -19,6 +19,7 @@ struct PlannedRequest {
   uint32_t place;
   uint32_t end_rank;
   bool planned;
+  bool in_turn;
   size_t group;  // the group of this size in its phase
   size_t later;  // the next request of this group
 };
@@ -27,7 +28,8 @@ struct PlannedRequest {
 struct SizeGroup {
   uint64_t size;
   size_t first;
-  size_t next;  // the first one that is not taken yet
+  size_t next;   // the first one that is not taken yet
+  bool in_turn;  // whether a request is served only after the one that was recorded before it
 };
 
 // The plan as Python passes it: the requests of all phases one after the other.
@@ -36,6 +38,7 @@ struct PlanView {
   const int64_t* counts;   // number of requests of each phase
   const int64_t* sizes;    // in bytes
   const int64_t* offsets;  // in bytes from the start of the arena; negative if not planned
+  const int8_t* in_turn = nullptr;  // whether a request is served in turn only; the same for all of a size in a phase
 };
 
 class PlanTable {
@@ -52,7 +55,8 @@ class PlanTable {
         if (!fault.empty()) throw std::invalid_argument(where(phase, i) + fault);
         const bool planned = view.offsets[k] >= 0;
         const auto size = static_cast<uint64_t>(view.sizes[k]);
-        requests.push_back({size, static_cast<uint64_t>(view.offsets[k]), 0, 0, planned, 0, no_request});
+        const bool in_turn = view.in_turn != nullptr && view.in_turn[k] != 0;
+        requests.push_back({size, static_cast<uint64_t>(view.offsets[k]), 0, 0, planned, in_turn, 0, no_request});
       }
       group(requests, begins.back(), groups);
       begins.push_back(requests.size());
@@ -95,11 +99,15 @@ class PlanTable {
   // others do not, like those of packed documents, therefore do not disturb the other ones. A step like the recorded
   // one takes the requests in order. Returns nullptr if all requests of this size are taken, or, with `known` false, if
   // the phase has none.
+  //
+  // If steps make different numbers of requests of a size, the first one that is not taken may be another than this
+  // one. Such a request is taken only if the request before it was the one that was recorded before it.
   const PlannedRequest* take(uint64_t size, bool& known, int64_t& out_of_order) {
     SizeGroup* group = find(size);
     known = group != nullptr || group_ == group_end_;
     if (group == nullptr || group->next == no_request) return nullptr;
-    const size_t taken = group->next;
+    if (group->in_turn && (next_ >= end_ || next_ < group->next || requests_[next_].size != size)) return nullptr;
+    const size_t taken = group->in_turn ? next_ : group->next;
     group->next = requests_[taken].later;
     out_of_order += static_cast<int64_t>(taken != next_);
     next_ = taken + 1;
@@ -118,7 +126,8 @@ class PlanTable {
     for (size_t i = 0; i < order.size(); ++i) {
       const bool same = i > 0 && requests[order[i - 1]].size == requests[order[i]].size;
       if (same) requests[order[i - 1]].later = order[i];
-      if (!same) groups.push_back({requests[order[i]].size, order[i], order[i]});
+      if (!same) groups.push_back({requests[order[i]].size, order[i], order[i], false});
+      groups.back().in_turn |= requests[order[i]].in_turn;
       requests[order[i]].group = groups.size() - 1;
     }
   }

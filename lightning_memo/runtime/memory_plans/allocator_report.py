@@ -27,7 +27,7 @@ def memory_use(stats: AllocatorStats, placement: StepPlacement, device: torch.de
         missed=stats.misses,
         displaced={
             "the size varies, or is new": stats.miss_size,
-            "more than were recorded": stats.miss_end,
+            "more, or others before them": stats.miss_end,
             "the memory was not free": stats.miss_overlap,
             "outlived the step": stats.unplanned,
         },

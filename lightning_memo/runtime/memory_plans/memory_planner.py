@@ -281,9 +281,9 @@ class MemoryPlanner:
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()  # cached memory of unplanned steps would stay reserved in addition to the arena
         self.marks.start(self._allocator.phase, [phase.name for phase in placement.phases])
-        places = [np.array(phase.places, np.int64).reshape(-1, 2) for phase in placement.phases]
-        pairs = [(columns[:, 0], columns[:, 1]) for columns in places]
-        self._allocator.serve(pairs, placement.arena_bytes, placement.min_bytes)
+        places = [np.array(phase.places, np.int64).reshape(-1, 3) for phase in placement.phases]
+        pairs, in_turn = [(columns[:, 0], columns[:, 1]) for columns in places], [columns[:, 2] for columns in places]
+        self._allocator.serve(pairs, placement.arena_bytes, placement.min_bytes, in_turn)
         self._allocator.reset_stats()
         self._watch = HitRateWatch(placement.repeats)
         self.state = MemoryState.SERVING
@@ -343,5 +343,8 @@ def _solve(recorded: RecordedRequests, least_bytes: int, alignment: int, threads
     placement = plan_memory(recorded.trace, alignment=alignment, time_limit_seconds=_PLANNING_SECONDS)
     room_bytes = max(recorded.room_bytes, least_bytes - placement.peak_bytes)
     step = place_step(recorded.trace, placement, min_bytes=MIN_BYTES, threads=threads)
-    phases = tuple(replace(phase, varying=recorded.varying.get(phase.name, ())) for phase in step.phases)
+    phases = tuple(
+        replace(phase, varying=recorded.varying.get(phase.name, ()), occasional=recorded.occasional.get(phase.name, ()))
+        for phase in step.phases
+    )
     return replace(step, phases=phases, room_bytes=room_bytes)

@@ -28,6 +28,9 @@ class RecordedRequests:
     varying: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By name of the phase, the sizes of which the recorded steps made different numbers of requests."""
 
+    occasional: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name of the phase, the sizes that some of the recorded steps did not request."""
+
 
 class RequestRecording:
     """The memory requests of consecutive steps.
@@ -69,7 +72,7 @@ class RequestRecording:
         most = max(needs)
         # If needs are uniformly distributed, the highest possible one is expected this much above the highest of them.
         room = (most - min(needs)) // (len(needs) - 1)
-        return RecordedRequests(self._with_longest_lives(traces[needs.index(most)]), room, _varying_sizes(traces))
+        return RecordedRequests(self._with_longest_lives(traces[needs.index(most)]), room, *_varying_sizes(traces))
 
     def _with_longest_lives(self, trace: Trace) -> Trace:
         """Lifetimes differ a little from step to step. For example, a callback may free gradients early."""
@@ -79,15 +82,20 @@ class RequestRecording:
         return trace
 
 
-def _varying_sizes(traces: Sequence[Trace]) -> dict[str, tuple[int, ...]]:
+def _varying_sizes(traces: Sequence[Trace]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The sizes that all traces request in a phase, but not equally often, and those that some do not request."""
     counts = [
         Counter((trace.phases[phase], size) for phase, size, lane in _rows(trace) if lane == 0) for trace in traces
     ]
     varying: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
+    occasional: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
     for phase, size in sorted(set().union(*counts)):
-        if len({count[phase, size] for count in counts}) > 1:
+        found = {count[phase, size] for count in counts}
+        if 0 in found:
+            occasional[phase] += (size,)
+        elif len(found) > 1:
             varying[phase] += (size,)
-    return varying
+    return varying, occasional
 
 
 def _rows(trace: Trace) -> Iterator[tuple[int, int, int]]:

@@ -19,8 +19,10 @@ constexpr uint64_t unit = 64;
 
 struct Plan {
   std::vector<int64_t> counts, sizes, offsets;
+  std::vector<int8_t> in_turn = {};
   PlanView view() const {
-    return {static_cast<int64_t>(counts.size()), counts.data(), sizes.data(), offsets.data()};
+    return {static_cast<int64_t>(counts.size()), counts.data(), sizes.data(), offsets.data(),
+            in_turn.empty() ? nullptr : in_turn.data()};
   }
 };
 
@@ -49,6 +51,7 @@ Plan random_plan(std::mt19937& random, uint64_t arena_units) {
       const uint64_t places = arena_units - (static_cast<uint64_t>(size) + unit - 1) / unit + 1;
       const auto offset = static_cast<int64_t>(random() % places * unit);
       plan.sizes.push_back(size);
+      plan.in_turn.push_back(size % 3 == 0);
       plan.offsets.push_back(random() % 10 == 0 ? -1 : offset);
     }
   }
@@ -76,7 +79,10 @@ class Oracle {
     for (size_t i = end_; i-- > begin_;) {
       if (static_cast<uint64_t>(plan_.sizes[i]) != size) continue;
       known = true;
-      if (!taken_[i]) slot = i;
+      if (!taken_[i] && (!plan_.in_turn[i] || i == next_)) slot = i;
+    }
+    for (size_t i = begin_; i < slot && slot != end_; ++i) {  // requests are not made up for
+      if (static_cast<uint64_t>(plan_.sizes[i]) == size) taken_[i] = true;
     }
     if (slot == end_) {
       ++(known ? stats.miss_end : stats.miss_size);

@@ -30,7 +30,7 @@ void memo_phase(int32_t);
 void memo_leave();
 void memo_idle();
 int memo_record(int32_t, int64_t);
-int memo_serve(int32_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, const int64_t*);
+int memo_serve(int32_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, const int64_t*, const int8_t*);
 int memo_release();
 int64_t memo_event_count();
 int64_t memo_take_events(Event*, int64_t);
@@ -59,7 +59,7 @@ int64_t allocated_bytes() { return cuda::getDeviceStats(0).allocated_bytes[0].cu
 // Phase 0: 1 MiB at 0, 2 MiB at 1 MiB, 1 MiB at 0, in an arena of 8 MiB. Returns the arena's begin.
 char* serve() {
   const int64_t count = 3, sizes[] = {mib, 2 * mib, mib}, offsets[] = {0, mib, 0};
-  CHECK(memo_serve(0, 1024, 8 * mib, 1, &count, sizes, offsets) == 0);
+  CHECK(memo_serve(0, 1024, 8 * mib, 1, &count, sizes, offsets, nullptr) == 0);
   memo_reset_stats();
   memo_phase(0);
   const c10::DataPtr first = block(mib);
@@ -162,7 +162,7 @@ void test_out_of_memory_is_torchs_own() {
   CHECK(cuda::getDeviceStats(0).num_ooms == ooms + 1);
   const int64_t count = 1, size = 4096, offset = 0;
   memo_leave();
-  CHECK(memo_serve(0, 1024, int64_t{4} << 30, 1, &count, &size, &offset) == -1);
+  CHECK(memo_serve(0, 1024, int64_t{4} << 30, 1, &count, &size, &offset, nullptr) == -1);
   CHECK(std::string(memo_error()).find("Tried to allocate 4.00 GiB") != std::string::npos);
 }
 
@@ -221,9 +221,9 @@ void test_another_stream_needs_an_empty_arena() {
   c10::DataPtr first = block(mib);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   const int64_t count = 1, size = mib, offset = 0;
-  CHECK(memo_serve(0, 1024, 8 * mib, 1, &count, &size, &offset) == -1);
+  CHECK(memo_serve(0, 1024, 8 * mib, 1, &count, &size, &offset, nullptr) == -1);
   first.clear();
-  CHECK(memo_serve(0, 1024, 8 * mib, 1, &count, &size, &offset) == 0);
+  CHECK(memo_serve(0, 1024, 8 * mib, 1, &count, &size, &offset, nullptr) == 0);
   memo_phase(0);
   c10::DataPtr other = block(mib);
   CHECK(stats().live_blocks == 1);
