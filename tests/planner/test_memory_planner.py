@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import REFERENCE
-from support.samples.deep_traces import repeat_layers
 from support.samples.plans import make, traces
+from support.stacks.deep_traces import repeat_layers
 
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement import Placement, validate
