@@ -149,7 +149,9 @@ def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> 
     disturbed = train_together(size, run, settings | careful, watch=WaitsForPlans)
     for use in disturbed.notes["use"]:
         # A buffer that is being sent lives until the other process has it, a little longer or shorter in every step.
-        assert use.hits > 1000 and sum(use.displaced.values()) < use.hits / 50, use
+        # What finds its place in use gets other bytes of the arena, which may be the place of others in turn.
+        assert use.hits > 1000 and sum(use.displaced.values()) < use.hits / 10, use
+        assert use.missed < use.hits / 50, use
     assert disturbed.losses == undisturbed.losses
     assert all(torch.equal(t, undisturbed.weights[name]) for name, t in disturbed.weights.items())
     errors = undisturbed.worst_error(train_alone(run))
