@@ -34,7 +34,8 @@ class DistributedStrategy(CheckpointingStrategy):
     Args:
         config: The settings of the strategy.
         timeout: How long a process waits for the others in a collective.
-        process_group_backend: Backend of `torch.distributed`; `None` is NCCL on GPUs and gloo on CPUs.
+        process_group_backend: Backend of `torch.distributed`; `None` is NCCL on GPUs and gloo on CPUs, or both if the
+            state is offloaded.
     """
 
     def __init__(self, config: MemoConfig, timeout: timedelta, process_group_backend: str | None) -> None:
@@ -72,6 +73,12 @@ class DistributedStrategy(CheckpointingStrategy):
     def _configure_launcher(self) -> None:
         if self.num_processes * self.num_nodes > 1:
             super()._configure_launcher()
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.config.offload_state and self.root_device.type == "cuda":
+            return "cpu:gloo,cuda:nccl"  # weights and gradients on the host may be gathered there
+        return super()._get_process_group_backend()
 
     @override
     def setup_environment(self) -> None:

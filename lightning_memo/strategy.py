@@ -107,7 +107,8 @@ class MemoStrategy(DistributedStrategy):
             run.
         test_mode: Random delays of copies and poisoned buffers (filled with NaN), which reveal races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
-        process_group_backend: Backend of `torch.distributed`. `None` is NCCL on GPUs and gloo on CPUs.
+        process_group_backend: Backend of `torch.distributed`. `None` is NCCL on GPUs and gloo on CPUs; with
+            `offload_state`, gloo serves what is on the host of GPUs.
 
     Raises:
         ValueError: A setting is wrong, or contradicts another one.

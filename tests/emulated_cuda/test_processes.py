@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.devices import BACKEND, emulated_device
+from support.devices import DEVICE, emulated_device
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
 from support.samples.configurations import CONFIGURATIONS
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(BACKEND != "nccl", reason="needs TEST_DEVICE=cuda")
+pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs TEST_DEVICE=cuda")
 
 SIZE = 300_000  # more than a channel of the emulated NCCL holds
 
@@ -124,32 +125,51 @@ def test_a_process_has_a_context_on_its_own_device_only(tmp_path: Path) -> None:
 
 
 SCRIPT = """
+import json
 import sys
+
 import torch
+from lightning.pytorch import Callback
 from lightning_memo import MemoStrategy
 from support.parallel_training import LR, Run, Texts
 from support.trainer_harness import LanguageModel, make_trainer
 from torch.utils.data import DataLoader
 
 run = Run(precision="bf16-mixed", steps=3)
-settings = {"context_parallel_size": 2, "context_parallel_method": "ring", "alpha": 0.5}
+settings = json.loads(sys.argv[2])
+
+
+class Gathers(Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        for p in module.parameters():
+            assert (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).isfinite().all()
+
+
 module = LanguageModel(run.build, lr=LR)
-trainer = make_trainer(MemoStrategy(**settings), devices=int(sys.argv[1]), precision=run.precision, max_steps=run.steps)
+trainer = make_trainer(
+    MemoStrategy(**settings), devices=int(sys.argv[1]), precision=run.precision, max_steps=run.steps,
+    callbacks=[Gathers()],
+)
 torch.manual_seed(1)
 trainer.fit(module, DataLoader(Texts(run), batch_size=1))
 print("losses", trainer.global_rank, module.losses)
 """
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_the_trainer_starts_the_processes(devices: int, tmp_path: Path) -> None:
+RING = {"context_parallel_size": 2, "context_parallel_method": "ring", "alpha": 0.5}
+OFFLOADED = {"zero_stage": 3, "offload_state": True, "alpha": 0.5}
+
+
+@pytest.mark.parametrize(("devices", "settings"), [(2, RING), (4, RING), (2, OFFLOADED)], ids=str)
+def test_the_trainer_starts_the_processes(devices: int, settings: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     tests = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
         environment.pop(name, None)
+    arguments = [str(devices), json.dumps(settings)]
     done = subprocess.run(
-        [sys.executable, "script.py", str(devices)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        [sys.executable, "script.py", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

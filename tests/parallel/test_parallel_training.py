@@ -150,7 +150,7 @@ def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> 
     for use in disturbed.notes["use"]:
         # A buffer that is being sent lives until the other process has it, a little longer or shorter in every step.
         # What finds its place in use gets other bytes of the arena, which may be the place of others in turn.
-        assert use.hits > 1000 and set(k for k, n in use.displaced.items() if n) <= {"the memory was not free"}, use
+        assert use.hits > 1000 and {k for k, n in use.displaced.items() if n} <= {"the memory was not free"}, use
         assert use.missed < use.hits / 50, use
     assert disturbed.losses == undisturbed.losses
     assert all(torch.equal(t, undisturbed.weights[name]) for name, t in disturbed.weights.items())

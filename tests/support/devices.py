@@ -16,7 +16,7 @@ import pytest
 import torch
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
-ACCELERATOR, BACKEND = ("gpu", "nccl") if DEVICE.type == "cuda" else ("cpu", "gloo")
+ACCELERATOR, BACKEND = ("gpu", "cpu:gloo,cuda:nccl") if DEVICE.type == "cuda" else ("cpu", "gloo")
 
 emulated_device: Any = None
 if importlib.util.find_spec("emulated_device") is not None and torch.cuda.is_available():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
-from support.devices import BACKEND, emulated_device, nothing_hidden
+from support.devices import BACKEND, DEVICE, emulated_device, nothing_hidden
 
 _GRACE_SECONDS = 60.0
 # Every device mesh leaves process groups behind, each with its own threads.
@@ -187,7 +187,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     costs._BANDWIDTH_SECONDS = 0.005  # tests of results need no precise measurement
     distributed_c10d.ProcessGroupGloo = _SharedLoop
     timeout = dt.timedelta(seconds=timeout_seconds)
-    if BACKEND == "nccl":
+    if DEVICE.type == "cuda":
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)

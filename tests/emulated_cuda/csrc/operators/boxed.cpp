@@ -125,6 +125,7 @@ bool needs_values(const c10::OperatorHandle& op, const Values& arguments) {
         return name == "aten::index";
     return false;
   }
+  if (name == "aten::_grouped_mm") return arguments[0].toTensor().scalar_type() != at::kBFloat16;
   if (name == "aten::repeat_interleave") return arguments.size() < 2 || arguments[1].isNone();
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
