@@ -33,13 +33,15 @@ test-slow: $(INSTALLED)
 	$(RUN) -m pytest $(WORKERS) -m slow tests $(QUANTIZED_TESTS:%=--ignore=%)
 	PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
 
-# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the second command also run on the CPU, by `make test`.
+# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last command also run on the CPU.
 test-cuda: export OMP_NUM_THREADS = 1
 test-cuda: export PYTHONDONTWRITEBYTECODE =
 test-cuda: export EMULATED_CUDA_DEVICES = 4
 test-cuda: $(CUDA_INSTALLED)
 	$(CUDA_RUN) tests/emulated_cuda/build.py $(CUDA_HEADERS)
 	$(CUDA_RUN) -m pytest $(WORKERS) tests/emulated_cuda tests/gpu
+	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest tests/gpu/test_cuda_allocator.py \
+		tests/gpu/test_cuda_allocator_training.py
 	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 
 lint: $(INSTALLED)

@@ -4,7 +4,8 @@
 #     bash benchmarks/gpu_all.sh [SECONDS [FOLDER]]
 #
 # It stops after SECONDS (default: when everything is done). The same command continues it without repeating finished
-# work. Results go to FOLDER (default: benchmarks/results), and the output of each stage to FOLDER/stages.
+# work; a stage that failed is not repeated either. Results go to FOLDER (default: benchmarks/results), the output of each
+# stage to FOLDER/stages, and all of it once more to FOLDER/gpu_all.tar.gz.
 # PYTHON is the interpreter. Other programs (deepspeed, trl, peft) and kernels (liger-kernel, flash-attn) are used if it
 # finds them.
 set -u
@@ -21,7 +22,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     exit 2
 fi
 
-# stage NAME MOST_SECONDS COMMAND...: runs a command unless it succeeded or timed out before.
+# stage NAME MOST_SECONDS COMMAND...: runs a command unless it ended or timed out before.
 stage() {
     local name=$1 left=$((seconds - SECONDS)) status
     local limit=$(($2 < left ? $2 : left))
@@ -37,7 +38,7 @@ stage() {
     echo "$name: $*"
     timeout --kill-after=15 "$limit" "$@" >>"$stages/$name.log" 2>&1
     status=$?
-    if [ "$status" -eq 0 ] || { [ "$status" -eq 124 ] && [ "$limit" -lt "$left" ]; }; then
+    if { [ "$status" -ne 124 ] && [ "$status" -ne 137 ]; } || [ "$limit" -lt "$left" ]; then
         echo "$status" >"$stages/$name.status"
     fi
     echo "$name: status $status after $SECONDS s; the end of $stages/$name.log:"
@@ -63,13 +64,15 @@ cells() {
     "$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
 } | tee "$stages/machine.txt"
 
-stage tests 400 "$python" -m pytest -q -x tests/gpu
+cells side_by_side --plan important
+cells side_by_side_cudnn --plan important --attention cudnn
+stage tests 400 "$python" -m pytest -q tests/gpu
 stage engine 120 "$python" benchmarks/engine.py --device cuda --dtype bfloat16 --hidden 4096 --heads 32 --kv-heads 8 \
     --seq-len 16384 --output "$results" --name engine-cuda
 stage kernels 120 "$python" benchmarks/kernel_times.py --device cuda --output "$results/kernels"
-cells side_by_side --plan important
 cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K 1M --multiple-of 64K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
 cells longest_full --plan longest --models llama3_2_1b --tuning full --lengths 128K 2M --multiple-of 128K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
+tar --create --gzip --file "$results/gpu_all.tar.gz" --directory "$results" --exclude gpu_all.tar.gz .
 echo "All stages were tried. To generate the page: $python benchmarks/performance.py"
