@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.devices import skip_ring_on_cuda
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
@@ -60,7 +61,8 @@ def losses_alone() -> list[float]:
 
 
 def train_as(topology: str, checkpoint: Path, resume: bool = False) -> Outcome:
-    size = TOPOLOGIES[topology][0]
+    size, settings = TOPOLOGIES[topology]
+    skip_ring_on_cuda(settings)
     outcomes = run_in_processes(size, _train, topology, str(checkpoint), resume)
     first: Outcome = outcomes[0]
     first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
@@ -79,6 +81,7 @@ def _export(settings: dict[str, Any], folder: str) -> Outcome:
 @pytest.mark.parametrize("topology", ["cp2 x tp2", "dp2 zero3", "one"])
 def test_a_trained_model_is_exported(topology: str, tmp_path: Path) -> None:
     size, settings = TOPOLOGIES[topology]
+    skip_ring_on_cuda(settings)
     trained = run_in_processes(size, _export, settings, str(tmp_path / "model"))[0].weights
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert exported.keys() == {name.removeprefix("model.") for name in trained}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from support.devices import DEVICE
+from support.devices import skip_ring_on_cuda
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
@@ -42,9 +42,7 @@ PARTS = ("loss", "norm", "gradients", "weights")
 def check(configuration: str, run: Run, parts: Sequence[str] = PARTS, **settings: Any) -> None:
     """Train, and compare these parts of what comes out."""
     size, of_configuration = CONFIGURATIONS[configuration]
-    context_parallel = of_configuration.get("context_parallel_size", 1) > 1
-    if DEVICE.type == "cuda" and context_parallel and of_configuration.get("context_parallel_method") != "ulysses":
-        pytest.skip("ring attention takes half precision on CUDA")
+    skip_ring_on_cuda(of_configuration)
     errors = train_together(size, run, of_configuration | settings).worst_error(train_alone(run))
     assert all(errors[part] <= BOUND for part in parts), f"{configuration} {settings}: {errors}"
 

@@ -25,6 +25,13 @@ if importlib.util.find_spec("emulated_device") is not None and torch.cuda.is_ava
 needs_real_gpu = pytest.mark.skipif(emulated_device is not None, reason="needs the speed of a real GPU")
 
 
+def skip_ring_on_cuda(settings: dict[str, Any]) -> None:
+    """Skip a test in FP32 if these settings of the strategy mean ring attention, which takes half precision on CUDA."""
+    ring = settings.get("context_parallel_size", 1) > 1 and settings.get("context_parallel_method") != "ulysses"
+    if DEVICE.type == "cuda" and ring:
+        pytest.skip("ring attention takes half precision on CUDA")
+
+
 @contextmanager
 def nothing_hidden() -> Iterator[None]:
     """Check that no unknown kernel was launched, no kernel failed, and no operator made the host wait.
