@@ -75,7 +75,7 @@ $(INSTALLED): setup.cfg pyproject.toml
 # The CUDA build of torch without NVIDIA's libraries, for which the emulated device stands in, and without Triton. Its
 # metadata is changed, so that pip does not install them later.
 $(CUDA_INSTALLED): setup.cfg pyproject.toml tests/emulated_cuda/pyproject.toml $(INSTALLED)
-	$(RUN) tests/support/cuda_stub/fetch.py
+	test -d $(CUDA_HEADERS) || $(RUN) tests/support/cuda_stub/fetch.py
 	test -x $(CUDA_RUN) || $(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_RUN) -m pip install --no-deps "torch===2.13.0"
 	sed -i -E '/^Requires-Dist: (cuda|nvidia|triton)/d' $(CUDA_VENV)/lib/python3*/site-packages/torch-2.13.0.dist-info/METADATA

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from support import warm
-from support.extras import needs_compiler
+from support.markers.extras import needs_compiler
 from support.paths import ROOT
 
 pytestmark = needs_compiler

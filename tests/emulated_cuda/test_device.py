@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.skipif(emulated_device is None, reason="needs the emulated device")
+
+LONG = 3_000_000_000  # cycles, 1.5 seconds: longer than what a busy machine does in between
 
 
 def test_properties() -> None:
@@ -156,7 +159,7 @@ def test_the_backward_runs_in_a_thread_of_the_device(device: torch.device) -> No
 def test_a_copy_without_a_wait_reads_what_is_not_computed_yet(wait: bool, device: torch.device) -> None:
     a, host, side = torch.zeros(1000, device=device), pinned(1000).zero_(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    torch.cuda._sleep(400_000_000)
+    torch.cuda._sleep(LONG)
     a.fill_(7)
     if wait:
         side.wait_stream(torch.cuda.current_stream())
@@ -169,7 +172,7 @@ def test_a_copy_without_a_wait_reads_what_is_not_computed_yet(wait: bool, device
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_kernel_without_a_wait_reads_what_has_not_arrived(wait: bool, device: torch.device) -> None:
-    emulated_device.set_delays(copy_microseconds=100_000)
+    emulated_device.set_delays(copy_microseconds=400_000)
     wrong = 0
     for _ in range(5):
         a, host, side = torch.zeros(1000, device=device), pinned(1000).fill_(3), torch.cuda.Stream()
@@ -188,7 +191,7 @@ def test_a_kernel_without_a_wait_reads_what_has_not_arrived(wait: bool, device: 
 def test_the_host_can_overwrite_what_a_copy_has_not_read(wait: bool, device: torch.device) -> None:
     a, host = torch.zeros(1000, device=device), pinned(1000).fill_(3)
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(LONG)
     a.copy_(host, non_blocking=True)
     if wait:
         torch.cuda.current_stream().synchronize()
@@ -202,7 +205,7 @@ def test_freed_memory_that_a_stream_still_reads_is_nan(record: bool, device: tor
     a = torch.full((1 << 20,), 3.0, device=device)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(400_000_000)
+        torch.cuda._sleep(LONG)
         host.copy_(a, non_blocking=True)
     if record:
         a.record_stream(side)
@@ -217,7 +220,7 @@ def test_writing_freed_memory_is_an_error(device: torch.device) -> None:
     a = torch.zeros(1 << 20, device=device)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(LONG)
         a.fill_(1)
     del a
     torch.cuda.synchronize()
@@ -233,11 +236,11 @@ def test_new_memory_is_nan(device: torch.device) -> None:
 def test_events(device: torch.device) -> None:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    torch.cuda._sleep(int(1.98e9 / 20))
+    torch.cuda._sleep(LONG)
     stop.record()
     assert not stop.query()
     stop.synchronize()
-    assert start.elapsed_time(stop) > 45
+    assert start.elapsed_time(stop) > 1400
 
 
 def test_waits_of_the_host_are_counted(device: torch.device) -> None:
@@ -253,9 +256,28 @@ def test_waits_of_the_host_are_counted(device: torch.device) -> None:
 # ---- what is not emulated
 
 
-def test_a_kernel_that_is_not_emulated_is_named(device: torch.device) -> None:
+def test_cuda_graphs_are_refused(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="emulated"):
         torch.cuda.graph(torch.cuda.CUDAGraph()).__enter__()
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
+
+
+def test_a_kernel_that_is_not_emulated_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    before, one = emulated_device.count("unknown_kernels"), Dim3(1, 1, 1)
+    launch = emulated_device._library().cudaLaunchKernel
+    assert launch(ctypes.c_void_p(4096), one, one, None, ctypes.c_size_t(0), None) == 801  # cudaErrorNotSupported
+    assert emulated_device._library().cudaGetLastError() == 801
+    assert emulated_device.count("unknown_kernels") == before + 1
+    assert "a kernel that is not emulated was launched" in capfd.readouterr().err
+
+
+def test_a_function_that_is_not_emulated_is_named(device: torch.device, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        torch.cuda.current_blas_handle()
+    assert "cublasCreate" in capfd.readouterr().err
 
 
 # ---- memory

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.devices import DEVICE, emulated_device
 from support.parallel_training import Outcome, Run, train, train_alone
-from support.processes import run_in_processes
+from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import CONFIGURATIONS
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def without_a_wait() -> bool:
     t = torch.ones(SIZE, device="cuda")
     dist.barrier()
     torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)
+    torch.cuda._sleep(4_000_000_000)  # 2 seconds: longer than what a busy machine does in between
     work = dist.all_reduce(t, async_op=True)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # does not wait for the collective, as the current stream would
@@ -112,6 +112,20 @@ def without_a_wait() -> bool:
 
 def test_collectives_run_on_a_stream_of_their_own() -> None:
     assert run_in_processes(2, without_a_wait) == [False, False]
+
+
+def disagree() -> None:
+    t = torch.ones(SIZE, device="cuda")
+    if dist.get_rank() == 0:
+        dist.all_reduce(t)
+    else:
+        dist.broadcast(t, src=1)
+    torch.cuda.synchronize()
+
+
+def test_ranks_that_disagree_end() -> None:
+    with pytest.raises(ProcessError, match="the process ended"):
+        run_in_processes(2, disagree)
 
 
 def contexts_of(folder: str) -> set[int]:

@@ -54,9 +54,14 @@ def loss_and_gradients(model: nn.Module, batch: Batch, amp: bool = False, seed: 
     on_device(model).zero_grad()
     torch.manual_seed(seed)
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=amp):
-        loss = model(**{name: t.to(next(model.parameters()).device) for name, t in batch.items()}).loss
+        loss = model(**_beside(model, batch)).loss
     loss.backward()
     return Step(loss.detach().clone(), gradients_of(model))
+
+
+def _beside(model: nn.Module, batch: Batch) -> Batch:
+    device = next(model.parameters()).device
+    return {name: t.to(device) if isinstance(t, Tensor) else t for name, t in batch.items()}
 
 
 def on_device(model: nn.Module) -> nn.Module:
