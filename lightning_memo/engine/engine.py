@@ -283,7 +283,7 @@ class Engine:
     def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
         tokens, x = call.tokens, given.contiguous()
         traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
-        self.settings.check(traits, call.name, tokens)
+        self.settings.check(traits, tokens)
         slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
         if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.needs_slices):
@@ -307,7 +307,7 @@ class Engine:
         with self.attention.choosing():
             traits = self.layer_classes.of(call, x)
         sliced = self.cutter.outside or self.sequence is not None
-        backing = self.settings.backing(traits, call.name, call.tokens, sliced)
+        backing = self.settings.backing(traits, call.tokens, sliced)
         slices = self.cutter.cut(call.tokens, 0.0, None if backing == "none" else self.settings.slice_tokens)
         if self.sequence is not None:
             slices = self.sequence.slices

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from support.harness import EngineUnderTest, Step, loss_and_gradients
 from support.samples.cuda import FARTHER, MIB, make_batch, make_model
+from support.trainer_harness import fit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.engine import TestMode
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -45,6 +48,26 @@ def test_gradients_are_those_of_plain_training(
             under_test.load(alpha)
             assert on_cpu(under_test.step(batch)).distance(truth) <= FARTHER * plain
             under_test.assert_as_planned()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"host_backed": "all"}, 'set host_backed="none"'),
+        ({"storage": "kinds", "device_memory": "64MiB"}, 'use storage="alpha"'),
+    ],
+)
+def test_full_precision_is_named_as_the_reason(settings: dict[str, Any], ends: str) -> None:
+    slices = {} if "storage" in settings else {"slice_tokens": 16}
+    with pytest.raises(ValueError, match=f"in half precision only on a GPU, and not in torch.float32: {ends}$"):
+        fit(MemoStrategy(**settings, **slices), accelerator="gpu", max_steps=2)
+
+
+def test_keys_and_values_that_stay_on_the_device_are_told_of() -> None:
+    with pytest.warns(
+        UserWarning, match="keys and values stay on the device, because attention runs slice after slice in"
+    ):
+        fit(MemoStrategy(alpha=0.5, slice_tokens=16), accelerator="gpu", max_steps=2)
 
 
 def loss_peak_bytes(model: nn.Module, batch: Batch, device: torch.device) -> int:

@@ -44,7 +44,7 @@ class LayerClasses:
         self._why_scaled: str | None = None
         self._backend_of = backend_of
         self._settings = settings
-        self.agreed = LayerTraits("", "layer")
+        self.agreed = LayerTraits("")
         self._proofs = LocalityProofs(layers)
         self._numbers: dict[int, tuple[object, int]] = {}
         self._probed: dict[object, LayerTraits] = {}
@@ -62,14 +62,14 @@ class LayerClasses:
         self._numbers.clear()
         self._why_scaled = None
 
-    def agree(self, why_whole: str, schedule: str) -> None:
+    def agree(self, why_whole: str, why_nest: str) -> None:
         """Set the traits on which processes have agreed, so that all run layers alike.
 
         Args:
             why_whole: Why layers have to run as one slice; empty if they can be cut.
-            schedule: "layer" or "nest".
+            why_nest: Why attention cannot run slice after slice; empty if it can.
         """
-        self.agreed = LayerTraits(why_whole, schedule)
+        self.agreed = LayerTraits(why_whole, why_nest)
 
     @property
     def why_whole(self) -> str:
@@ -77,9 +77,14 @@ class LayerClasses:
         return next((traits.why_whole for traits in (*self, self.agreed) if traits.why_whole), "")
 
     @property
+    def why_nest(self) -> str:
+        """Why attention of some layer cannot run slice after slice; empty if that of all layers can."""
+        return next((traits.why_nest for traits in (*self, self.agreed) if traits.why_nest), "")
+
+    @property
     def schedule(self) -> Schedule:
         """The schedule of the model's layers: "nest" if it was requested or some layer needs it."""
-        if "nest" in (self._settings.schedule, self.agreed.schedule, *(traits.schedule for traits in self)):
+        if self._settings.schedule == "nest" or self.why_nest:
             return "nest"
         return "slice" if self._settings.schedule == "slice" else "layer"
 

@@ -37,7 +37,7 @@ class LayerTraits:
 
     Attributes:
         why_whole: Why the layer has to run as one slice; empty if it can be cut.
-        schedule: "layer", or "nest" if attention needs all tokens at once.
+        why_nest: Why attention cannot run slice after slice; empty if it can.
         saved: Sizes of attention outputs, log-sum-exps, keys and values of one call.
         tokens: Number of tokens that were probed.
         key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
@@ -47,13 +47,18 @@ class LayerTraits:
     """
 
     why_whole: str
-    schedule: str
+    why_nest: str = ""
     saved: tuple[SavedBytes, ...] = ()
     tokens: int = 1
     key_value_gradient_bytes: int = 0
     changing: tuple[str, ...] = ()
     chooses: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the layer: "layer", or "nest" if attention cannot run slice after slice."""
+        return "nest" if self.why_nest else "layer"
 
 
 class _Recorder:
@@ -62,7 +67,7 @@ class _Recorder:
     def __init__(self, backend_of: BackendOf) -> None:
         self._backend_of = backend_of
         self.specs: list[AttentionSpec] = []
-        self.blocks = True
+        self.why_no_blocks = ""  # why an attention kernel needs all tokens at once
         self.saved: list[SavedBytes] = []
         self.gradient_bytes = 0
         self.outputs: list[tuple[Tensor, RngState]] = []
@@ -73,7 +78,8 @@ class _Recorder:
         backend = self._backend_of(q, k, v, spec)
         result = merge_sinks(backend.forward(q, k, v, spec), spec.sinks)
         self.specs.append(spec)
-        self.blocks &= backend.blocks
+        if not backend.blocks:
+            self.why_no_blocks = _why_no_blocks(q)
         for kind, t in (("out", result.out), ("lse", result.lse), ("key", k), ("value", v)):
             self.saved.append(SavedBytes(kind, t.nbytes))
         self.gradient_bytes += (k.numel() + v.numel()) * sums_dtype(k).itemsize
@@ -166,12 +172,26 @@ def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerSta
             "besides inputs, weights, attributes and torch's random state (a global variable, a generator of its own): "
             "make it a function of these, or train this model without MemoStrategy"
         )
-    sliceable = recorder.blocks and all(spec.sliceable for spec in recorder.specs)
-    why = _why_whole(call, recorder, sliceable, changing)
-    schedule = "layer" if sliceable else "nest"
+    why_nest = _why_nest(call, recorder)
+    why = _why_whole(call, recorder, not why_nest, changing)
     return LayerTraits(
-        why, schedule, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses
+        why, why_nest, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses
     )
+
+
+def _why_nest(call: LayerCall, recorder: _Recorder) -> str:
+    """Return why attention of a layer cannot run slice after slice; empty if it can."""
+    if all(spec.sliceable for spec in recorder.specs):
+        return recorder.why_no_blocks
+    why = "it is not causal, has an explicit mask or draws dropout"
+    return f"attention of {call.name} needs all tokens at once, because {why}"
+
+
+def _why_no_blocks(q: Tensor) -> str:
+    """Return why no kernel computes attention of these queries slice after slice."""
+    if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
+        return f"attention runs slice after slice in half precision only on a GPU, and not in {q.dtype}"
+    return f"no attention kernel on {q.device.type} runs slice after slice in {q.dtype} with head_dim {q.shape[-1]}"
 
 
 def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, part: TokenRange) -> bool:

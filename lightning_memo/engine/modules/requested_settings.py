@@ -41,12 +41,11 @@ class RequestedSettings:
     check_restored: bool = False
     check_slices: bool = True
 
-    def check(self, traits: LayerTraits, layer: str, tokens: int) -> None:
+    def check(self, traits: LayerTraits, tokens: int) -> None:
         """Refuse layers that cannot run by the settings.
 
         Args:
             traits: The traits of a layer.
-            layer: Name of the layer's class.
             tokens: Number of tokens in the layer's input.
 
         Raises:
@@ -54,10 +53,7 @@ class RequestedSettings:
         """
         if not self.by_kind or tokens < 2:
             return
-        why = traits.why_whole
-        if not why and traits.schedule == "nest":
-            why = f"attention of {layer} is not causal, has an explicit mask or draws dropout"
-        if why:
+        if why := traits.why_whole or traits.why_nest:
             raise ValueError(f'storage="kinds" runs layers slice after slice, but {why}: use storage="alpha"')
 
     @property
@@ -80,12 +76,11 @@ class RequestedSettings:
         """Largest number of tokens that are probed: two slices if only slices may be on the device; `None` for all."""
         return 2 * self.slice_tokens if self.slice_tokens is not None and self.may_stream else None
 
-    def backing(self, traits: LayerTraits, layer: str, tokens: int, sliced: bool) -> HostBacked:
+    def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> HostBacked:
         """Return what lives on the host while layers are profiled.
 
         Args:
             traits: The traits of the first layer.
-            layer: Name of the layer's class.
             tokens: Number of tokens in the layer's input.
             sliced: Whether the batch is laid out for slices already.
 
@@ -94,14 +89,12 @@ class RequestedSettings:
         """
         if self.slice_tokens is None or not self.may_stream or (tokens <= self.slice_tokens and not sliced):
             return "none"
-        why = traits.why_whole
-        if not why and "nest" in (self.schedule, traits.schedule):
-            why = f"attention of {layer} needs all tokens at once"
-        if not why:
-            return "attention" if self.host_backed == "auto" else self.host_backed
+        why = traits.why_whole or traits.why_nest
         if self.host_backed == "auto":
-            return "none"
-        raise self.backing_error(why)
+            return "none" if why or self.schedule == "nest" else "attention"
+        if why:
+            raise self.backing_error(why)
+        return self.host_backed
 
     def backing_error(self, why: str) -> ValueError:
         """Return the error for layers that run as one slice where keys and values are on the host.

@@ -121,7 +121,7 @@ class SliceComparison:
             f"MemoStrategy: {why}. From this step on, layers run as one slice{'; ' * bool(before)}{before}.",
             stacklevel=3,
         )
-        self._layer_classes.agree(why, traits.schedule)
+        self._layer_classes.agree(why, traits.why_nest)
 
 
 def _unlike_other_sizes(tokens: int, call: LayerCall) -> int:

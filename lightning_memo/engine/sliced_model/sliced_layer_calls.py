@@ -145,5 +145,5 @@ def _run_of_slice(
             ForwardState(call.layer, ()) if sequence.slice.action is Action.RECOMPUTE else None,
             ambient_autocast(x.device.type),
         ),
-        LayerTraits("", "layer", chooses=any(traits.chooses for traits in engine.layer_classes)),
+        LayerTraits("", chooses=any(traits.chooses for traits in engine.layer_classes)),
     )  # fmt: skip

@@ -177,9 +177,9 @@ class ActivationPlanner(MetersSteps):
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""
         classes = self._engine.layer_classes
-        findings = self._ranks.gather((classes.why_whole, classes.schedule), everyone)
-        schedules = [schedule for _, schedule in findings]
-        classes.agree(next((why for why, _ in findings if why), ""), "nest" if "nest" in schedules else "layer")
+        findings = self._ranks.gather((classes.why_whole, classes.why_nest), everyone)
+        why_whole, why_nest = (next(filter(None, whys), "") for whys in zip(*findings, strict=True))
+        classes.agree(why_whole, why_nest)
 
     def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
         run, engine, device = self._run, self._engine, self._engine.device
@@ -223,7 +223,10 @@ class ActivationPlanner(MetersSteps):
 
     def _announce(self, plan: Plan) -> None:
         if self._run.rank == 0:
-            announce_plan(plan, self._config.attention, self._engine.layer_classes.why_whole)
+            classes, settings = self._engine.layer_classes, self._engine.settings
+            on_host = settings.may_stream and settings.host_backed == "auto" and settings.schedule != "nest"
+            why_on_device = classes.why_nest if on_host and not classes.why_whole else ""
+            announce_plan(plan, self._config.attention, classes.why_whole, why_on_device)
             rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
 
     def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:

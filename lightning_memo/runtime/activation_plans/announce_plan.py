@@ -13,15 +13,18 @@ from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.utils.class_names import class_name
 
 
-def announce_plan(plan: Plan, attention: str, why_whole: str) -> None:
+def announce_plan(plan: Plan, attention: str, why_whole: str, why_on_device: str) -> None:
     """Print the tables of a plan, and the warnings about settings that it could not follow.
 
     Args:
         plan: The plan.
         attention: The user's attention kernel.
         why_whole: Why layers cannot be cut into slices; empty if they can.
+        why_on_device: Why keys and values stay on the device although slices were requested; empty if they do not.
     """
     announce_whole_layers(plan, why_whole)
+    if why_on_device:
+        rank_zero_warn(f"MemoStrategy: keys and values stay on the device, because {why_on_device}.")
     for trial in plan.attention_trials:
         if trial.name == attention and trial.why_not:
             rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
