@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
-from support.devices import emulated_device, nothing_hidden
+from support.devices import nothing_hidden
 from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
 from support.warm import use_libyaml
@@ -76,11 +76,14 @@ def short_measurements():
 @pytest.fixture(autouse=True)
 def honest(request):
     """On the emulated device, a test fails if something hid what it looks for; tests of the device itself may hide."""
-    if emulated_device is None or "test_device" in request.node.nodeid:
+    with contextlib.nullcontext() if request.path.name == "test_device.py" else nothing_hidden():
         yield
-        return
-    with nothing_hidden():
-        yield
+
+
+@pytest.fixture
+def device():
+    """The CUDA device, for tests that need one."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture

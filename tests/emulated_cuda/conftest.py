@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.devices import emulated_device
-
-HERE = Path(__file__).parent
+from support.devices import emulated_device, skip_folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if emulated_device is None:
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="needs the emulated device: run `make test-cuda`"))
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+        skip_folder(items, Path(__file__).parent, "needs the emulated device: run `make test-cuda`")
 
 
 @pytest.fixture(autouse=True)

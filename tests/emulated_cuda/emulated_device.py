@@ -27,24 +27,25 @@ def load() -> None:
     _operators.emulated_cuda_install()
 
 
-def _library() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
+    """Return the library of the emulated runtime."""
     assert _runtime is not None
     return _runtime
 
 
 def set_delays(copy_microseconds: int = 0, kernel_microseconds: int = 0) -> None:
     """Set the longest random delay of each copy, and of each kernel."""
-    _library().emulated_cuda_set_delays(ctypes.c_long(copy_microseconds), ctypes.c_long(kernel_microseconds))
+    runtime().emulated_cuda_set_delays(ctypes.c_long(copy_microseconds), ctypes.c_long(kernel_microseconds))
 
 
 def set_memory(size_bytes: int) -> None:
     """Set the memory of each device."""
-    _library().emulated_cuda_set_memory(ctypes.c_size_t(size_bytes))
+    runtime().emulated_cuda_set_memory(ctypes.c_size_t(size_bytes))
 
 
 def count(name: str) -> int:
     """Return a counter: "launched", "copies", "host_waits" or "unknown_kernels"."""
-    counter = getattr(_library(), f"emulated_cuda_{name}")
+    counter = getattr(runtime(), f"emulated_cuda_{name}")
     counter.restype = ctypes.c_long
     return int(counter())
 

@@ -8,24 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.devices import skip_folder
 
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.kernels.select_kernel import check_available
 
-HERE = Path(__file__).parent
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and PyTorch sees none"))
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+    if not torch.cuda.is_available():
+        skip_folder(items, Path(__file__).parent, "needs a CUDA device, and PyTorch sees none")
 
 
 @pytest.fixture(params=["sdpa", "cudnn", "flash_attn", "transformer_engine"])

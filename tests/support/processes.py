@@ -6,7 +6,6 @@ Starting a process takes seconds. A group of processes therefore stays alive for
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime as dt
 import gc
 import multiprocessing
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
-from support.devices import BACKEND, DEVICE, emulated_device, nothing_hidden
+from support.devices import BACKEND, DEVICE, nothing_hidden
 
 _GRACE_SECONDS = 60.0
 # Every device mesh leaves process groups behind, each with its own threads.
@@ -197,7 +196,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
         except EOFError:
             return
         try:
-            with nothing_hidden() if emulated_device is not None else contextlib.nullcontext():
+            with nothing_hidden():
                 answer = (None, function(*args, **kwargs))
         except BaseException:
             answer = (traceback.format_exc(), None)
