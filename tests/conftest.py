@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
-from support.devices import nothing_hidden
+from support.devices import DEVICE, nothing_hidden
 from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
 from support.warm import use_libyaml
@@ -27,6 +27,11 @@ from support.warm import use_libyaml
 hypothesis.settings.register_profile("no deadline", deadline=None)  # other programs may keep the machine busy
 hypothesis.settings.load_profile("no deadline")
 use_libyaml()
+
+
+def pytest_configure():
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("TEST_DEVICE=cuda, but PyTorch sees no CUDA device: run `make test-cuda`")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by markers

@@ -8,10 +8,10 @@ their name once and return an error. The libraries are written where PyTorch loo
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -109,7 +109,12 @@ def link(library: str, version: str, functions: set[str], objects: list[Path], t
         "-pthread", "-o", target / library)  # fmt: skip
 
 
-def main(headers: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("headers", type=Path, help="the include folder of CUDA 13")
+    headers: Path = parser.parse_args().headers
+    if not (headers / "cuda_runtime_api.h").is_file():
+        parser.error(f"{headers} has no cuda_runtime_api.h: `make cuda-headers` gets .cuda/toolkit/nvidia/cu13/include")
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     torch = Path(found.origin).parent
@@ -127,4 +132,4 @@ def main(headers: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -13,7 +13,12 @@ namespace {
 
 long number_from(const char* name, long otherwise) {
   const char* text = std::getenv(name);
-  return text == nullptr || *text == 0 ? otherwise : std::strtol(text, nullptr, 10);
+  if (text == nullptr || *text == 0) return otherwise;
+  char* end = nullptr;
+  const long number = std::strtol(text, &end, 10);
+  if (*end == 0 && number >= 0) return number;
+  say("%s=%s: give a whole number", name, text);
+  std::exit(2);
 }
 
 thread_local cudaError_t last_error = cudaSuccess;
