@@ -1,4 +1,4 @@
-"""`make test` and `make test-slow` together run every case once, and CI runs both."""
+"""`make test` and `make test-slow` together run every case once, and CI runs both, and those of the emulated GPU."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_every_file_is_run_once() -> None:
 RIGHT = (["not slow", "slow"], ["all"])
 
 
-def test_ci_runs_both() -> None:
+def test_ci_runs_all() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert {"make test", "make test-slow"} <= set(lines)
+    assert {"make test", "make test-slow", "make test-cuda"} <= set(lines)
 
 
 def test_slow_cases_have_quick_ones_beside_them(request: pytest.FixtureRequest) -> None:
