@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import socket
@@ -54,7 +56,10 @@ class Launch:
 
 
 def register_run_folder() -> None:
-    """Registers ``${run_folder:RUNS,NEW}``: the folder in RUNS that this launch resumes, otherwise RUNS/NEW."""
+    """Registers ``${run_folder:RUNS,NEW}``: the folder in RUNS that this launch resumes, otherwise RUNS/NEW.
+
+    A run that no launcher started gets a folder of its own: RUNS/NEW-2 if another one began in the same second.
+    """
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
 
 
@@ -65,7 +70,14 @@ def _run_folder(runs: str, new: str, *, _root_: Any) -> str:
         for path in newest_first:
             if launch.resumes_in(path.parent):
                 return str(path.parent)
-    return str(Path(runs, new))
+        return str(Path(runs, new))
+    return _unused_folder(runs, new)
+
+
+@functools.cache  # the folder exists when Hydra asks again
+def _unused_folder(runs: str, new: str) -> str:
+    names = itertools.chain([new], (f"{new}-{number}" for number in itertools.count(2)))
+    return str(next(path for path in (Path(runs, name) for name in names) if not path.exists()))
 
 
 def _torchrun() -> str | None:

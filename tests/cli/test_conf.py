@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from support.commands import composed
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
+from lightning_memo.cli.restarts import register_run_folder
 from lightning_memo.cli.runs.build_run import build_strategy
 from lightning_memo.models import ModelConfig, load_hf_config
 
@@ -37,3 +38,12 @@ def test_choices_compose(group: str, choice: str, tmp_path: Path) -> None:
 def test_clusters_compose(path: Path) -> None:
     cfg = composed("estimate", f"cluster={path.stem}")
     assert cfg.cluster.name == path.stem
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    register_run_folder()
+    cfg = OmegaConf.create({"hydra": {"overrides": {"task": []}}, "dir": f"${{run_folder:{tmp_path},now}}"})
+    Path(tmp_path, "now").mkdir()
+    assert cfg.dir == f"{tmp_path}/now-2"
+    Path(cfg.dir).mkdir()
+    assert cfg.dir == f"{tmp_path}/now-2", "the same run asks again"

@@ -47,7 +47,13 @@ def positions_in(numbers: Tensor) -> Tensor:
 
 def within_documents(mask: MaskFunction, starts: Sequence[Sequence[int]] = STARTS) -> MaskFunction:
     numbers = document_numbers(starts)
-    return masks.packed_sequence_compatibility_function(mask, positions_in(numbers), numbers)
+    return packed(mask, positions_in(numbers), numbers)
+
+
+def packed(mask: MaskFunction, positions: Tensor, numbers: Tensor) -> MaskFunction:
+    """Return the mask that transformers makes of rows with several documents."""
+    own = masks.remap_positions_for_packed_sequence(mask, positions)
+    return masks.and_masks(masks.packed_sequence_mask_function(numbers), own)
 
 
 def unknown(mask: MaskFunction) -> MaskFunction:
@@ -102,7 +108,7 @@ def test_one_pair_makes_a_difference() -> None:
 def test_positions_with_gaps_have_no_pattern() -> None:
     gaps = torch.arange(TOKENS)[None] + (torch.arange(TOKENS) > 9) * 3
     whole = torch.zeros(1, TOKENS, dtype=torch.long)
-    assert _pattern(masks.packed_sequence_compatibility_function(window, gaps, whole), 1, TOKENS, CPU, False) is None
+    assert _pattern(packed(window, gaps, whole), 1, TOKENS, CPU, False) is None
 
 
 def test_documents_that_go_on_later_have_no_pattern() -> None:
