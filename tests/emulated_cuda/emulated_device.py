@@ -25,6 +25,10 @@ def load() -> None:
     _operators = ctypes.CDLL(str(libraries / "libemulated_cuda_operators.so"))
     _operators.emulated_cuda_inline_operators.restype = ctypes.c_char_p
     _operators.emulated_cuda_install()
+    if _runtime.emulated_cuda_simulates():
+        import simulated_time
+
+        simulated_time.start()
 
 
 def runtime() -> ctypes.CDLL:
@@ -44,7 +48,7 @@ def set_memory(size_bytes: int) -> None:
 
 
 def count(name: str) -> int:
-    """Return a counter: "launched", "copies", "host_waits" or "unknown_kernels"."""
+    """Return a counter: "launched", "copies", "host_waits", "unknown_kernels", "pinned_bytes" or "pinned_peak"."""
     counter = getattr(runtime(), f"emulated_cuda_{name}")
     counter.restype = ctypes.c_long
     return int(counter())

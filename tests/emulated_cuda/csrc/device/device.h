@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -27,6 +28,7 @@ struct Settings {
   std::atomic<long> copy_delay, kernel_delay;  // longest, in microseconds
   long seed;
   bool blocking;  // the host waits for each kernel and copy
+  bool simulated;  // time, see simulation.h
   bool poison;
 };
 Settings& settings();
@@ -63,6 +65,11 @@ class Memory {
   std::map<uintptr_t, size_t> pinned;
   std::set<uintptr_t> own_pinned;  // allocated here, not registered
 
+  /// Counts memory of the host as locked; false if there is not so much.
+  bool pin(uintptr_t begin, size_t size);
+  void unpin(uintptr_t begin);
+  size_t pinned_bytes = 0, pinned_peak = 0;
+
   bool fits(int device, size_t size) const;
   size_t used_bytes(int device) const;
   /// Counts memory of a device as used (or free: a negative number).
@@ -94,6 +101,8 @@ using MemoryLock = std::lock_guard<std::recursive_mutex>;
 struct Moment {
   std::atomic<int> done{0};
   std::chrono::steady_clock::time_point time;
+  double simulated_time = 0;
+  int stream = -1;
   void end();
   void wait() { done.wait(0); }
 };
@@ -107,7 +116,15 @@ struct Event {
 
 enum class Work { kernel, copy, other };
 
-/// A queue of work with a thread of its own.
+/// A stream in simulated time.
+struct Timeline {
+  double end = 0;    // of its last operation
+  double ready = 0;  // when the next one may begin: after the last one, and after what the stream waits for
+  int waits_for = -1;
+  std::deque<double> queued;  // ends of the last operations
+};
+
+/// A queue of work with a thread of its own. In simulated time, tasks run when they are added.
 class Stream {
  public:
   Stream(int number, int device, int priority) : number(number), device(device), priority(priority) {}
@@ -116,6 +133,8 @@ class Stream {
   void add(Work work, std::function<void()> task);
   bool idle();
   void wait();
+
+  Timeline timeline;
 
  private:
   struct Task {

@@ -1,6 +1,7 @@
 // Devices, their properties, and the current one.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "device.h"
@@ -49,7 +50,8 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
 // The numbers of an H200, as far as PyTorch reads them.
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   std::memset(p, 0, sizeof *p);
-  std::strcpy(p->name, "NVIDIA H200 (emulated)");
+  const char* name = std::getenv("EMULATED_CUDA_NAME");
+  std::snprintf(p->name, sizeof p->name, "%s", name == nullptr ? "NVIDIA H200 (emulated)" : name);
   std::snprintf(p->uuid.bytes, sizeof p->uuid.bytes, "emulated %d", device);
   p->totalGlobalMem = settings().memory_bytes;
   p->sharedMemPerBlock = 49152;

@@ -4,7 +4,7 @@
 #include <thread>
 #include <unordered_map>
 
-#include "device.h"
+#include "simulation.h"
 
 namespace emulated {
 namespace {
@@ -29,6 +29,10 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) 
   if (name.find("spin_kernel") != std::string::npos) {  // torch.cuda._sleep
     lock.unlock();
     const std::chrono::duration<double> time(static_cast<double>(*static_cast<int64_t*>(arguments[0])) / cycles_per_second);
+    if (settings().simulated) {
+      Inside inside;
+      return simulate(*stream_of(stream), "spin", {emulated_pause, 0, time.count()}), cudaSuccess;
+    }
     stream_of(stream)->add(Work::kernel, [time] { std::this_thread::sleep_for(time); });
     return cudaSuccess;
   }

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device.h"
+#include "simulation.h"
 
 namespace emulated {
 
@@ -25,6 +25,22 @@ bool Memory::fits(int device, size_t size) const {
 void Memory::use(int device, long long size) {
   used_.resize(static_cast<size_t>(settings().devices));
   used_[static_cast<size_t>(device)] += size;
+}
+
+bool Memory::pin(uintptr_t begin, size_t size) {
+  if (settings().simulated) {
+    Inside inside;
+    if (static_cast<double>(pinned_bytes) + static_cast<double>(size) > machine().host_bytes) return false;
+    spend_host_time(static_cast<double>(size) / machine().lock);
+  }
+  pinned[begin] = size;
+  pinned_bytes += size;
+  pinned_peak = std::max(pinned_peak, pinned_bytes);
+  return true;
+}
+void Memory::unpin(uintptr_t begin) {
+  pinned_bytes -= pinned[begin];
+  pinned.erase(begin);
 }
 
 char* Memory::reserve(size_t size) {
@@ -82,6 +98,10 @@ using namespace emulated;
 
 extern "C" {
 
+long emulated_cuda_pinned_bytes() { return static_cast<long>(memory().pinned_bytes); }
+long emulated_cuda_pinned_peak() { return static_cast<long>(memory().pinned_peak); }
+void emulated_cuda_reset_pinned_peak() { memory().pinned_peak = memory().pinned_bytes; }
+
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   MemoryLock lock(memory().mutex);
   const size_t used = memory().used_bytes(use_device());
@@ -96,6 +116,10 @@ cudaError_t cudaMalloc(void** address, size_t size) {
   const int device = use_device();
   const size_t taken = rounded(size, page_bytes);
   if (!memory().fits(device, taken)) return fail(cudaErrorMemoryAllocation);
+  if (settings().simulated) {
+    Inside inside;
+    spend_host_time(machine().allocate);
+  }
   char* begin = memory().reserve(taken);
   if (begin == nullptr || !memory().open(begin, taken, device)) return fail(cudaErrorMemoryAllocation);
   memory().use(device, static_cast<long long>(taken));
@@ -119,7 +143,7 @@ cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
   size = rounded(std::max<size_t>(size, 1), 4096);
   void* pages = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (pages == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
-  memory().pinned[reinterpret_cast<uintptr_t>(pages)] = size;
+  if (!memory().pin(reinterpret_cast<uintptr_t>(pages), size)) return munmap(pages, size), fail(cudaErrorMemoryAllocation);
   memory().own_pinned.insert(reinterpret_cast<uintptr_t>(pages));
   *address = pages;
   return cudaSuccess;
@@ -131,7 +155,7 @@ cudaError_t cudaFreeHost(void* address) {
   const auto number = reinterpret_cast<uintptr_t>(address);
   if (memory().own_pinned.erase(number) == 0) return fail(cudaErrorInvalidValue);
   munmap(address, memory().pinned[number]);
-  memory().pinned.erase(number);
+  memory().unpin(number);
   return cudaSuccess;
 }
 cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
@@ -142,16 +166,15 @@ cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
   const auto after = memory().pinned.lower_bound(begin);
   const bool overlaps = after != memory().pinned.end() && after->first < begin + size;
   if (overlaps || memory().where(address) == Where::pinned) return fail(cudaErrorHostMemoryAlreadyRegistered);
-  memory().pinned[begin] = size;
-  return cudaSuccess;
+  return memory().pin(begin, size) ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaHostUnregister(void* address) {
   wait_for_streams();
   MemoryLock lock(memory().mutex);
   const auto number = reinterpret_cast<uintptr_t>(address);
-  if (memory().own_pinned.count(number) != 0 || memory().pinned.erase(number) == 0)
+  if (memory().own_pinned.count(number) != 0 || memory().pinned.count(number) == 0)
     return fail(cudaErrorHostMemoryNotRegistered);
-  return cudaSuccess;
+  return memory().unpin(number), cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
   MemoryLock lock(memory().mutex);

@@ -44,7 +44,8 @@ Settings& settings() {
       number_from("EMULATED_CUDA_KERNEL_DELAY_US", 0),
       number_from("EMULATED_CUDA_SEED", 1),
       number_from("CUDA_LAUNCH_BLOCKING", 0) != 0,
-      number_from("EMULATED_CUDA_POISON", 1) != 0,
+      number_from("EMULATED_CUDA_SIMULATE", 0) != 0,
+      number_from("EMULATED_CUDA_POISON", 1) != 0 && number_from("EMULATED_CUDA_SIMULATE", 0) == 0,
   };
   return *s;
 }

@@ -3,7 +3,7 @@
 #include <random>
 #include <thread>
 
-#include "device.h"
+#include "simulation.h"
 
 namespace emulated {
 namespace {
@@ -28,16 +28,32 @@ Stream* add_stream(int device, int priority) {
 
 Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
 
+/// In simulated time, no more bytes are copied.
+constexpr size_t simulated_pageable_bytes = size_t{16} << 20, simulated_bytes = size_t{256} << 10;
+
+EmulatedCost cost_of_copy(Where to, Where from, size_t size) {
+  const auto bytes = static_cast<double>(size);
+  if (to == Where::pageable || from == Where::pageable) return {emulated_pageable, 0, bytes};
+  if (to == from) return {emulated_memory, 0, 2 * bytes};
+  return {to == Where::device ? emulated_to_device : emulated_to_host, 0, bytes};
+}
+
 /// Adds a copy to a stream. Copies of memory that is not locked end before the call returns, as on a GPU.
-cudaError_t copy(const void* to, const void* from, cudaStream_t handle, bool host_waits, uint32_t callback_id,
+cudaError_t copy(const void* to, const void* from, size_t size, cudaStream_t handle, bool host_waits, uint32_t callback_id,
                  std::function<void()> move) {
-  bool pageable;
+  Inside inside;
+  EmulatedCost cost;
   {
     MemoryLock lock(memory().mutex);
-    pageable = memory().where(to) == Where::pageable || memory().where(from) == Where::pageable;
+    cost = cost_of_copy(memory().where(to), memory().where(from), size);
   }
+  const bool pageable = cost.kind == emulated_pageable;
   ++counters().copies;
   Stream* stream = stream_of(handle);
+  if (settings().simulated) {
+    simulate(*stream, pageable ? "copy of pageable memory" : "copy", cost);
+    if (size > (pageable ? simulated_pageable_bytes : simulated_bytes)) move = [] {};
+  }
   stream->add(Work::copy, std::move(move));
   if (host_waits || pageable) {
     HostWait wait(callback_id);
@@ -61,6 +77,7 @@ std::shared_ptr<Moment> Event::get() {
 }
 
 void Stream::add(Work work, std::function<void()> task) {
+  if (settings().simulated) return task();
   std::unique_lock<std::mutex> lock(mutex_);
   if (!started_) {
     started_ = true;
@@ -72,10 +89,19 @@ void Stream::add(Work work, std::function<void()> task) {
   idle_.wait(lock, [this] { return tasks_.size() < queue_length; });
 }
 bool Stream::idle() {
+  if (settings().simulated) {
+    Inside inside;
+    spend_host_time(machine().query);
+    return timeline.ready <= host_time();
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   return done_ == given_;
 }
 void Stream::wait() {
+  if (settings().simulated) {
+    Inside inside;
+    return host_until(timeline.ready, "stream");
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   const uint64_t target = given_;
   idle_.wait(lock, [&] { return done_ >= target; });
@@ -131,9 +157,10 @@ using namespace emulated;
 
 extern "C" {
 
-void emulated_cuda_launch(void* handle, void (*run)(void*), void* argument) {
+void emulated_cuda_launch(void* handle, void (*run)(void*), void* argument, const char* name, EmulatedCost cost) {
   ++counters().launched;
   Stream* stream = stream_of(static_cast<cudaStream_t>(handle));
+  if (settings().simulated) simulate(*stream, name, cost);
   stream->add(Work::kernel, [=] { run(argument); });
   if (settings().blocking) stream->wait();
 }
@@ -143,11 +170,11 @@ void emulated_cuda_wait(void* stream) { stream_of(static_cast<cudaStream_t>(stre
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
-  return copy(to, from, stream, false, 41, [=] { std::memmove(to, from, size); });
+  return copy(to, from, size, stream, false, 41, [=] { std::memmove(to, from, size); });
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
   if (size == 0) return cudaSuccess;
-  return copy(to, from, nullptr, true, 31, [=] { std::memmove(to, from, size); });
+  return copy(to, from, size, nullptr, true, 31, [=] { std::memmove(to, from, size); });
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t stream) {
   return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
@@ -155,12 +182,17 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t siz
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t stream) {
   if (width == 0 || height == 0) return cudaSuccess;
-  return copy(to, from, stream, false, 44, [=] {
+  return copy(to, from, width * height, stream, false, 44, [=] {
     for (size_t row = 0; row < height; ++row)
       std::memmove(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
   });
 }
 cudaError_t cudaMemsetAsync(void* address, int value, size_t size, cudaStream_t stream) {
+  if (settings().simulated) {
+    Inside inside;
+    simulate(*stream_of(stream), "memset", {emulated_memory, 0, static_cast<double>(size)});
+    if (size > simulated_bytes) return cudaSuccess;
+  }
   return stream_of(stream)->add(Work::kernel, [=] { std::memset(address, value, size); }), cudaSuccess;
 }
 cudaError_t cudaMemset(void* address, int value, size_t size) { return cudaMemsetAsync(address, value, size, nullptr); }
@@ -185,6 +217,11 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   auto moment = event_of(event)->get();
+  if (settings().simulated) {
+    Inside inside;
+    if (moment != nullptr) wait_for(*stream_of(stream), *moment);
+    return cudaSuccess;
+  }
   if (moment != nullptr && moment->done.load() == 0) stream_of(stream)->add(Work::other, [moment] { moment->wait(); });
   return cudaSuccess;
 }
@@ -218,10 +255,15 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlag
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event_of(event), cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   auto moment = std::make_shared<Moment>();
+  if (settings().simulated) {
+    Inside inside;
+    record(*stream_of(stream), *moment);
+  }
   {
     std::lock_guard<std::mutex> lock(event_of(event)->mutex);
     event_of(event)->moment = moment;
   }
+  if (settings().simulated) return cudaSuccess;
   return stream_of(stream)->add(Work::other, [moment] { moment->end(); }), cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -229,10 +271,21 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   auto moment = event_of(event)->get();
+  if (settings().simulated) {
+    Inside inside;
+    spend_host_time(machine().query);
+    return moment == nullptr || moment->simulated_time <= host_time() ? cudaSuccess : cudaErrorNotReady;
+  }
   return moment == nullptr || moment->done.load() != 0 ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   auto moment = event_of(event)->get();
+  if (settings().simulated) {
+    Inside inside;
+    HostWait wait(137);
+    if (moment != nullptr) host_until(moment->simulated_time, "event");
+    return cudaSuccess;
+  }
   if (moment != nullptr && moment->done.load() == 0) {
     HostWait wait(137);
     moment->wait();
@@ -245,6 +298,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   if (from == nullptr || to == nullptr || (flags & cudaEventDisableTiming) != 0)
     return fail(cudaErrorInvalidResourceHandle);
   if (from->done.load() == 0 || to->done.load() == 0) return cudaErrorNotReady;
+  if (settings().simulated)
+    return *milliseconds = static_cast<float>(1e3 * (to->simulated_time - from->simulated_time)), cudaSuccess;
   *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
   return cudaSuccess;
 }

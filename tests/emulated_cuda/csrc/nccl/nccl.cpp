@@ -81,7 +81,7 @@ int start_group() {
         std::unique_ptr<Group> own(static_cast<Group*>(given));
         run(*own);
       },
-      argument);
+      argument, "nccl", {});
   return ok;
 }
 int start(std::shared_ptr<Operation> operation) {
@@ -133,6 +133,7 @@ uint64_t random_number() {
   return getrandom(&number, sizeof number, 0) == sizeof number ? number : 0;
 }
 int join(void** communicator, const UniqueId& id, int ranks, int rank) {
+  if (emulated_cuda_simulates() && ranks > 1) return emulated_cuda_missing("NCCL of several processes in simulated time"), system_error;
   uint64_t number;
   std::memcpy(&number, id.bytes, sizeof number);
   *communicator = Communicator::join(name_of(number), ranks, rank);

@@ -52,14 +52,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts_q, const OptionalTensor&, c10::SymInt,
     c10::SymInt, double dropout, bool causal, bool, std::optional<double> scale, OptionalInt left, OptionalInt right,
     const OptionalTensor& used, const OptionalTensor& alibi, const OptionalTensor& table, std::optional<int64_t>) {
-  check_kernels();
+  const InOperator in_operator;
   TORCH_CHECK(!starts_q.has_value() && !used.has_value() && !alibi.has_value() && !table.has_value(),
               "emulated CUDA: flash attention of variable lengths, with ALiBi or pages is not emulated");
   Attention a = flash_attention(q, k, v, causal, left, right, scale, dropout);
   Tensor out = at::empty_like(q), lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
   Tensor state = at::empty({2}, q.options().dtype(at::kUInt64)), unused = at::empty({}, q.options().dtype(at::kUInt64));
   a.drawn = weights_drawn(dropout, q.size(0) * q.size(2) * 32);
-  enqueue("aten::_flash_attention_forward", [=, to = heads_first_view(out), sums = host_view(lse), kept = host_view(state)] {
+  enqueue("aten::_flash_attention_forward", cost_of(a, emulated_flash_forward), [=, to = heads_first_view(out), sums = host_view(lse), kept = host_view(state)] {
     static_cast<uint64_t*>(kept.data_ptr())[0] = a.drawn.first;
     static_cast<uint64_t*>(kept.data_ptr())[1] = a.drawn.second;
     attention_forward(a, to, sums);
@@ -71,14 +71,14 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const Tensor& starts_q, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal, const Tensor& state,
     const Tensor&, std::optional<double> scale, OptionalInt left, OptionalInt right) {
-  check_kernels();
+  const InOperator in_operator;
   TORCH_CHECK(!starts_q.defined(), "emulated CUDA: flash attention of variable lengths is not emulated");
   TORCH_CHECK(out.stride(-1) == 1, "out tensor must have contiguous last dimension");
   TORCH_CHECK(lse.is_contiguous() && lse.scalar_type() == at::kFloat, "softmax_lse must be contiguous and fp32");
   TORCH_CHECK(dropout == 0 || state.numel() == 2, "emulated CUDA: the random state of flash attention has 2 elements");
   Attention a = flash_attention(q, k, v, causal, left, right, scale, dropout);
   Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
-  enqueue("aten::_flash_attention_backward",
+  enqueue("aten::_flash_attention_backward", cost_of(a, emulated_flash_backward),
           [=, to_q = heads_first_view(dq), to_k = heads_first_view(dk), to_v = heads_first_view(dv), g = heads_first_view(dout),
            o = heads_first_view(out), sums = host_view(lse), kept = host_view(state)]() mutable {
             if (a.dropout > 0) a.drawn = {static_cast<uint64_t*>(kept.data_ptr())[0], static_cast<uint64_t*>(kept.data_ptr())[1]};
@@ -101,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_f
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, const OptionalTensor& starts_q,
     const OptionalTensor&, OptionalInt, OptionalInt, double dropout, int64_t mask, bool with_lse, std::optional<double> scale,
     const OptionalTensor& lengths, std::optional<int64_t> window) {
-  check_kernels();
+  const InOperator in_operator;
   TORCH_CHECK(!starts_q.has_value() && !lengths.has_value() && !window.has_value(),
               "emulated CUDA: memory-efficient attention of variable lengths or with windows is not emulated");
   Attention a = efficient_attention(q, k, v, bias, mask, scale, dropout);
@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_f
   const int64_t padded = with_lse ? (q.size(1) + 31) / 32 * 32 : 0;
   Tensor lse = at::empty({q.size(0), q.size(2), padded}, q.options().dtype(at::kFloat));
   a.drawn = weights_drawn(dropout, q.size(0) * q.size(2) * q.size(1) * k.size(1));
-  enqueue("aten::_efficient_attention_forward", [=, to = heads_first_view(out), sums = host_view(lse)] {
+  enqueue("aten::_efficient_attention_forward", cost_of(a, emulated_efficient_forward), [=, to = heads_first_view(out), sums = host_view(lse)] {
     if (sums.numel() != 0) sums.fill_(std::numeric_limits<double>::infinity());
     attention_forward(a, to, sums);
   });
@@ -122,14 +122,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
     const OptionalTensor& starts_q, const OptionalTensor&, c10::SymInt, c10::SymInt, const Tensor& lse, double dropout,
     const Tensor& seed, const Tensor& offset, int64_t mask, bool with_bias, std::optional<double> scale, std::optional<int64_t>,
     std::optional<int64_t> window, bool) {
-  check_kernels();
+  const InOperator in_operator;
   TORCH_CHECK(!starts_q.has_value() && !window.has_value(),
               "emulated CUDA: memory-efficient attention of variable lengths or with windows is not emulated");
   Attention a = efficient_attention(q, k, v, bias, mask, scale, dropout);
   if (dropout > 0) a.drawn = {seed.item<int64_t>(), offset.item<int64_t>()};
   Tensor dq = at::empty(q.sizes(), q.options()), dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options()), dbias;
   if (with_bias && bias.has_value()) dbias = at::empty({q.size(0), q.size(2), q.size(1), k.size(1)}, bias->options());
-  enqueue("aten::_efficient_attention_backward",
+  enqueue("aten::_efficient_attention_backward", cost_of(a, emulated_efficient_backward),
           [=, to_q = heads_first_view(dq), to_k = heads_first_view(dk), to_v = heads_first_view(dv), to_bias = host_view(dbias),
            g = heads_first_view(dout), o = heads_first_view(out),
            sums = host_view(lse)] { attention_backward(a, g, o, sums, to_q, to_k, to_v, to_bias); });
@@ -146,7 +146,7 @@ Attention cudnn_attention(const Tensor& q, const Tensor& k, const Tensor& v, con
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> cudnn_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, const OptionalTensor& starts_q,
     const OptionalTensor&, c10::SymInt, c10::SymInt, bool, double dropout, bool causal, bool, std::optional<double> scale) {
-  check_kernels();
+  const InOperator in_operator;
   TORCH_CHECK(!starts_q.has_value(), "emulated CUDA: cuDNN attention of variable lengths is not emulated");
   Attention a = cudnn_attention(q, k, v, bias, causal, scale, dropout);
   Tensor out = q.transpose(1, 2).is_contiguous()
@@ -155,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Ten
   Tensor lse = at::empty({q.size(0), q.size(1), q.size(2), 1}, q.options().dtype(at::kFloat));
   Tensor seed = at::empty({}, q.options().dtype(at::kLong)), offset = at::empty({}, q.options().dtype(at::kLong));
   a.drawn = weights_drawn(dropout, q.size(0) * q.size(1) * q.size(2) * k.size(2));
-  enqueue("aten::_cudnn_attention_forward",
+  enqueue("aten::_cudnn_attention_forward", cost_of(a, emulated_cudnn_forward),
           [=, to = host_view(out), sums = host_view(lse), kept_seed = host_view(seed), kept_offset = host_view(offset)] {
             *kept_seed.data_ptr<int64_t>() = static_cast<int64_t>(a.drawn.first);
             *kept_offset.data_ptr<int64_t>() = static_cast<int64_t>(a.drawn.second);
@@ -168,12 +168,12 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, const Tensor& seed,
     const Tensor& offset, const Tensor& bias, const Tensor& starts_q, const Tensor&, c10::SymInt, c10::SymInt, double dropout,
     bool causal, std::optional<double> scale) {
-  check_kernels();
+  const InOperator in_operator;
   TORCH_CHECK(!starts_q.defined(), "emulated CUDA: cuDNN attention of variable lengths is not emulated");
   TORCH_CHECK(lse.dim() == 4, "emulated CUDA: the log-sum-exp of cuDNN is [batch, heads, queries, 1]");
   Attention a = cudnn_attention(q, k, v, bias, causal, scale, dropout);
   Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
-  enqueue("aten::_cudnn_attention_backward",
+  enqueue("aten::_cudnn_attention_backward", cost_of(a, emulated_cudnn_backward),
           [=, to_q = host_view(dq), to_k = host_view(dk), to_v = host_view(dv), g = host_view(dout), o = host_view(out),
            sums = host_view(lse), s = host_view(seed), f = host_view(offset)]() mutable {
             if (a.dropout > 0) a.drawn = {*s.data_ptr<int64_t>(), *f.data_ptr<int64_t>()};

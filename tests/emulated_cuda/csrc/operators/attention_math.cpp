@@ -50,6 +50,27 @@ Tensor dropout_mask(const Attention& a, const Tensor& like, at::Generator& gener
 
 }  // namespace
 
+double Attention::pairs() const {
+  const int64_t queries = q.size(2), keys = k.size(2);
+  double seen = 0;
+  for (int64_t i = 0; i < queries; ++i) {
+    const int64_t first = window.left < 0 ? 0 : std::max<int64_t>(0, i + window.shift - window.left);
+    const int64_t last = window.right < 0 ? keys - 1 : std::min<int64_t>(keys - 1, i + window.shift + window.right);
+    seen += static_cast<double>(std::max<int64_t>(0, last - first + 1));
+  }
+  return seen;
+}
+
+Cost cost_of(const Attention& a, EmulatedKind kind) {
+  const bool forward = kind == emulated_flash_forward || kind == emulated_cudnn_forward || kind == emulated_efficient_forward;
+  const double heads = static_cast<double>(a.q.size(0) * a.q.size(1)), width = static_cast<double>(a.q.size(3) + a.v.size(3)) / 2;
+  Cost cost = traffic({a.q, a.k, a.v, a.q});
+  cost.kind = kind;
+  cost.flops = (forward ? 4 : 10) * a.pairs() * heads * width;
+  cost.is_small = cost.is_small && cost.flops <= small_flops;
+  return cost;
+}
+
 void attention_forward(const Attention& a, Tensor out, Tensor lse) {
   at::Generator generator = generator_of(a.drawn);
   const Tensor k = repeated(a.k, a), v = repeated(a.v, a);

@@ -16,8 +16,13 @@ struct Attention {
   double scale = 1, dropout = 0;
   Draw drawn{0, 0};
 
+  /// Pairs of a query and a key that it sees, of one head.
+  double pairs() const;
   int64_t groups() const { return q.size(1) / k.size(1); }
 };
+
+/// The products of the pairs, two in the forward and five in the backward.
+Cost cost_of(const Attention& a, EmulatedKind kind);
 
 /// Writes the output and, if it is defined, the log-sum-exp [batch, heads, queries], which is infinite for queries that see nothing.
 void attention_forward(const Attention& a, at::Tensor out, at::Tensor lse);

@@ -37,7 +37,7 @@ void watch(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   auto* block = new Block{reinterpret_cast<char*>(entry.addr_), entry.size_};
   const c10::DeviceIndex before = c10::cuda::current_device();
   if (before != entry.device_) c10::cuda::set_device(entry.device_);  // the default stream is the current device's
-  emulated_cuda_launch(entry.stream_, entry.action_ == Entry::ALLOC ? check : fill, block);
+  emulated_cuda_launch(entry.stream_, entry.action_ == Entry::ALLOC ? check : fill, block, "", {});
   if (before != entry.device_) c10::cuda::set_device(before);
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "../emulated_cuda.h"
+#include "costs.h"
 
 namespace emulated {
 
@@ -16,11 +16,20 @@ namespace emulated {
 at::Tensor host_view(const at::Tensor& t);
 at::Tensor host_view(const std::optional<at::Tensor>& t);
 
-/// Runs `work` on the current stream, below autograd.
-void enqueue(const std::string& name, std::function<void()> work);
+/// Runs `work` on the current stream, below autograd; in simulated time only if it is small.
+void enqueue(const std::string& name, const Cost& cost, std::function<void()> work);
 
-/// Raises what a kernel raised. Every operator calls it first.
+/// Raises what a kernel raised.
 void check_kernels();
+/// What every operator begins with.
+struct InOperator {
+  InOperator() {
+    check_kernels();
+    emulated_cuda_enter();
+  }
+  ~InOperator() { emulated_cuda_leave(); }
+  InOperator(const InOperator&) = delete;
+};
 /// Makes the next operator raise.
 void report(const std::string& name, const std::string& what);
 
