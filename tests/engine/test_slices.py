@@ -34,6 +34,7 @@ from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode, current_handler, handling
+from lightning_memo.engine.memory import slot_memory
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
 from lightning_memo.engine.memory.slot import Slot, SlotShare
@@ -433,6 +434,24 @@ def test_arena_is_one_allocation_of_distinct_regions() -> None:
     again = [arena.acquire(40), arena.acquire(24)]
     assert [region.data_ptr() - addresses[1] for region in again if region is not None] == [0, 40]
     assert arena.bytes_in_use == 192
+
+
+def test_bytes_arrive_on_the_host_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_memory, "PIECE_BYTES", 100)
+    memory = make_memory(slots=1, size=256, test_mode=TestMode(seed=1, longest_delay_seconds=0.002))
+    slot = memory.lease(0, swap=True)
+    values = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    assert slot.put(values) is not None
+    memory.offload(slot, last=True)
+    share = slot.to_host
+    assert [stop for stop, _ in share.pieces] == [100, 200, 256] and share.offload is share.pieces[-1][1]
+    first = share.arrival(64)
+    assert first is share.pieces[0][1] and share.arrival(101) is share.pieces[1][1]
+    assert first is not None and slot.host is not None
+    first.synchronize()
+    assert torch.equal(slot.host[:64], values[:64].cpu())
+    memory.release(slot)
+    memory.close()
 
 
 def test_calls_two_apart_share_a_rounding_buffer() -> None:

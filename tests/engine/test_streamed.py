@@ -28,6 +28,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.memory import slot_memory
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.engine.saved_tensors.offload_group import KeysValues, OffloadGroups
@@ -70,7 +71,11 @@ WAYS = [(4, "attention", 1), (8, "all", 1), (11, "all", 14), (11, "attention", 6
         ("mixtral", *WAYS[2]),
     ],
 )
-def test_gradients(family: str, slices: int, host_backed: HostBacked, block_tokens: int) -> None:
+def test_gradients(
+    family: str, slices: int, host_backed: HostBacked, block_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if host_backed == "attention":  # attention waits for a part of what a slice copies
+        monkeypatch.setattr(slot_memory, "PIECE_BYTES", 1000)
     model, batch = build(family), make_batch(2, 61)
     plain = loss_and_gradients(model, batch)
     with EngineUnderTest(model, slice_tokens=-(-61 // slices), host_backed=host_backed) as under_test:

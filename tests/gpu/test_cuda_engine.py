@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import Attention, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
@@ -24,8 +24,10 @@ from lightning_memo.utils.find_layers import find_stacks
 
 
 @contextmanager
-def attached(model: nn.Module, device: torch.device, test_mode: TestMode | None) -> Iterator[Engine]:
-    engine = Engine(model, find_stacks(model)[0].layers, device, RequestedSettings("sdpa", test_mode=test_mode))
+def attached(
+    model: nn.Module, device: torch.device, test_mode: TestMode | None, attention: Attention = "sdpa"
+) -> Iterator[Engine]:
+    engine = Engine(model, find_stacks(model)[0].layers, device, RequestedSettings(attention, test_mode=test_mode))
     engine.attach()
     try:
         yield engine
@@ -33,7 +35,7 @@ def attached(model: nn.Module, device: torch.device, test_mode: TestMode | None)
         engine.detach()
 
 
-def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
+def load(engine: Engine, alpha: float, slice_tokens: int | None = None, attention: Attention = "sdpa") -> None:
     """Plan for the batch that was just profiled."""
     profile = engine.profile
     assert profile is not None and profile.complete
@@ -43,23 +45,25 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None) -> None:
     )
     plan = SwapPlan(
         mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=slice_tokens,
-        calls=len(engine.layers), slot_bytes=size,
+        calls=len(engine.layers), slot_bytes=size, attention=attention,
     )  # fmt: skip
     engine.load(plan, profile.batch * profile.tokens)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("attention", "window", "padded"),
+    [*(("sdpa", window, padded) for window in (None, 100) for padded in (False, True)), ("cudnn", None, False)],
+)
 @pytest.mark.parametrize(("alpha", "slice_tokens"), [(0.0, None), (0.5, None), (1.0, None), (0.5, 64)])
-def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padded, device):
+def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padded, attention, device):
     """Copies are delayed at random and released memory is poisoned, which would reveal a missing wait."""
     model, batch = make_model(device, window=window), make_batch(device, padded)
     in_double = copy.deepcopy(model).to("cpu", torch.float64)
     truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
     plain = distance(gradients(model, batch), truth)
-    with attached(model, device, TestMode(seed=1, longest_delay_seconds=0.002)) as engine:
+    with attached(model, device, TestMode(seed=1, longest_delay_seconds=0.002), attention) as engine:
         assert distance(gradients(model, batch), truth) <= FARTHER * plain  # the step that is profiled
-        load(engine, alpha, slice_tokens)
+        load(engine, alpha, slice_tokens, attention)
         for _ in range(3):
             assert distance(gradients(model, batch), truth) <= FARTHER * plain
             assert engine.slots_in_use == 0

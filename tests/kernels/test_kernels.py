@@ -235,7 +235,9 @@ def test_operators_for_cuda_accept_the_arguments(spec, dropout, backend):
 @pytest.mark.parametrize(
     ("spec", "queries", "start", "head"),
     [
-        (AttentionSpec(), 8, 16, 64),
+        (AttentionSpec(), 8, 8, 64),  # the last keys are behind the last query
+        (AttentionSpec(), 1, 23, 64),
+        (AttentionSpec(dropout=0.125), 8, 16, 64),
         (SPECS["window"], 24, 0, 64),
         (SPECS["lengths"], 24, 0, 64),
         (AttentionSpec(), 24, 0, 256),

@@ -66,6 +66,7 @@ class SlotShare:
         used_bytes: Number of bytes that have been filled.
         copied_bytes: Number of filled bytes whose copy to the destination has been started.
         offload: End of the last copy out of the device buffer.
+        pieces: Ends of the copies to the host so far, each with the end of its bytes in the share.
     """
 
     start: int
@@ -73,10 +74,15 @@ class SlotShare:
     used_bytes: int = 0
     copied_bytes: int = 0
     offload: CopyEvent | None = None
+    pieces: list[tuple[int, CopyEvent]] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
         return self.stop - self.start
+
+    def arrival(self, stop: int) -> CopyEvent | None:
+        """Return the end of the copy after which the bytes up to `stop` are at the destination."""
+        return next((event for end, event in self.pieces if end >= stop), self.offload)
 
     def take(self, size_bytes: int) -> int | None:
         """Reserve bytes and return their offset in the slot, or `None` if the share is too full."""

@@ -23,6 +23,9 @@ from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.spill import Spill, SpillWrite
 from lightning_memo.engine.memory.spill_file import SpillError
 
+PIECE_BYTES = 256 << 20
+"""Longest copy to the host. Attention waits only for the piece that has its keys, and not for all that follow."""
+
 
 @dataclass(slots=True)
 class MemoryStats:
@@ -159,7 +162,10 @@ class SlotMemory:
         if slot.host is None:
             return
         assert slot.buffer is not None
-        share.offload = self._offload.copy(slot.host[start:stop], share.of(slot.buffer, start, stop))
+        for first in range(start, stop, PIECE_BYTES):
+            last = min(first + PIECE_BYTES, stop)
+            share.offload = self._offload.copy(slot.host[first:last], share.of(slot.buffer, first, last))
+            share.pieces.append((last, share.offload))
         share.copied_bytes = stop
         self.stats.offloaded_bytes += stop - start
 

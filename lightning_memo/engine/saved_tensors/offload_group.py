@@ -115,8 +115,8 @@ class OffloadGroup:
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
         checksum = None if self.checks is None else self.checks.of(handle)
-        written, copies = self.slot.to_host.offload, self.slot.copies
-        return HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], written, copies, checksum)
+        written = self.slot.to_host.arrival(stop)
+        return HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], written, self.slot.copies, checksum)
 
     def offload(self, last: bool = False) -> None:
         """Start moving the tensors that were put so far off the device.
