@@ -95,7 +95,6 @@ class Engine:
         self.device = device
         self.sharing = sharing or TokenSharing()
         self.settings = replace(settings or RequestedSettings(), divided=self.sharing.divided)
-        self.test_mode = self.settings.test_mode
         self.profile: StepProfile | None = None
         self.swap: SwapPlan | None = None
         self.memory: SlotMemory | None = None
@@ -154,7 +153,7 @@ class Engine:
             raise ValueError(f"the plan cannot run here: {why}")
         self.unload()
         if swap.mode == "memo":
-            self.memory = allocate_slots(swap, self.device, self.settings, self.test_mode, self.recorder)
+            self.memory = allocate_slots(swap, self.device, self.settings, self.recorder)
             self._reader = open_reader(self.memory, swap)
         self.attention.use(swap.attention)
         self.swap = swap
@@ -316,7 +315,7 @@ class Engine:
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         swap = bootstrap_plan(self, traits, x.nbytes * traits.tokens // call.tokens, slices, backing)
         self.unload()
-        self.memory = allocate_slots(swap, self.device, self.settings, self.test_mode, self.recorder)
+        self.memory = allocate_slots(swap, self.device, self.settings, self.recorder, self.settings.host_limit())
         self._reader = open_reader(self.memory, swap)
         self.swap, tokens = swap, slices[-1].stop
         short = self.settings.may_stream and call.tokens <= (self.settings.slice_tokens or 0) and not sliced

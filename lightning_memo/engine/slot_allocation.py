@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.engine.layers.storage_plan_slices import why_not_stored
 from lightning_memo.engine.memory.block_reader import BlockReader
@@ -19,8 +20,8 @@ def allocate_slots(
     swap: SwapPlan,
     device: torch.device,
     settings: RequestedSettings,
-    test_mode: TestMode | None,
     recorder: TimelineRecorder,
+    most_host_bytes: float = math.inf,
 ) -> SlotMemory:
     """Allocate the rounding buffers, the host memory and the spill file of a plan.
 
@@ -28,19 +29,25 @@ def allocate_slots(
         swap: The plan.
         device: Where layers run.
         settings: The settings that were requested.
-        test_mode: Delays and poison.
         recorder: Records copies.
+        most_host_bytes: Upper limit of host memory. Memory of the device stands in for the rest.
 
     Raises:
         SpillError: The disk does not have the space for what the plan spills.
     """
     spill = None
     if settings.spill_path is not None and swap.spill_bytes:
-        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, test_mode, recorder)
+        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, settings.test_mode, recorder)
+    host_bytes = swap.host_bytes
+    if most_host_bytes < host_bytes:
+        others = swap.gradient_host_bytes + swap.state_host_bytes + swap.spill_layout.bounce_bytes
+        whole_slots = max(int(most_host_bytes) - others, 0) // max(swap.slot_bytes, 1)
+        host_bytes = others + whole_slots * swap.slot_bytes
     return SlotMemory(
-        swap.slot_bytes, swap.host_bytes, device, test_mode,
+        swap.slot_bytes, host_bytes, device, settings.test_mode,
         whole_slots=not swap.needs_slices, gradient_bytes=swap.gradient_host_bytes,
         state_bytes=swap.state_host_bytes, spill=spill, recorder=recorder, check_restored=settings.check_restored,
+        device_bytes=swap.host_bytes - host_bytes,
     )  # fmt: skip
 
 

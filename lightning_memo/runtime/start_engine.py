@@ -12,6 +12,7 @@ from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.parallel.processes import Processes
+from lightning_memo.profiler.measured_costs import available_budget
 from lightning_memo.runtime.model_checks import (
     announce_fused_loss,
     announce_other_stacks,
@@ -50,7 +51,8 @@ def start_engine(
     refuse_scripted_modules(layers)
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
-    settings = _requested(config, test_mode)
+    on_this_node = 1 if processes is None else processes.ranks.on_this_node
+    settings = _requested(config, device, on_this_node, test_mode)
     sharing = None
     if processes is not None:
         sharing = TokenSharing(
@@ -66,7 +68,9 @@ def start_engine(
     return engine
 
 
-def _requested(config: MemoConfig, test_mode: TestMode | None) -> RequestedSettings:
+def _requested(
+    config: MemoConfig, device: torch.device, on_this_node: int, test_mode: TestMode | None
+) -> RequestedSettings:
     return RequestedSettings(
         attention=cast(Attention | Literal["auto"], config.attention),
         schedule=config.schedule,
@@ -77,4 +81,5 @@ def _requested(config: MemoConfig, test_mode: TestMode | None) -> RequestedSetti
         test_mode=test_mode,
         check_restored=config.check_restored,
         check_slices=config.check_slices,
+        host_limit=lambda: available_budget(config, device, 0, 0, on_this_node).host_bytes,
     )

@@ -306,6 +306,9 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> None:
         del self.locked[address]
 
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"error {error}"
+
 
 def test_pages_are_locked_once_and_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
@@ -319,7 +322,7 @@ def test_pages_are_locked_once_and_unlocked_once(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     assert not runtime.locked
     runtime.result = 2
-    with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(2\): .*memory limit"):
+    with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(error 2\): .*memory limit"):
         HostArena(5000, pinned=True)
     gc.collect()
 

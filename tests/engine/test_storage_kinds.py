@@ -200,7 +200,7 @@ def test_delays_and_poison_change_nothing(name: str) -> None:
         under_test.load_storage(rows)
         expected = under_test.step(batch)
         for seed in range(3):
-            under_test.engine.test_mode = TestMode(seed, 0.002)
+            under_test.set_test_mode(TestMode(seed, 0.002))
             under_test.load_storage(rows)
             assert_equal(under_test.step(batch), expected)
 

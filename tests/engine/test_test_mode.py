@@ -48,7 +48,7 @@ class Steps:
             self.under_test.profile_step(BATCHES[0])
 
     def run(self, test_mode: TestMode | None) -> list[Step]:
-        self.under_test.engine.test_mode = test_mode
+        self.under_test.set_test_mode(test_mode)
         with self.under_test:
             self.under_test.load(self._alpha, self._slice_tokens)
             steps = two_steps(self.under_test.model)
@@ -129,7 +129,7 @@ def _differ(actual: list[Step], expected: list[Step]) -> bool:
 @each_case
 def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens: int | None) -> None:
     steps = profiled(family, alpha, slice_tokens)
-    steps.under_test.engine.test_mode = TestMode(0, 0.0)
+    steps.under_test.set_test_mode(TestMode(0, 0.0))
     with steps.under_test as under_test:
         under_test.load(alpha, slice_tokens)
         two_steps(under_test.model)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
@@ -88,6 +89,35 @@ def test_a_larger_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = [least, (least + most) // 2, most]
     alphas = [train(device_memory=device_bytes)[0].swap.alpha for device_bytes in budgets]
     assert all(a < b for a, b in pairwise(alphas)), alphas
+
+
+class FirstStep(Callback):
+    """The host memory of the step that is profiled."""
+
+    @override
+    def on_after_backward(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.plan is None:
+            memory = trainer.strategy.engine.memory
+            self.host_bytes, self.device_bytes = memory.host_bytes, memory.device_bytes
+            assert memory.stats.unplanned_slots == memory.stats.overflow_bytes == 0
+
+
+def test_the_first_step_keeps_within_the_host_budget() -> None:
+    """What the host does not hold stays on the device, and is not taken for memory that every step needs."""
+    budgets: dict[str, Any] = {"device_memory": train(device_memory="1GiB")[0].device_bytes - 1, "storage": "kinds"}
+    seen = []
+    for host_memory in ("1GiB", 2**15, 1):
+        first, module = FirstStep(), LanguageModel("llama")
+        strategy = MemoStrategy(plan_memory=False, host_memory=host_memory, **budgets)
+        fit(strategy, module, loader(6, TOKENS), max_steps=3, callbacks=[first])
+        seen.append((first, strategy.plan.costs, module.state_dict()))
+    (enough, costs, expected), *limited = seen
+    assert enough.host_bytes > 2**15 and enough.device_bytes == 0
+    for (first, own, weights), most in zip(limited, (2**15, 1), strict=True):
+        assert first.host_bytes <= most and first.host_bytes + first.device_bytes == enough.host_bytes
+        for name in ("backward_device_bytes", "transient_device_bytes"):
+            assert getattr(own, name) == pytest.approx(getattr(costs, name), rel=0.02), name
+        assert all(torch.allclose(t, expected[name], rtol=0, atol=1e-6) for name, t in weights.items())
 
 
 def test_a_given_plan_is_told_of_by_what_there_is_now(capsys: Any) -> None:

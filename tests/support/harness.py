@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -158,6 +159,10 @@ class EngineUnderTest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.engine.detach()
+
+    def set_test_mode(self, test_mode: TestMode | None) -> None:
+        """Set the test mode of plans that are loaded from now on."""
+        self.engine.settings = replace(self.engine.settings, test_mode=test_mode)
 
     def step(self, batch: Batch, amp: bool = False, seed: int = 5) -> Step:
         """Run a step with the engine, and assert that it releases all its memory."""

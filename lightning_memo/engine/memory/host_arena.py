@@ -101,8 +101,9 @@ class PageLock:
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if error != torch.cuda.cudart().cudaError.success:
             self._unlock.detach()
+            why = torch.cuda.cudart().cudaGetErrorString(error)
             raise MemoryError(
-                f"page-locking {memory.nbytes} bytes of host memory failed ({error}): lower host_memory, "
+                f"page-locking {memory.nbytes} bytes of host memory failed ({why}): lower host_memory, "
                 "or raise the memory limit of the container or job"
             )
 
@@ -140,6 +141,10 @@ class HostArena:
         """Number of buffers that were acquired and not released."""
         return len(self._space)
 
+    def holds(self, buffer: Tensor) -> bool:
+        """Return whether `buffer` is a part of this arena."""
+        return buffer.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+
     def acquire(self, size_bytes: int) -> Tensor | None:
         """Return a free buffer, uint8 `[size_bytes]`, or `None` if the arena is too full."""
         taken = self._space.take(size_bytes)
@@ -153,6 +158,23 @@ class HostArena:
         """Unlock the pages. The caller makes sure that no copy is under way."""
         if self._lock is not None:
             self._lock.release()
+
+
+class DeviceArena(HostArena):
+    """Memory of the device that is used like a host arena, where the host has too little.
+
+    Args:
+        size_bytes: Size of the arena.
+        device: The device.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        if device.type == "cpu":
+            super().__init__(size_bytes, pinned=False)
+            return
+        self.size_bytes = size_bytes
+        self._memory, self._lock = torch.empty(size_bytes, dtype=torch.uint8, device=device), None
+        self._space = FreeSpace(size_bytes)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stre
 from lightning_memo.engine.copies.test_mode import TestMode, delays_of
 from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.engine.memory.block_reader import BlockReader
-from lightning_memo.engine.memory.host_arena import HostArena, HostBuffer
+from lightning_memo.engine.memory.host_arena import DeviceArena, HostArena, HostBuffer
 from lightning_memo.engine.memory.rounding_buffers import RoundingBuffers
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.slot import Slot, SlotShare
@@ -70,8 +70,10 @@ class SlotMemory:
         state_bytes: Host memory for hidden states between layers, and for their gradients.
         recorder: Records copies and the computation's waits for them.
         check_restored: Whether fetched bytes are compared with the offloaded ones; see `checksums.py`.
+        device_bytes: Memory of the device that stands in for host memory, for slots that the host has no space for.
         stats: Counters of the execution.
         arena: Host arena of the slots.
+        device_arena: What stands in for it.
         gradient_arena: Host arena of the gradients of keys and values.
         state_arena: Host arena of the hidden states.
     """
@@ -86,8 +88,10 @@ class SlotMemory:
     state_bytes: int = 0
     recorder: TimelineRecorder | None = None
     check_restored: bool = False
+    device_bytes: int = 0
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
+    device_arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
     state_arena: HostArena = field(init=False)
     _host_buffers: weakref.WeakSet[HostBuffer] = field(init=False, default_factory=weakref.WeakSet)
@@ -98,6 +102,7 @@ class SlotMemory:
     def __post_init__(self) -> None:
         pinned = self.device.type == "cuda"
         self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
+        self.device_arena = DeviceArena(self.device_bytes, self.device)
         # Gradients are allocated while slots are released. An arena of their own keeps them from finding only gaps that
         # are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)
@@ -119,7 +124,7 @@ class SlotMemory:
 
     @property
     def _arenas(self) -> tuple[HostArena, ...]:
-        return self.arena, self.gradient_arena, self.state_arena
+        return self.arena, self.device_arena, self.gradient_arena, self.state_arena
 
     def lease(self, call: int, swap: bool, size: SlotSize | None = None) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
@@ -223,7 +228,7 @@ class SlotMemory:
                 for event in (slot.to_host.offload, slot.copies.read):
                     _end(event, for_cpu=True)  # the CPU writes the poison at once
                 slot.host.fill_(POISON)
-            self.arena.release(slot.host)
+            (self.arena if self.arena.holds(slot.host) else self.device_arena).release(slot.host)
             slot.host = None
         if slot.disk is not None and self.spill is not None:
             self.spill.give_back(slot.disk)
@@ -238,6 +243,9 @@ class SlotMemory:
         """
         arena = self.arena if arena is None else arena
         memory = arena.acquire(size_bytes)
+        if memory is None and arena is self.arena:
+            arena = self.device_arena
+            memory = arena.acquire(size_bytes)
         if memory is None:
             self.stats.overflow_bytes += size_bytes
             return HostBuffer(torch.empty(size_bytes, dtype=torch.uint8, device=self.device), None, False)
@@ -290,10 +298,13 @@ class SlotMemory:
 
     def _take_host(self, slot: Slot, size_bytes: int) -> None:
         slot.host = self.arena.acquire(size_bytes)
+        if slot.host is None:
+            slot.host = self.device_arena.acquire(size_bytes)
         self._note_peak()
 
     def _note_peak(self) -> None:
-        in_use = sum(arena.bytes_in_use for arena in self._arenas) + self._bounce_bytes
+        arenas = (self.arena, self.gradient_arena, self.state_arena)
+        in_use = sum(arena.bytes_in_use for arena in arenas) + self._bounce_bytes
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +30,7 @@ class RequestedSettings:
         test_mode: Random delays and poisoned buffers, to bring out copy races.
         check_restored: Whether tensors that return to the device are compared with what left it.
         check_slices: Whether layers in slices are compared with whole layers while training.
+        host_limit: Returns the host bytes that the profiled step may use. What needs more stays on the device.
     """
 
     attention: Attention | Literal["auto"] = "auto"
@@ -40,6 +43,7 @@ class RequestedSettings:
     test_mode: TestMode | None = None
     check_restored: bool = False
     check_slices: bool = True
+    host_limit: Callable[[], float] = lambda: math.inf
 
     def check(self, traits: LayerTraits, tokens: int) -> None:
         """Refuse layers that cannot run by the settings.

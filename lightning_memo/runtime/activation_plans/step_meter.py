@@ -45,8 +45,10 @@ class StepMeter:
             The working set of the step; `None` if another profiler was started in the meantime.
         """
         self._engine.on_mark = self._listener
+        swap, memory = self._engine.swap, self._engine.memory
+        kept_bytes = (0 if swap is None else swap.buffer_bytes) + (0 if memory is None else memory.device_bytes)
         try:
-            return self._meter.stop(0 if self._engine.swap is None else self._engine.swap.buffer_bytes, accumulating)
+            return self._meter.stop(kept_bytes, accumulating)
         except RuntimeError:
             if not self._gives_way:
                 rank_zero_info(_ONLY_ESTIMATED)
