@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -14,8 +15,10 @@ from typing import Any
 
 
 def circumstances(packages: Sequence[str]) -> dict[str, Any]:
-    """Returns the command, the date, the versions of Python and of packages, and the processor."""
+    """Returns the command, the date, the versions of Python and packages, the processor, and the simulated machine."""
+    simulated = os.environ.get("EMULATED_CUDA_SIMULATE", "0") != "0"
     return {
+        **({"simulated": json.loads(os.environ["EMULATED_CUDA_MACHINE"])} if simulated else {}),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **{package: version_of(package) for package in packages}},

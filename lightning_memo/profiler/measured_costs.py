@@ -20,6 +20,7 @@ from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, Stora
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copies.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
+from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
@@ -44,6 +45,7 @@ def measured_layer_costs(
     working_set: WorkingSet,
     device: torch.device,
     spill_path: Path | None = None,
+    arena: HostArena | None = None,
 ) -> LayerCosts:
     """Return the costs of the layers in a profiled step.
 
@@ -54,13 +56,14 @@ def measured_layer_costs(
         working_set: Peaks of the other device memory, with all layers recomputed.
         device: Where the layers run. Its copy bandwidth is measured with both directions busy.
         spill_path: Folder on a disk, whose bandwidth is measured in the same way.
+        arena: Host memory of the step, which the measurement of the bandwidth uses.
     """
     recompute = profile.seconds_of("recompute")
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
     attention = profile.bytes_of("out", "lse")
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
-    offload, prefetch = copy_bandwidth(device, copied)
+    offload, prefetch = copy_bandwidth(device, copied, arena)
     write, read = (0.0, 0.0) if spill_path is None else disk_bandwidth(spill_path, device, copied)
     return LayerCosts(
         batch=profile.batch,
@@ -119,10 +122,19 @@ def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_sec
     )
 
 
-def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """Return the bytes per second from device to host and back, both at once, with the engine's copy streams."""
-    pinned = device.type == "cuda"
-    hosts = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+def copy_bandwidth(device: torch.device, size_bytes: int, arena: HostArena | None = None) -> tuple[float, float]:
+    """Return the bytes per second from device to host and back, both at once, with the engine's copy streams.
+
+    Args:
+        device: The device.
+        size_bytes: Longest copy.
+        arena: Host memory to copy with. If it is in use, or empty, pages are locked for the measurement.
+    """
+    if arena is None or arena.bytes_in_use or arena.size_bytes < 2:
+        arena = HostArena(2 * size_bytes, pinned=device.type == "cuda")
+    size_bytes = min(size_bytes, arena.size_bytes // 2)
+    acquired = [arena.acquire(size_bytes) for _ in range(2)]
+    hosts = [buffer for buffer in acquired if buffer is not None]
     blocks = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [make_copy_stream(device, name) for name in ("offload", "prefetch")]
 
@@ -140,6 +152,8 @@ def copy_bandwidth(device: torch.device, size_bytes: int) -> tuple[float, float]
     finally:
         for stream in streams:
             stream.close()
+        for buffer in hosts:
+            arena.release(buffer)
 
 
 def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple[float, float]:

@@ -101,8 +101,8 @@ class SlotMemory:
 
     def __post_init__(self) -> None:
         pinned = self.device.type == "cuda"
-        self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
         self.device_arena = DeviceArena(self.device_bytes, self.device)
+        self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
         # Gradients are allocated while slots are released. An arena of their own keeps them from finding only gaps that
         # are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)

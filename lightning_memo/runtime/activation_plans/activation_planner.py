@@ -186,8 +186,11 @@ class ActivationPlanner(MetersSteps):
         fixed = state_bytes(run.model, run.optimizers)
         metered = self._stop_meter()
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
+        arena = None if engine.memory is None else engine.memory.arena
         costs = self._raising_together(
-            lambda: measured_layer_costs(profile, step_seconds, fixed, working_set, device, engine.settings.spill_path),
+            lambda: measured_layer_costs(
+                profile, step_seconds, fixed, working_set, device, engine.settings.spill_path, arena
+            ),
             everyone,
         )
         limits = available_budget(self._config, device, fixed, engine.host_bytes, self._ranks.on_this_node)

@@ -1,0 +1,67 @@
+"""What no change may break, at full size: speed relative to other methods, memory within budgets, and no waits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+TOKENS = 65536
+MIB, GIB = 2**20, 2**30
+HOSTS = {"much": "1TiB", "little": "24GiB"}
+
+
+@functools.cache
+def rehearsed(method: str, host: str) -> dict[str, Any]:
+    """The last step of a run on a simulated H200."""
+    program = Path(__file__).parent / "rehearsed_training.py"
+    rehearse = ROOT / "benchmarks" / "rehearse.py"
+    done = subprocess.run(
+        [sys.executable, str(rehearse), "--host-memory", HOSTS[host], str(program), str(TOKENS), method],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def memo(host: str, **settings: Any) -> dict[str, Any]:
+    """The last step of a run with this strategy, on a device on which plain training does not fit."""
+    return rehearsed(json.dumps({"plan_memory": False, "device_memory": 48 * GIB, **settings}), host)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_default_is_as_fast_as_any_other_setting_and_as_checkpointing(host: str) -> None:
+    others = {"checkpointing": rehearsed('"checkpointing"', host), "alpha 0": memo(host, alpha=0.0)}
+    if host == "much":
+        others["alpha 1"] = memo(host, alpha=1.0)
+    seconds = memo(host)["seconds"]
+    for name, other in others.items():
+        assert seconds <= 1.01 * other["seconds"], name
+    assert seconds <= 0.9 * others["checkpointing"]["seconds"]
+
+
+@pytest.mark.parametrize("storage", ["alpha", "kinds"])
+def test_host_memory_is_within_its_budget_in_the_first_step_too(storage: str) -> None:
+    limit = 6 * GIB if storage == "kinds" else 20 * GIB
+    assert 0 < memo("little", host_memory=limit, storage=storage)["pinned_bytes"] <= limit + MIB
+
+
+@pytest.mark.parametrize("settings", [{}, {"alpha": 0.0}, {"alpha": 0.5}, {"slice_tokens": 16384}], ids=str)
+def test_device_memory_is_as_planned(settings: dict[str, Any]) -> None:
+    result = memo("much", **settings)
+    assert result["peak_bytes"] <= 1.02 * result["planned_bytes"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"alpha": 0.5}, {"storage": "kinds"}, {"slice_tokens": 16384}], ids=str)
+def test_the_host_does_not_wait_in_a_step(settings: dict[str, Any]) -> None:
+    assert memo("much", **settings)["host_waits"] == rehearsed('"checkpointing"', "much")["host_waits"]
