@@ -16,14 +16,20 @@ from typing import Any
 
 def circumstances(packages: Sequence[str]) -> dict[str, Any]:
     """Returns the command, the date, the versions of Python and packages, the processor, and the simulated machine."""
-    simulated = os.environ.get("EMULATED_CUDA_SIMULATE", "0") != "0"
+    machine = simulated_machine()
     return {
-        **({"simulated": json.loads(os.environ["EMULATED_CUDA_MACHINE"])} if simulated else {}),
+        **({} if machine is None else {"simulated": machine}),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **{package: version_of(package) for package in packages}},
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()},
     }
+
+
+def simulated_machine() -> dict[str, float] | None:
+    """Returns the numbers of the machine whose time is simulated, see benchmarks/rehearse.py; `None` for a real one."""
+    simulates = os.environ.get("EMULATED_CUDA_SIMULATE", "0") != "0"
+    return json.loads(os.environ["EMULATED_CUDA_MACHINE"]) if simulates else None
 
 
 def version_of(package: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cells.cell import Result, load_all
-from pages import cpu_page, kernels_page
+from pages import cpu_page, kernels_page, simulated_page
 from pages.comparison import Group, groups_of, speedups
 from pages.gpu_page import NOT_MEASURED, SPEEDUPS, device_section, speedup_cells
 from pages.markdown import table
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     try:
-        devices = load_devices(options.results)
+        devices = load_devices(options.results / "gpu")
         readme = options.readme.read_text(encoding="utf-8")
         made = {
             options.page: page(options.results, devices),
@@ -71,17 +71,27 @@ def main() -> int:
 
 
 def load_devices(results: Path) -> dict[str, list[Result]]:
-    """Reads the results of all devices, by device name.
+    """Reads the results of all devices, a folder for each, by device name.
 
     Raises:
         ValueError: A file is not a result.
     """
     devices: dict[str, list[Result]] = {}
-    for folder in sorted((results / "gpu").glob("*/")):
+    for folder in sorted(results.glob("*/")):
         found = load_all(folder)
         if found:
             devices[next((r["device"] for r in found if "device" in r), folder.name)] = found
     return devices
+
+
+def load_rehearsed(results: Path) -> list[tuple[str, str, list[Result]]]:
+    """Reads the results of simulated devices: memory of the host, name of the device, and its results.
+
+    Raises:
+        ValueError: A file is not a result.
+    """
+    hosts = sorted((results / "rehearsed").glob("*/"))
+    return [(host.name, device, found) for host in hosts for device, found in load_devices(host).items()]
 
 
 def page(results: Path, devices: dict[str, list[Result]]) -> str:
@@ -96,6 +106,9 @@ def page(results: Path, devices: dict[str, list[Result]]) -> str:
         pictures = {g.cell.group: _picture(device, g) for g in groups_of(found)}
         parts += [f"## {device}", device_section(found, pictures)]
     parts += map(kernels_page.section, kernels_page.reports(results))
+    rehearsed = load_rehearsed(results)
+    parts += [simulated_page.INTRODUCTION] if rehearsed else []
+    parts += [simulated_page.section(*each) for each in rehearsed]
     parts += [
         "## Without a GPU",
         *(make(cpu_page.load(results / f"{name}.json")) for name, make in _WITHOUT_GPU.items()),
@@ -117,6 +130,8 @@ def with_section(readme: str, results: Path, devices: dict[str, list[Result]]) -
     parts = [_summary(device, found) for device, found in devices.items()] or [
         "**On a GPU**, nothing has been measured yet. `bash benchmarks/gpu_all.sh` makes the measurements."
     ]
+    rehearsed = load_rehearsed(results)
+    parts += [simulated_page.summary(rehearsed)] if rehearsed else []
     parts += [cpu_page.reserved(cpu_page.load(results / "reserved.json")), _MORE]
     return "\n\n".join([before + first, *parts, last + after])
 

@@ -36,7 +36,9 @@ def result(method, tokens, seconds=None, layers=8, status="ok", reason="", loss=
 def project(tmp_path):
     """A copy of the project's results and README, and a place for pages."""
     results = tmp_path / "results"
-    shutil.copytree(ROOT / "benchmarks" / "results", results, ignore=shutil.ignore_patterns("gpu", "*.png"))
+    shutil.copytree(
+        ROOT / "benchmarks" / "results", results, ignore=shutil.ignore_patterns("gpu", "rehearsed", "*.png")
+    )
     shutil.copy(ROOT / "README.md", tmp_path / "README.md")
     return tmp_path
 
@@ -161,3 +163,32 @@ def test_a_file_that_is_no_result_is_told(monkeypatch, project, capsys):
     (project / "results" / "gpu" / "some_gpu" / "group" / "0.json").unlink()
     assert make(monkeypatch, *options) == 2
     assert "the README needs the lines" in capsys.readouterr().err
+
+
+def test_simulated_results_are_said_to_be_simulated(monkeypatch, project):
+    memory = {"peak_allocated_bytes": 2**34, "peak_pinned_bytes": 5}
+    made = [
+        result("checkpointing", 4096, 3.0, layers=None),
+        result("memo_alpha_0", 4096, 2.5, layers=None),
+        result("memo_auto_unplanned", 4096, 2.0, layers=None),
+        result("memo_kinds", 4096, layers=None, status="oohm"),
+        *(result("plain", 4096, seconds, layers=layers) for layers, seconds in ((1, 0.1), (2, 0.15))),
+    ]
+    for number, one in enumerate(made):
+        one["device"] = "Some GPU (simulated)"
+        one |= {
+            "memory": one.get("memory", {}) | memory,
+            "swapped_host_bytes": 2**30 * one["cell"]["method"].count("memo"),
+        }
+        path = project / "results" / "rehearsed" / "64GiB" / "some_gpu" / "group" / f"{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(one))
+    page, readme = pages(monkeypatch, project)
+    assert "Nothing in this section was measured on a GPU" in page and "*simulated*" in readme
+    found = rows(page, "**llama3_8b, all weights trained**")
+    assert found["checkpointing"] == ["3.00 s (16.0 GiB, 0)"]
+    assert found["Memo auto, memory unplanned"] == ["2.00 s (16.0 GiB, 1.0 GiB)"]
+    assert found["Memo by kinds"] == ["oohm"]
+    assert found["bound"] == ["1.65 s"]
+    assert found["Memo's best: times as fast as the best other"] == ["1.50 x"]
+    assert rows(readme, "**Some GPU (simulated)**")["llama3_8b, full, 64GiB of host memory"] == ["1.50 x"]

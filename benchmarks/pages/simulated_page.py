@@ -1,0 +1,88 @@
+"""The part of the performance page with rehearsals at full size on a simulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cells.cell import Result
+from cells.methods import METHODS
+
+from lightning_memo.utils.units import format_bytes
+from pages.comparison import Group, groups_of
+from pages.markdown import ratio, table, tokens
+
+INTRODUCTION = """## On a simulated GPU
+
+**Nothing in this section was measured on a GPU.** PyTorch's CUDA build, its allocators, the model and all methods run at full
+size and unmodified, but large tensors are not computed: kernels and copies take the time that a model of the device says, so
+times are *simulated*, and memory is what PyTorch's allocators count. `benchmarks/rehearsal/` has the numbers of the device with
+their sources; [benchmarks.md](benchmarks.md#the-same-at-full-size-without-a-gpu) says how it works and what it leaves out.
+
+A cell is the time of a step, and in brackets the peak of the device and the locked memory of the host. "oom" means that the
+device ran out of memory, and "oohm" that the host did. All methods use cuDNN's attention, the loss in chunks and AdamW, in bf16
+on one sequence. The bound is a step without recomputation and waiting, extrapolated from 1 and 2 layers."""  # noqa: E501  lines of the page
+
+_NEGLIGIBLE_BYTES = 1 << 20
+
+
+def section(host: str, device: str, results: Sequence[Result]) -> str:
+    """Returns the section of a device and a size of the host's memory.
+
+    Args:
+        host: Memory of the host.
+        device: Name of the device.
+        results: Results of all groups.
+    """
+    title = f"### {device}, {host} of host memory"
+    return "\n\n".join([title, *map(_group, _whole_models(results))])
+
+
+def summary(rehearsed: Sequence[tuple[str, str, Sequence[Result]]]) -> str:
+    """Returns a table of how many times as fast Memo is as the best other method.
+
+    Args:
+        rehearsed: Memory of the host, name of the device, and results of all groups.
+    """
+    groups = [(host, group) for host, _, found in rehearsed for group in _whole_models(found)]
+    lengths = sorted({length for _, group in groups for length in group.lengths})
+    rows = [
+        [f"{group.cell.model}, {group.cell.tuning}, {host} of host memory", *(_speedup(group, n) for n in lengths)]
+        for host, group in groups
+    ]
+    devices = ", ".join(sorted({device for _, device, _ in rehearsed}))
+    return (
+        f"**{devices}**: how many times as fast Memo's best setting is as the best of checkpointing with and without "
+        "offloading. Times are\n*simulated*, nothing was measured: [docs/performance.md](docs/performance.md).\n\n"
+        + table(["", *map(tokens, lengths)], rows)
+    )
+
+
+def _whole_models(results: Sequence[Result]) -> list[Group]:
+    return [group for group in groups_of(results) if group.cell.layers is None]
+
+
+def _group(group: Group) -> str:
+    way = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}[group.cell.tuning]
+    rows = [[METHODS[m].label, *(_cell(group.result(m, n)) for n in group.lengths)] for m in group.methods]
+    rows.append(["bound", *(_seconds(group.bound_seconds(n)) for n in group.lengths)])
+    rows.append(["Memo's best: times as fast as the best other", *(_speedup(group, n) for n in group.lengths)])
+    return f"**{group.cell.model}, {way}**\n\n" + table(["", *map(tokens, group.lengths)], rows)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None or result["status"] != "ok":
+        return "-" if result is None else result["status"]
+    memory = result["memory"]
+    pinned = max(result["swapped_host_bytes"], memory["peak_pinned_bytes"] or 0)
+    sizes = format_bytes(memory["peak_allocated_bytes"]), "0" if pinned < _NEGLIGIBLE_BYTES else format_bytes(pinned)
+    return f"{_seconds(result['median_seconds'])} ({', '.join(sizes)})"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} s"
+
+
+def _speedup(group: Group, length: int) -> str:
+    own = [s for m in group.methods if METHODS[m].is_memo and (s := group.seconds(m, length)) is not None]
+    other = group.best_other(length)
+    return ratio(None if other is None else other[1], min(own, default=None), "{:.2f} x")
