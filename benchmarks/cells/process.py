@@ -144,6 +144,7 @@ def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
     from peers import Unavailable
 
     from cells.training import train
+    from lightning_memo.planner.storage.storage_planner import StorageError
     from lightning_memo.trials.training_trial import is_out_of_memory
 
     if cell.device == "cpu":
@@ -158,6 +159,8 @@ def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if _DRIVER_REFUSES in reason:  # pinned memory; the device allocator has another message
             return {"status": "oohm", "reason": reason}
+        if isinstance(error, StorageError):
+            return {"status": "oom", "reason": reason}
         if is_out_of_memory(error):
             return {"status": "oom" if "CUDA" in reason else "oohm", "reason": reason}
         traceback.print_exc()

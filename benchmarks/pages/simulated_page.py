@@ -51,9 +51,9 @@ def summary(rehearsed: Sequence[tuple[str, str, Sequence[Result]]]) -> str:
     ]
     devices = ", ".join(sorted({device for _, device, _ in rehearsed}))
     return (
-        f"**{devices}**: how many times as fast Memo's best setting is as the best of checkpointing with and without "
-        "offloading. Times are\n*simulated*, nothing was measured: [docs/performance.md](docs/performance.md).\n\n"
-        + table(["", *map(tokens, lengths)], rows)
+        f"**{devices}**: how many times as fast Memo's best setting is as the best of checkpointing with and "
+        "without offloading.\nTimes are *simulated*, nothing was measured: "
+        "[docs/performance.md](docs/performance.md).\n\n" + table(["", *map(tokens, lengths)], rows)
     )
 
 
