@@ -1,18 +1,20 @@
 """Runs a training program at full size on a simulated GPU: does it fit, and how long does a step take?
 
-    python benchmarks/rehearse.py --host-memory 128GiB train.py ARGUMENTS...
-    python benchmarks/rehearse.py benchmarks/gpu.py --models llama3_8b --tuning lora --lengths 64K
+    .cuda/venv/bin/python benchmarks/rehearse.py --host-memory 128GiB train.py ARGUMENTS...
+    .cuda/venv/bin/python benchmarks/rehearse.py benchmarks/gpu.py --models llama3_8b --lengths 64K --output FOLDER
 
 The program, PyTorch and its allocators are real and unmodified. Operations on large tensors are not computed: they take
 the time that a model of the device says. So memory is that of a GPU, times are simulated, and losses have no meaning.
-It needs the environment of `make test-cuda`: run it with .cuda/venv/bin/python. benchmarks/rehearsal/ describes the
-devices.
+`make test-cuda` installs what it needs. benchmarks/rehearsal/ describes the devices; docs/benchmarks.md says what is
+not simulated.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -27,6 +29,12 @@ DEVICES = Path(__file__).parent / "rehearsal"
 
 def main() -> None:
     options = _options()
+    if importlib.util.find_spec("simulated_time") is None:
+        print(
+            f"{sys.executable} has no emulated GPU: run `make test-cuda` once, and use .cuda/venv/bin/python",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     environment = {**os.environ, **simulated(options.device, options.host_memory, dict(options.set))}
     command = [sys.executable, options.program, *options.arguments]
     os.execve(sys.executable, command, environment)
@@ -40,7 +48,7 @@ def simulated(device: str, host_bytes: int, changes: dict[str, float]) -> dict[s
         host_bytes: Memory of the host.
         changes: Numbers that replace those of the file.
     """
-    described: Any = OmegaConf.to_container(OmegaConf.load(DEVICES / f"{device}.yaml"))
+    described = _described(device)
     numbers = {name: float(value) for name, value in described["numbers"].items()}
     return {
         "EMULATED_CUDA_SIMULATE": "1",
@@ -51,21 +59,44 @@ def simulated(device: str, host_bytes: int, changes: dict[str, float]) -> dict[s
     }
 
 
+def _described(device: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(DEVICES / f"{device}.yaml"))
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _change(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    return name, float(value)
+    name, _, given = text.partition("=")
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=VALUE with a positive number, like hbm=4e12")
+    return name, value
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = sorted(path.stem for path in DEVICES.glob("*.yaml"))
     parser.add_argument("--device", choices=names, default="h200")
-    parser.add_argument("--host-memory", type=parse_bytes, default=parse_bytes("128GiB"), help="default: 128GiB")
+    parser.add_argument("--host-memory", type=_size, default=parse_bytes("128GiB"),
+                        help="memory of the host that can be locked (default: 128GiB)")  # fmt: skip
     parser.add_argument("--set", type=_change, action="append", default=[], metavar="NAME=VALUE",
                         help="a number of the device, for example cudnn_forward=681e12")  # fmt: skip
     parser.add_argument("program", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args()
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    options = parser.parse_args()
+    known = [*_described(options.device)["numbers"], "host_scale", "queue_length"]
+    for name, _ in options.set:
+        if name not in known:
+            parser.error(f"argument --set: {options.device} has no number {name!r}: give one of {', '.join(known)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -147,9 +147,11 @@ def test_delays_poison_and_planned_memory_change_nothing(configuration: str) -> 
     disturbed = train_together(size, run, settings | careful, watch=WaitsForPlans)
     for use in disturbed.notes["use"]:
         # A buffer that is being sent lives until the other process has it, a little longer or shorter in every step.
-        # What finds its place in use gets other bytes of the arena, which may be the place of others in turn.
-        assert use.hits > 1000 and {k for k, n in use.displaced.items() if n} <= {"the memory was not free"}, use
-        assert use.missed < use.hits / 50, use
+        # What finds its place in use gets other bytes of the arena, which may be the place of others in turn. Two
+        # threads may also ask for equal sizes in another order.
+        why = {reason for reason, count in use.displaced.items() if count}
+        assert why <= {"the memory was not free", "more, or others before them"}, use
+        assert use.hits > 1000 and max(use.fitted, use.missed) < use.hits / 50, use
     assert disturbed.losses == undisturbed.losses
     assert all(torch.equal(t, undisturbed.weights[name]) for name, t in disturbed.weights.items())
     errors = undisturbed.worst_error(train_alone(run))
