@@ -297,23 +297,3 @@ def test_memory_is_limited_and_counted(device: torch.device) -> None:
 
 def test_a_thread_that_uses_the_device_has_a_context_there_only(device: torch.device) -> None:
     assert emulated_device.contexts() == {0}
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda on_device, on_host: on_device @ on_host,
-        lambda on_device, on_host: on_host + on_device,
-        lambda on_device, on_host: torch.nn.functional.linear(on_device, on_host),
-        lambda on_device, on_host: torch.cat([on_device, on_host]),
-        lambda on_device, on_host: torch.nn.functional.embedding(on_host.long(), on_device),
-    ],
-)
-def test_tensors_on_two_devices_are_refused(work):
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        work(torch.ones(8, 8, device="cuda"), torch.ones(8, 8))
-
-
-def test_numbers_and_indices_of_the_host_are_taken():
-    on_device = torch.arange(4.0, device="cuda")
-    assert (on_device * torch.tensor(2.0))[torch.tensor([1, 3])].tolist() == [2.0, 6.0]

@@ -216,10 +216,8 @@ class Outcome:
 
 def _worst(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     assert tensors.keys() == reference.keys()
-    return max(
-        float((t.double() - reference[name].double()).norm() / reference[name].double().norm().clamp_min(1e-30))
-        for name, t in tensors.items()
-    )
+    pairs = [(t.cpu().double(), reference[name].cpu().double()) for name, t in tensors.items()]
+    return max(float((t - expected).norm() / expected.norm().clamp_min(1e-30)) for t, expected in pairs)
 
 
 class Texts(Dataset[dict[str, Tensor]]):

@@ -155,16 +155,6 @@ void copy_results(const Values& found, const std::vector<at::Tensor>& targets, c
   }
 }
 
-/// As on a GPU: numbers of the host, which have no dimensions, and the host's indices may be given beside tensors of the device.
-void check_devices(const c10::OperatorHandle& op, const Values& arguments) {
-  const auto given = tensors_of(arguments);
-  const auto is_on_host = [](const at::Tensor& t) { return t.defined() && t.is_cpu() && t.dim() > 0; };
-  const bool mixed = std::any_of(given.begin(), given.end(), [](const at::Tensor& t) { return t.defined() && t.is_cuda(); }) &&
-                     std::any_of(given.begin(), given.end(), is_on_host);
-  TORCH_CHECK(!mixed, "Expected all tensors to be on the same device, but found at least two devices, cuda:",
-              c10::cuda::current_device(), " and cpu! (when running ", op.operator_name(), ")");
-}
-
 /// In simulated time, what is not computed is zero where the host may look.
 void clear_small(const std::vector<at::Tensor>& targets) {
   for (const at::Tensor& t : targets)
@@ -176,7 +166,6 @@ void boxed(const c10::OperatorHandle& op, Values* stack) {
   const auto first = stack->end() - static_cast<long>(op.schema().arguments().size());
   const Values arguments(first, stack->end());
   stack->erase(first, stack->end());
-  check_devices(op, arguments);
   const auto give = [stack](const Values& values) { stack->insert(stack->end(), values.begin(), values.end()); };
 
   if (needs_values(op, arguments)) {
