@@ -24,6 +24,8 @@ from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
 from support.warm import use_libyaml
 
+from lightning_memo.engine.attention import attention_selector
+
 hypothesis.settings.register_profile("no deadline", deadline=None)  # other programs may keep the machine busy
 hypothesis.settings.load_profile("no deadline")
 use_libyaml()
@@ -45,6 +47,15 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_kernel():
+    """On an emulated GPU the fastest kernel is a matter of chance, and runs that are compared would differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE.type == "cuda":
+            patch.setattr(attention_selector, "fastest_kernel", lambda trials: trials[0].name)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
