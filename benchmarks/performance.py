@@ -50,10 +50,11 @@ def main() -> int:
     options = parser.parse_args()
     try:
         devices = load_devices(options.results / "gpu")
+        rehearsed = load_rehearsed(options.results)
         readme = options.readme.read_text(encoding="utf-8")
         made = {
-            options.page: page(options.results, devices),
-            options.readme: with_section(readme, options.results, devices),
+            options.page: page(options.results, devices, rehearsed),
+            options.readme: with_section(readme, options.results, devices, rehearsed),
         }
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -70,6 +71,10 @@ def main() -> int:
     return 0
 
 
+Rehearsed = list[tuple[str, str, list[Result]]]
+"""Memory of the host, name of the simulated device, and its results."""
+
+
 def load_devices(results: Path) -> dict[str, list[Result]]:
     """Reads the results of all devices, a folder for each, by device name.
 
@@ -84,8 +89,8 @@ def load_devices(results: Path) -> dict[str, list[Result]]:
     return devices
 
 
-def load_rehearsed(results: Path) -> list[tuple[str, str, list[Result]]]:
-    """Reads the results of simulated devices: memory of the host, name of the device, and its results.
+def load_rehearsed(results: Path) -> Rehearsed:
+    """Reads the results of simulated devices.
 
     Raises:
         ValueError: A file is not a result.
@@ -94,7 +99,7 @@ def load_rehearsed(results: Path) -> list[tuple[str, str, list[Result]]]:
     return [(host.name, device, found) for host in hosts for device, found in load_devices(host).items()]
 
 
-def page(results: Path, devices: dict[str, list[Result]]) -> str:
+def page(results: Path, devices: dict[str, list[Result]], rehearsed: Rehearsed) -> str:
     """Returns the page.
 
     Raises:
@@ -106,7 +111,6 @@ def page(results: Path, devices: dict[str, list[Result]]) -> str:
         pictures = {g.cell.group: _picture(device, g) for g in groups_of(found)}
         parts += [f"## {device}", device_section(found, pictures)]
     parts += map(kernels_page.section, kernels_page.reports(results))
-    rehearsed = load_rehearsed(results)
     parts += [simulated_page.INTRODUCTION] if rehearsed else []
     parts += [simulated_page.section(*each) for each in rehearsed]
     parts += [
@@ -116,7 +120,7 @@ def page(results: Path, devices: dict[str, list[Result]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def with_section(readme: str, results: Path, devices: dict[str, list[Result]]) -> str:
+def with_section(readme: str, results: Path, devices: dict[str, list[Result]], rehearsed: Rehearsed) -> str:
     """Returns the README with its section generated again.
 
     Raises:
@@ -130,7 +134,6 @@ def with_section(readme: str, results: Path, devices: dict[str, list[Result]]) -
     parts = [_summary(device, found) for device, found in devices.items()] or [
         "**On a GPU**, nothing has been measured yet. `bash benchmarks/gpu_all.sh` makes the measurements."
     ]
-    rehearsed = load_rehearsed(results)
     parts += [simulated_page.summary(rehearsed)] if rehearsed else []
     parts += [cpu_page.reserved(cpu_page.load(results / "reserved.json")), _MORE]
     return "\n\n".join([before + first, *parts, last + after])

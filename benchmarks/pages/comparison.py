@@ -74,6 +74,10 @@ class Group:
         others = [method for method in self.methods if not METHODS[method].is_memo]
         return self._fastest(others, tokens)
 
+    def best_memo(self, tokens: int) -> tuple[str, float] | None:
+        """Returns the fastest setting of this project's strategy, and its time in seconds."""
+        return self._fastest([method for method in self.methods if METHODS[method].is_memo], tokens)
+
     def best_alpha(self, tokens: int) -> tuple[str, float] | None:
         """Returns the fastest alpha that was tried, and its time in seconds."""
         return self._fastest([m for m in ALPHAS if m in self.methods and m.startswith("memo_alpha")], tokens)

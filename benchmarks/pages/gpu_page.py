@@ -17,6 +17,8 @@ NOT_MEASURED = """Nothing has been measured on a GPU yet; `benchmarks/results/gp
 `bash benchmarks/gpu_all.sh` measures everything for this page, the most important comparisons first. You can stop it at
 any time; it continues where it stopped. `python benchmarks/gpu.py --help` describes single comparisons."""
 
+TUNING = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}
+
 _EXPLAINED = f"""Each cell is the median of the timed steps of Lightning's Trainer on one sequence of random tokens, in bf16 with AdamW, in its
 own process. All methods use the same attention kernel and compute the loss in chunks (ALST in its own tiles), so they differ
 only in what they do with activations. MFU counts attention as causal and does not count recomputed operations. First losses
@@ -48,12 +50,11 @@ def _circumstances(results: Sequence[Result]) -> str:
 def _group(group: Group, picture: Path | None) -> str:
     cell = group.cell
     layers = "" if cell.layers is None else f", its first {cell.layers} layers"
-    way = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}[cell.tuning]
     kernel = {"sdpa": "PyTorch's flash attention", "cudnn": "cuDNN's attention"}[cell.attention]
     special = "" if cell.loss == "chunked" else ", whole logits"
     special += "" if cell.allocator == "native" else f", allocator: {cell.allocator}"
     parts = [
-        f"### {cell.model}{layers}, {way}{special}",
+        f"### {cell.model}{layers}, {TUNING[cell.tuning]}{special}",
         f"Attention: {kernel}.",
         *_deviations(group),
         "" if picture is None else f"![Tokens per second by length]({picture})",

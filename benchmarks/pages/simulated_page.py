@@ -9,6 +9,7 @@ from cells.methods import METHODS
 
 from lightning_memo.utils.units import format_bytes
 from pages.comparison import Group, groups_of
+from pages.gpu_page import TUNING
 from pages.markdown import ratio, table, tokens
 
 INTRODUCTION = """## On a simulated GPU
@@ -62,11 +63,10 @@ def _whole_models(results: Sequence[Result]) -> list[Group]:
 
 
 def _group(group: Group) -> str:
-    way = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}[group.cell.tuning]
     rows = [[METHODS[m].label, *(_cell(group.result(m, n)) for n in group.lengths)] for m in group.methods]
     rows.append(["bound", *(_seconds(group.bound_seconds(n)) for n in group.lengths)])
     rows.append(["Memo's best: times as fast as the best other", *(_speedup(group, n) for n in group.lengths)])
-    return f"**{group.cell.model}, {way}**\n\n" + table(["", *map(tokens, group.lengths)], rows)
+    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}**\n\n" + table(["", *map(tokens, group.lengths)], rows)
 
 
 def _cell(result: Result | None) -> str:
@@ -83,6 +83,5 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _speedup(group: Group, length: int) -> str:
-    own = [s for m in group.methods if METHODS[m].is_memo and (s := group.seconds(m, length)) is not None]
-    other = group.best_other(length)
-    return ratio(None if other is None else other[1], min(own, default=None), "{:.2f} x")
+    other, own = (None if best is None else best[1] for best in (group.best_other(length), group.best_memo(length)))
+    return ratio(other, own, "{:.2f} x")

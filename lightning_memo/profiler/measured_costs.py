@@ -231,16 +231,23 @@ def available_budget(
         held_host_bytes: Host bytes that the engine holds for the profile and frees before the plan is executed.
         processes: Number of processes on this node, which share its host memory and its disk evenly.
     """
-    host = config.host_memory_bytes
-    if host is None:
-        host = int(_USABLE_HOST_SHARE * (available_host_bytes() + processes * held_host_bytes))
     limit = config.device_memory_bytes
     if limit is None:
         free_bytes = free_device_bytes(device) // (processes if device.type == "cpu" else 1)
         limit = fixed_device_bytes + int(_USABLE_DEVICE_SHARE * free_bytes)
     return Budget(
-        device_bytes=limit, host_bytes=host // processes, spill_bytes=_disk_bytes(config) // processes
-    )  # fmt: skip
+        device_bytes=limit,
+        host_bytes=host_budget(config, held_host_bytes, processes),
+        spill_bytes=_disk_bytes(config) // processes,
+    )
+
+
+def host_budget(config: MemoConfig, held_host_bytes: int, processes: int) -> int:
+    """Return the host bytes that a process may use; see `available_budget`."""
+    host = config.host_memory_bytes
+    if host is None:
+        host = int(_USABLE_HOST_SHARE * (available_host_bytes() + processes * held_host_bytes))
+    return host // processes
 
 
 def _disk_bytes(config: MemoConfig) -> int:

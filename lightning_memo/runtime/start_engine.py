@@ -12,7 +12,7 @@ from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.profiler.measured_costs import available_budget
+from lightning_memo.profiler.measured_costs import host_budget
 from lightning_memo.runtime.model_checks import (
     announce_fused_loss,
     announce_other_stacks,
@@ -52,7 +52,7 @@ def start_engine(
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
     on_this_node = 1 if processes is None else processes.ranks.on_this_node
-    settings = _requested(config, device, on_this_node, test_mode)
+    settings = _requested(config, on_this_node, test_mode)
     sharing = None
     if processes is not None:
         sharing = TokenSharing(
@@ -68,9 +68,7 @@ def start_engine(
     return engine
 
 
-def _requested(
-    config: MemoConfig, device: torch.device, on_this_node: int, test_mode: TestMode | None
-) -> RequestedSettings:
+def _requested(config: MemoConfig, on_this_node: int, test_mode: TestMode | None) -> RequestedSettings:
     return RequestedSettings(
         attention=cast(Attention | Literal["auto"], config.attention),
         schedule=config.schedule,
@@ -81,5 +79,5 @@ def _requested(
         test_mode=test_mode,
         check_restored=config.check_restored,
         check_slices=config.check_slices,
-        host_limit=lambda: available_budget(config, device, 0, 0, on_this_node).host_bytes,
+        host_limit=lambda: host_budget(config, 0, on_this_node),
     )

@@ -122,13 +122,14 @@ class HostArena:
     Args:
         size_bytes: Size of the arena.
         pinned: Whether its pages are locked.
+        spare: Another arena, which gives the buffers that this one has no room for.
 
     Raises:
         MemoryError: The host refuses the allocation or the page lock.
     """
 
-    def __init__(self, size_bytes: int, pinned: bool) -> None:
-        self.size_bytes = size_bytes
+    def __init__(self, size_bytes: int, pinned: bool, spare: HostArena | None = None) -> None:
+        self.size_bytes, self._spare = size_bytes, spare
         self._memory, self._lock = host_memory(size_bytes, pinned)
         self._space = FreeSpace(size_bytes)
 
@@ -139,19 +140,21 @@ class HostArena:
     @property
     def buffers_in_use(self) -> int:
         """Number of buffers that were acquired and not released."""
-        return len(self._space)
-
-    def holds(self, buffer: Tensor) -> bool:
-        """Return whether `buffer` is a part of this arena."""
-        return buffer.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+        return len(self._space) + (0 if self._spare is None else self._spare.buffers_in_use)
 
     def acquire(self, size_bytes: int) -> Tensor | None:
         """Return a free buffer, uint8 `[size_bytes]`, or `None` if the arena is too full."""
         taken = self._space.take(size_bytes)
-        return None if taken is None else self._memory[taken.start : taken.stop]
+        if taken is not None:
+            return self._memory[taken.start : taken.stop]
+        return None if self._spare is None else self._spare.acquire(size_bytes)
 
     def release(self, buffer: Tensor) -> None:
         """Give back a buffer that `acquire` returned."""
+        own = buffer.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+        if self._spare is not None and not own:
+            self._spare.release(buffer)
+            return
         self._space.give_back(range(buffer.storage_offset(), buffer.storage_offset() + buffer.nbytes))
 
     def close(self) -> None:
@@ -172,7 +175,7 @@ class DeviceArena(HostArena):
         if device.type == "cpu":
             super().__init__(size_bytes, pinned=False)
             return
-        self.size_bytes = size_bytes
+        self.size_bytes, self._spare = size_bytes, None
         self._memory, self._lock = torch.empty(size_bytes, dtype=torch.uint8, device=device), None
         self._space = FreeSpace(size_bytes)
 

@@ -73,7 +73,6 @@ class SlotMemory:
         device_bytes: Memory of the device that stands in for host memory, for slots that the host has no space for.
         stats: Counters of the execution.
         arena: Host arena of the slots.
-        device_arena: What stands in for it.
         gradient_arena: Host arena of the gradients of keys and values.
         state_arena: Host arena of the hidden states.
     """
@@ -91,7 +90,6 @@ class SlotMemory:
     device_bytes: int = 0
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
-    device_arena: HostArena = field(init=False)
     gradient_arena: HostArena = field(init=False)
     state_arena: HostArena = field(init=False)
     _host_buffers: weakref.WeakSet[HostBuffer] = field(init=False, default_factory=weakref.WeakSet)
@@ -101,8 +99,8 @@ class SlotMemory:
 
     def __post_init__(self) -> None:
         pinned = self.device.type == "cuda"
-        self.device_arena = DeviceArena(self.device_bytes, self.device)
-        self.arena = HostArena(self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes, pinned)
+        slots_bytes = self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes
+        self.arena = HostArena(slots_bytes, pinned, DeviceArena(self.device_bytes, self.device))
         # Gradients are allocated while slots are released. An arena of their own keeps them from finding only gaps that
         # are too small.
         self.gradient_arena = HostArena(self.gradient_bytes, pinned)
@@ -124,7 +122,7 @@ class SlotMemory:
 
     @property
     def _arenas(self) -> tuple[HostArena, ...]:
-        return self.arena, self.device_arena, self.gradient_arena, self.state_arena
+        return self.arena, self.gradient_arena, self.state_arena
 
     def lease(self, call: int, swap: bool, size: SlotSize | None = None) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
@@ -228,7 +226,7 @@ class SlotMemory:
                 for event in (slot.to_host.offload, slot.copies.read):
                     _end(event, for_cpu=True)  # the CPU writes the poison at once
                 slot.host.fill_(POISON)
-            (self.arena if self.arena.holds(slot.host) else self.device_arena).release(slot.host)
+            self.arena.release(slot.host)
             slot.host = None
         if slot.disk is not None and self.spill is not None:
             self.spill.give_back(slot.disk)
@@ -243,9 +241,6 @@ class SlotMemory:
         """
         arena = self.arena if arena is None else arena
         memory = arena.acquire(size_bytes)
-        if memory is None and arena is self.arena:
-            arena = self.device_arena
-            memory = arena.acquire(size_bytes)
         if memory is None:
             self.stats.overflow_bytes += size_bytes
             return HostBuffer(torch.empty(size_bytes, dtype=torch.uint8, device=self.device), None, False)
@@ -298,13 +293,10 @@ class SlotMemory:
 
     def _take_host(self, slot: Slot, size_bytes: int) -> None:
         slot.host = self.arena.acquire(size_bytes)
-        if slot.host is None:
-            slot.host = self.device_arena.acquire(size_bytes)
         self._note_peak()
 
     def _note_peak(self) -> None:
-        arenas = (self.arena, self.gradient_arena, self.state_arena)
-        in_use = sum(arena.bytes_in_use for arena in arenas) + self._bounce_bytes
+        in_use = sum(arena.bytes_in_use for arena in self._arenas) + self._bounce_bytes
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
 

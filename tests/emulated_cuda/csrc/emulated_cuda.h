@@ -51,8 +51,7 @@ long emulated_cuda_copies();
 long emulated_cuda_host_waits();
 long emulated_cuda_unknown_kernels();
 long emulated_cuda_pinned_bytes();
-long emulated_cuda_pinned_peak();  // since emulated_cuda_reset_pinned_peak
-void emulated_cuda_reset_pinned_peak();
+long emulated_cuda_pinned_peak();
 /// A bit for each device on which this process has a context.
 long emulated_cuda_contexts();
 }

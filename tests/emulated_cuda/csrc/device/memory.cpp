@@ -100,7 +100,6 @@ extern "C" {
 
 long emulated_cuda_pinned_bytes() { return static_cast<long>(memory().pinned_bytes); }
 long emulated_cuda_pinned_peak() { return static_cast<long>(memory().pinned_peak); }
-void emulated_cuda_reset_pinned_peak() { memory().pinned_peak = memory().pinned_bytes; }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   MemoryLock lock(memory().mutex);

@@ -13,7 +13,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!self.is_cuda() || !source.is_cuda()) return at::native::copy_(self, source, non_blocking);
   if (self.is_same(source) || self.numel() == 0) return self;
   TORCH_CHECK(self.device() == source.device(), "emulated CUDA: copies between devices of one process are not emulated");
-  enqueue("aten::copy_", traffic({self, source}), [to = host_view(self), from = host_view(source)]() mutable { to.copy_(from); });
+  enqueue("aten::copy_", traffic({self, source}),
+          [to = host_view(self), from = host_view(source)]() mutable { to.copy_(from); });
   return self;
 }
 
@@ -23,8 +24,9 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   if (train.has_value() && !*train) return {input.clone(), at::ones_like(input, bools)};
   if (p == 1) return {at::zeros_like(input), at::zeros_like(input, bools)};
   Tensor out = at::empty_like(input), mask = at::empty_like(input, bools);
-  enqueue("aten::native_dropout", traffic({input, out, mask}), [p, drawn = draw(std::nullopt, input.numel()), from = host_view(input), to = host_view(out),
-                                   kept = host_view(mask)]() mutable {
+  enqueue("aten::native_dropout", traffic({input, out, mask}),
+          [p, drawn = draw(std::nullopt, input.numel()), from = host_view(input), to = host_view(out),
+           kept = host_view(mask)]() mutable {
     kept.bernoulli_(1 - p, generator_of(drawn));
     to.copy_(from * kept / (1 - p));
   });
@@ -47,8 +49,8 @@ std::tuple<Tensor, Tensor> fused_rms_norm(const Tensor& input, at::IntArrayRef s
   const auto type = is_half(input) ? at::kFloat : input.scalar_type();
   const double epsilon = eps.value_or(type == at::kDouble ? 2.220446049250313e-16 : 1.1920928955078125e-07);
   Tensor out = at::empty(input.sizes(), input.options()), rstd = at::empty(sizes, input.options().dtype(type));
-  enqueue("aten::_fused_rms_norm", traffic({input, out}), [=, from = host_view(input), to = host_view(out), r = host_view(rstd),
-                                    w = host_view(weight)]() mutable {
+  enqueue("aten::_fused_rms_norm", traffic({input, out}),
+          [=, from = host_view(input), to = host_view(out), r = host_view(rstd), w = host_view(weight)]() mutable {
     Tensor x = from.to(type);
     r.copy_(at::rsqrt(x.pow(2).mean(inner, true) + epsilon));
     to.copy_(w.defined() ? x * r * w.to(type) : x * r);
@@ -65,9 +67,9 @@ std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor& grad, const Ten
   Tensor dx, dw;
   if (wanted[0]) dx = at::empty(input.sizes(), input.options());
   if (wanted[1] && weighted) dw = at::empty(weight->sizes(), weight->options());
-  enqueue("aten::_fused_rms_norm_backward", traffic({grad, input, dx}), [inner = inner, outer = outer, g = host_view(grad), from = host_view(input),
-                                             r = host_view(rstd), w = host_view(weight), to = host_view(dx),
-                                             to_weight = host_view(dw)]() mutable {
+  enqueue("aten::_fused_rms_norm_backward", traffic({grad, input, dx}),
+          [inner = inner, outer = outer, g = host_view(grad), from = host_view(input), r = host_view(rstd),
+           w = host_view(weight), to = host_view(dx), to_weight = host_view(dw)]() mutable {
     const auto type = r.scalar_type();
     Tensor x = from.to(type) * r, dy = g.to(type);
     if (to_weight.defined()) to_weight.copy_(outer.empty() ? x * dy : (x * dy).sum(outer));
