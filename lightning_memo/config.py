@@ -15,9 +15,18 @@ from lightning_memo.utils.units import parse_bytes
 METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
 SCHEDULES: Final = ("auto", "layer", "nest", "slice")
-STORAGES: Final = ("alpha", "kinds")
+STORAGES: Final = ("auto", "alpha", "kinds")
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
+# The values with which plans may name a place for each kind of tensor.
+_NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
+    "alpha": ("auto",),
+    "slice_tokens": ("auto",),
+    "tensor_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "host_backed": ("auto", "none"),
+    "schedule": ("auto", "layer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +56,7 @@ class MemoConfig:
     spill_memory: int | str | None = None
     slice_tokens: int | str = "auto"
     host_backed: str = "auto"
-    storage: str = "alpha"
+    storage: str = "auto"
     loss_chunk_tokens: int | str | None = "auto"
     layers: str | Sequence[str] | None = None
     attention: str = "auto"
@@ -144,23 +153,20 @@ class MemoConfig:
                 )
 
     def _check_kinds(self) -> None:
-        allowed = {"alpha": "auto", "slice_tokens": "auto", "tensor_parallel_size": 1, "context_parallel_size": 1}
-        for name, value in allowed.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}={value!r}: set '
-                    'that, or storage="alpha"'
-                )
-        if self.host_backed not in ("auto", "none"):
+        if name := self._contradicts_kinds():
             raise ValueError(
-                f'host_backed="{self.host_backed}" contradicts storage="kinds", which moves whole layers: leave it '
-                '"auto", or set storage="alpha"'
+                f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}='
+                f'{_NEEDED_BY_KINDS[name][0]!r}: set that, or storage="alpha"'
             )
-        if self.schedule not in ("auto", "layer"):
-            raise ValueError(
-                f'schedule="{self.schedule}" contradicts storage="kinds", which runs slices layer by layer: leave it '
-                '"auto", or set storage="alpha"'
-            )
+
+    def _contradicts_kinds(self) -> str:
+        """The name of a setting by which plans cannot name a place for each kind of tensor; empty if there is none."""
+        return next((name for name, known in _NEEDED_BY_KINDS.items() if getattr(self, name) not in known), "")
+
+    @property
+    def plans_kinds(self) -> bool:
+        """Whether plans name a place for each kind of tensor, if there is one stack of layers that can be cut."""
+        return self.storage == "kinds" or (self.storage == "auto" and not self._contradicts_kinds())
 
     def _check_spill(self) -> None:
         _check_name("spill_path", self.spill_path, 'a folder on a local disk, like "/nvme/spill"')

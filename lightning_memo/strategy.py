@@ -80,9 +80,10 @@ class MemoStrategy(DistributedStrategy):
             earlier slices from the host in blocks, so that a layer works on at most `slice_tokens` at once (FPDT).
             "all": also the gradients of keys and values, and the hidden states between layers.
             "auto": "attention" if `slice_tokens` is set and attention is causal, otherwise "none".
-        storage: How a plan selects the activations to swap. "alpha" swaps a fraction of the tokens. "kinds" solves a
-            linear program over kinds of tensors, which may also store single matrix products, keep some on the device,
-            or run attention again instead of storing its output.
+        storage: How a plan selects the activations to swap. "kinds" solves a linear program over kinds of tensors,
+            which may also store single matrix products, keep some on the device, or run attention again instead of
+            storing its output. "alpha" swaps a fraction of the tokens. "auto" is "kinds" where a single stack of layers
+            runs slice after slice in one process for each sequence, and neither `alpha` nor `slice_tokens` is given.
         loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
             and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
             tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.
@@ -136,7 +137,7 @@ class MemoStrategy(DistributedStrategy):
         spill_memory: str | int | None = None,
         slice_tokens: int | str = "auto",
         host_backed: str = "auto",
-        storage: str = "alpha",
+        storage: str = "auto",
         loss_chunk_tokens: int | str | None = "auto",
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",

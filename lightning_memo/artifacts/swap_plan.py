@@ -117,11 +117,6 @@ class SwapPlan:
         return float(is_swapped(call % self.calls, self.alpha, self.calls))
 
     @property
-    def needs_slices(self) -> bool:
-        """Whether layers cannot run as one slice by the plan."""
-        return self.streamed or self.storage is not None
-
-    @property
     def least_alpha(self) -> float:
         """Smallest fraction of the tokens of a layer call whose skeletal activations are swapped."""
         return math.floor(self.alpha) if self.whole_layers else self.alpha

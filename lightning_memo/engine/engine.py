@@ -27,8 +27,8 @@ from lightning_memo.engine.layers.check_token_layout import check_bounds, divide
 from lightning_memo.engine.layers.layer_run import run_of_call
 from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.plan_limits import PlanLimits
+from lightning_memo.engine.layers.planned_slices import planned_slices
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.layers.storage_plan_slices import stored_slices
 from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
@@ -50,7 +50,7 @@ from lightning_memo.engine.slices.run_schedule import run_schedule
 from lightning_memo.engine.slices.slice_schedules import run_without_backward
 from lightning_memo.engine.slot_allocation import allocate_slots, open_reader, why_made_for_others
 from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
-from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange
 
 _LAYER_CLASSES = 4
 # The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
@@ -106,7 +106,7 @@ class Engine:
         context = self.sharing.context
         self.attention = AttentionSelector(self.settings.attention, context, self.cutter.outside, self.sharing.ranks)
         self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings)
-        self.comparison = SliceComparison(self.layer_classes, self.settings.check_slices)
+        self.comparison = SliceComparison(self.layer_classes, self.settings)
         self.limits = PlanLimits(self.settings)
         self.calls = PendingCalls()
         self.offload_groups = OffloadGroups()
@@ -212,10 +212,8 @@ class Engine:
     def slices_for(self, traits: LayerTraits, tokens: int, key: int = 0) -> tuple[TokenRange, ...]:
         """Return how the plan cuts a call's input. A layer that cannot be cut is swapped or recomputed as a whole."""
         assert self.swap is not None
-        alpha = self.swap.alpha_of(key)
-        if self.swap.whole_layers or traits.why_whole or self.layer_classes.agreed.why_whole:
-            return (TokenRange(0, tokens, Action.SWAP if alpha >= 1.0 else Action.RECOMPUTE),)
-        return self.cutter.cut(tokens, alpha, self.swap.slice_tokens)
+        why_whole = traits.why_whole or self.layer_classes.agreed.why_whole
+        return planned_slices(self.swap, self.cutter, key, tokens, why_whole, traits.why_nest)
 
     def streamed_bytes(
         self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
@@ -283,10 +281,12 @@ class Engine:
         tokens, x = call.tokens, given.contiguous()
         traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         self.settings.check(traits, tokens)
-        slices = stored_slices(swap.storage, key, tokens) if swap.storage else self.slices_for(traits, tokens, key)
+        slices = self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
-        if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.needs_slices):
+        if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
             slices = self.slices_for(traits, tokens, key)
+        if swap.storage is not None and slices[0].places is None:
+            self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
         leaves = swap.streamed or key < swap.calls - RESIDENT_CALLS
@@ -301,6 +301,7 @@ class Engine:
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that."""
         started = time.perf_counter()
+        self.unload()
         self.before_profile()
         self.layer_classes.forget()
         with self.attention.choosing():
@@ -314,13 +315,12 @@ class Engine:
             parked = parkable((call.args, call.kwargs)) * _LAYER_CLASSES
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         swap = bootstrap_plan(self, traits, x.nbytes * traits.tokens // call.tokens, slices, backing)
-        self.unload()
         self.memory = allocate_slots(swap, self.device, self.settings, self.recorder, self.settings.host_limit())
         self._reader = open_reader(self.memory, swap)
         self.swap, tokens = swap, slices[-1].stop
         short = self.settings.may_stream and call.tokens <= (self.settings.slice_tokens or 0) and not sliced
         self.limits.profile(call.batch * tokens, short)
-        self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.by_kind)
+        self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.storage != "alpha")
         self.profile.setup_seconds = time.perf_counter() - started
 
     def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:

@@ -45,7 +45,7 @@ def allocate_slots(
         host_bytes = others + whole_slots * swap.slot_bytes
     return SlotMemory(
         swap.slot_bytes, host_bytes, device, settings.test_mode,
-        whole_slots=not swap.needs_slices, gradient_bytes=swap.gradient_host_bytes,
+        whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
         state_bytes=swap.state_host_bytes, spill=spill, recorder=recorder, check_restored=settings.check_restored,
         device_bytes=swap.host_bytes - host_bytes,
     )  # fmt: skip
@@ -67,8 +67,9 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
     """
     if "slice" in (swap.schedule, settings.schedule) and swap.schedule != settings.schedule:
         return f'it was made for schedule="{swap.schedule}"'
-    if swap.mode == "memo" and (swap.storage is not None) != settings.by_kind:
-        return f'it was made for storage="{"alpha" if settings.by_kind else "kinds"}"'
+    made_for = "alpha" if swap.storage is None else "kinds"
+    if swap.mode == "memo" and settings.storage not in ("auto", made_for):
+        return f'it was made for storage="{made_for}"'
     if swap.storage is not None and (why := why_not_stored(swap.storage)):
         return why
     if sliced_outside is not None and swap.streamed != sliced_outside:

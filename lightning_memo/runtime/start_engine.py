@@ -20,7 +20,7 @@ from lightning_memo.runtime.model_checks import (
     refuse_scripted_modules,
     warn_of_uncompiled,
 )
-from lightning_memo.utils.find_layers import select_layers
+from lightning_memo.utils.find_layers import select_stacks
 
 
 def start_engine(
@@ -44,7 +44,8 @@ def start_engine(
     Raises:
         ValueError: The model has no repeated layers, or they use activation checkpointing.
     """
-    layers = select_layers(model, config.layers, config.one_stack)
+    stacks = select_stacks(model, config.layers, config.one_stack)
+    layers = [layer for stack in stacks for layer in stack.layers]
     if trains and config.layers is None:
         announce_other_stacks(model, config.one_stack)
     refuse_gradient_checkpointing(model, layers)
@@ -52,7 +53,7 @@ def start_engine(
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
     on_this_node = 1 if processes is None else processes.ranks.on_this_node
-    settings = _requested(config, on_this_node, test_mode)
+    settings = _requested(config, len(stacks), on_this_node, test_mode)
     sharing = None
     if processes is not None:
         sharing = TokenSharing(
@@ -68,13 +69,15 @@ def start_engine(
     return engine
 
 
-def _requested(config: MemoConfig, on_this_node: int, test_mode: TestMode | None) -> RequestedSettings:
+def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: TestMode | None) -> RequestedSettings:
+    # Places of tensors are given for one number of tokens, and each stack may have its own.
+    storage = config.storage if config.plans_kinds and stacks == 1 else "alpha"
     return RequestedSettings(
         attention=cast(Attention | Literal["auto"], config.attention),
         schedule=config.schedule,
         slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
         host_backed=cast(HostBacked, "all" if config.schedule == "slice" else config.host_backed),
-        by_kind=config.storage == "kinds",
+        storage=cast(Literal["auto", "alpha", "kinds"], storage),
         spill_path=None if config.spill_path is None else Path(config.spill_path),
         test_mode=test_mode,
         check_restored=config.check_restored,

@@ -92,6 +92,7 @@ class TrainingRuntime:
         self._planner.start(resumed_plan)
         if self.memory is not None:
             self.memory.start()
+        self.engine.before_profile = self._before_profile
 
     def begin_batch(self) -> None:
         """Begin a training batch."""
@@ -100,6 +101,11 @@ class TrainingRuntime:
             self.memory.marks.begin_batch()
         if self._device is not None:
             self._device.begin_batch()
+
+    def _before_profile(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
+        self._planner.before_profile()
 
     def forward(self, forward: Callable[[], T]) -> T:
         """Run the forward of a training step; see :class:`OutOfMemoryRetry`."""
@@ -163,6 +169,7 @@ class TrainingRuntime:
         Args:
             model: The trained model, whose gradients leave the arena.
         """
+        self.engine.before_profile = lambda: None
         if self.memory is not None:
             self.memory.close(model)
 

@@ -56,7 +56,10 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
     plain = distance(gradients(model, batch), truth)
     test_mode = TestMode(seed=1, longest_delay_seconds=0.002)
     engine = Engine(
-        model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", test_mode=test_mode, by_kind=True)
+        model,
+        list(find_stacks(model)[0].layers),
+        device,
+        RequestedSettings("sdpa", test_mode=test_mode, storage="kinds"),
     )
     engine.attach()
     try:
@@ -76,7 +79,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
 
 def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
     model, batch = make_model(device), make_batch(device)
-    engine = Engine(model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", by_kind=True))
+    engine = Engine(model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", storage="kinds"))
     engine.attach()
     try:
         gradients(model, batch)

@@ -232,7 +232,7 @@ IN_FIT = {
         ("alpha=1", "host", "1.0 KiB", "raise host_memory"),
     ),
     "host memory, alpha auto": (
-        {"host_memory": "1KiB", "device_memory": "1MiB"},
+        {"host_memory": "1KiB", "device_memory": "400KiB"},
         LanguageModel,
         None,
         ("host", "1.0 KiB", "raise host_memory", "shorten the sequence"),

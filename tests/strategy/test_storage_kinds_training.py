@@ -80,6 +80,33 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
     assert max(errors.values()) <= 1e-4
 
 
+# ---- the default
+
+
+def test_kinds_are_planned_by_default() -> None:
+    result = fit(MemoStrategy(**BUDGET), LanguageModel("llama_gqa"))
+    assert result.plan.swap.storage is not None
+    assert result.losses == fit(strategy(), LanguageModel("llama_gqa")).losses
+
+
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 0.25}, {"slice_tokens": 16}, {"storage": "alpha"}, {"schedule": "nest"}], ids=str
+)
+def test_alpha_is_planned_where_kinds_cannot_be(settings: dict[str, Any]) -> None:
+    result = fit(MemoStrategy(**BUDGET | {"host_memory": "1MiB"} | settings), LanguageModel("llama_gqa"))
+    assert result.plan.swap.mode == "memo" and result.plan.swap.storage is None
+    assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
+
+
+def test_alpha_is_planned_where_the_program_finds_nothing() -> None:
+    budget = {"device_memory": "400KiB", "host_memory": "1MiB"}  # weights and a layer need more
+    with pytest.raises(StorageError):
+        fit(strategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
+    with pytest.warns(UserWarning, match="more than the budget"):
+        result = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=3)
+    assert result.plan.swap.alpha == 0.0 and result.plan.swap.storage is None
+
+
 # ---- settings
 
 
@@ -101,7 +128,7 @@ def test_settings_that_contradict(contradiction: dict[str, Any]) -> None:
 
 
 def test_unknown_storage() -> None:
-    with pytest.raises(ValueError, match='is not known: give one of "alpha", "kinds"'):
+    with pytest.raises(ValueError, match='is not known: give one of "auto", "alpha", "kinds"'):
         MemoConfig(storage="both")
 
 

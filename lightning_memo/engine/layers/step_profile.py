@@ -101,6 +101,12 @@ class StepProfile:
         """Whether the forward and the backward of every layer call have been profiled."""
         return bool(self.calls) and all("backward_end" in call.marks for call in self.calls.values())
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all layer calls have the same number of tokens, and run as one slice."""
+        sizes = {(call.batch, call.slice_tokens) for call in self.calls.values()}
+        return sizes == {(self.batch, self.tokens)}
+
     def mark(self, index: int, name: str, again: bool = False) -> None:
         """Note the time at which a layer call begins or ends something.
 

@@ -24,7 +24,8 @@ class RequestedSettings:
         slice_tokens: Longest slice; `None` if slices may have any length.
         host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`. "auto" is
             "attention" if `slice_tokens` is given and the layers can run slice after slice.
-        by_kind: Whether plans name a place for each kind of tensor. Matrix products are then profiled, too.
+        storage: "kinds" if plans name a place for each kind of tensor, "alpha" if alpha alone decides, "auto" if the
+            layers that a profiled step has seen do.
         divided: Whether processes share the tokens of a sequence.
         spill_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
@@ -37,7 +38,7 @@ class RequestedSettings:
     schedule: str = "auto"
     slice_tokens: int | None = None
     host_backed: HostBacked | Literal["auto"] = "none"
-    by_kind: bool = False
+    storage: Literal["auto", "alpha", "kinds"] = "alpha"
     divided: bool = False
     spill_path: Path | None = None
     test_mode: TestMode | None = None
@@ -53,9 +54,9 @@ class RequestedSettings:
             tokens: Number of tokens in the layer's input.
 
         Raises:
-            ValueError: `by_kind` is set, and the layer cannot run slice after slice.
+            ValueError: `storage` is "kinds", and the layer cannot run slice after slice.
         """
-        if not self.by_kind or tokens < 2:
+        if self.storage != "kinds" or tokens < 2:
             return
         if why := traits.why_whole or traits.why_nest:
             raise ValueError(f'storage="kinds" runs layers slice after slice, but {why}: use storage="alpha"')

@@ -15,6 +15,7 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.compare_slices import difference_in_slices
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 
 _EVERY = 64  # steps
@@ -29,7 +30,7 @@ class SliceComparison:
 
     Args:
         layer_classes: The traits of the layers, which run as one slice once a difference is found.
-        enabled: Whether anything is compared.
+        settings: The settings that were requested.
 
     Attributes:
         before: Called before each comparison, whose memory is no part of a planned step.
@@ -39,8 +40,9 @@ class SliceComparison:
     the user opens a gate or changes an attribute.
     """
 
-    def __init__(self, layer_classes: LayerClasses, enabled: bool = True) -> None:
-        self._layer_classes, self._enabled = layer_classes, enabled
+    def __init__(self, layer_classes: LayerClasses, settings: RequestedSettings) -> None:
+        self._layer_classes, self._enabled = layer_classes, settings.check_slices
+        self._only_slices = settings.storage == "kinds"
         self._steps = self._turns = self._compared = 0
         self._waits = False  # whether this step's comparison is still to come
         self._in_turn = False  # whether this step is one of those
@@ -112,7 +114,8 @@ class SliceComparison:
         Raises:
             ValueError: They have to run in slices.
         """
-        if needs_slices or call.layout is not None or any(isinstance(p, DTensor) for p in call.layer.parameters()):
+        divided = call.layout is not None or any(isinstance(p, DTensor) for p in call.layer.parameters())
+        if needs_slices or divided or self._only_slices:
             raise ValueError(
                 f"{why}, and these settings need slices: {before}{'; ' * bool(before)}train this model without "
                 "slice_tokens, and with one process for each sequence"

@@ -102,12 +102,17 @@ class ActivationPlanner(MetersSteps):
 
     def begin_batch(self) -> None:
         """A training batch begins."""
-        if self.plan is None and self._is_first_batch:  # later batches may be measured by others
+        if self.plan is None and self._is_first_batch:
             self._wait_for_device()
             self.start_meter(self._engine)
         self._is_first_batch = False
         self._steps = self._run.step
         self._started_seconds = time.perf_counter()
+
+    def before_profile(self) -> None:
+        """A step is going to be profiled, and memory of earlier plans has been freed."""
+        if self._meter is None:  # a batch behind the first one, which others may measure as well
+            self.start_meter(self._engine, gives_way=True)
 
     def fail(self) -> None:
         """Training ends with an exception."""
@@ -168,7 +173,9 @@ class ActivationPlanner(MetersSteps):
         self.plan = plan
         if earlier is not None and earlier.swap.mode == "plain" and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
-        if not (first or self._dropped) and self._run.rank == 0:
+        by_kind = earlier is not None and earlier.swap.storage is not None
+        told = self._dropped or (by_kind and self._engine.layer_classes.why_whole)
+        if not (first or told) and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
         self._announce(plan)
         self._warn_of_shortage(plan, everyone=first)
@@ -202,10 +209,18 @@ class ActivationPlanner(MetersSteps):
         )
 
     def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
-        if self._config.storage == "kinds":
+        storage = self._engine.settings.storage
+        if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
             device_measured = self._config.device_memory is None and self._most_device_bytes == math.inf
-            return plan_by_kind(step, self._ranks, everyone, device_measured)
+            plan = plan_by_kind(step, self._ranks, everyone, device_measured, optional=storage == "auto")
+            if plan is not None:
+                return plan
         return plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone)
+
+    def _can_name_kinds(self, profile: StepProfile, everyone: bool) -> bool:
+        """Whether layers can run by a plan that names a place for each kind of tensor."""
+        classes = self._engine.layer_classes
+        return all(self._ranks.gather(profile.uniform and not (classes.why_whole or classes.why_nest), everyone))
 
     def _raising_together(self, work: Callable[[], T], everyone: bool = True) -> T:
         """Do work that the disk of a single process may refuse; then all processes end.

@@ -1,4 +1,4 @@
-"""From a profiled step to a plan of `storage="kinds"`, which all processes agree on."""
+"""From a profiled step to a plan by kinds of tensors, which all processes agree on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from lightning_memo.profiler.measured_costs import measured_storage_costs
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
 
-def plan_by_kind(step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool) -> Plan:
+def plan_by_kind(
+    step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool, optional: bool
+) -> Plan | None:
     """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
     Processes whose layers save the same bytes solve the same program, with the costs of the slowest process and the
@@ -27,6 +29,10 @@ def plan_by_kind(step: MeasuredStep, ranks: Ranks, everyone: bool, device_measur
         ranks: The processes that have to agree.
         everyone: Whether all processes agree, or only those that work on the same sequences.
         device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
+        optional: Whether there is another way to plan.
+
+    Returns:
+        The plan; `None` if it is optional, and some process finds none.
 
     Raises:
         ValueError: Some process finds no plan.
@@ -46,6 +52,8 @@ def plan_by_kind(step: MeasuredStep, ranks: Ranks, everyone: bool, device_measur
         )
     except ValueError as refused:
         error = refused
+    if optional and any(ranks.gather(error is not None, everyone)):
+        return None
     ranks.raise_together(error, everyone)
     assert plan is not None
     return plan

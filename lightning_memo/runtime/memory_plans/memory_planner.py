@@ -131,7 +131,7 @@ class MemoryPlanner:
         """Training starts: compile the allocator in the background."""
         self._step = self._run.step
         self._building = in_background(lambda: _build(self._engine.device), "build allocator")
-        self._engine.on_mark, self._engine.before_profile = self.marks.layer, self.release
+        self._engine.on_mark = self.marks.layer
 
     def end_batch(self) -> None:
         """A training batch is over, and so is its optimizer step, if there is one."""
@@ -315,7 +315,6 @@ class MemoryPlanner:
             model: The trained model. Its gradients leave the arena, because it may be kept long after training.
         """
         self._engine.on_mark = self._engine.comparison.before = None
-        self._engine.before_profile = lambda: None
         self.marks.stop()
         self.marks.end_batch()
         self.marks.end_step()

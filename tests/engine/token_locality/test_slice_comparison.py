@@ -162,12 +162,14 @@ def test_layers_run_whole_from_then_on() -> None:
 
 
 class Opened(LanguageModel):
-    """Opens its layers after the second step."""
+    """Opens its layers after some steps."""
+
+    opens_after = 2
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         for block in self.model.blocks:
-            block.open = int(self.trainer.global_step >= 2)
+            block.open = int(self.trainer.global_step >= self.opens_after)
 
 
 @pytest.mark.parametrize("settings", [{"slice_tokens": 8, "host_backed": "all"}, {"storage": "kinds"}], ids=str)
@@ -178,6 +180,23 @@ def test_a_run_that_needs_slices_ends(settings: dict[str, Any]) -> None:
     ) as e:
         fit(MemoStrategy(plan_memory=False, **settings, **budget), Opened(opening_model), max_steps=6)
     assert "\n" not in str(e.value)
+
+
+def test_a_plan_by_kind_is_replaced_by_one_of_whole_layers() -> None:
+    with pytest.warns(UserWarning, match=r"Opening does not .* \(keys\)\. From this step on, layers run as one slice"):
+        result = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), Opened(opening_model), max_steps=8)
+    assert result.plan.swap.mode == "memo" and result.plan.swap.storage is None
+    expected = plain(Opened(opening_model), max_steps=8).losses
+    assert result.losses[:2] == pytest.approx(expected[:2], rel=1e-6)  # the layers open before the comparison in step 4
+    with pytest.warns(UserWarning, match="layers run as one slice"):
+        early = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), OpenedEarly(opening_model), max_steps=8)
+    assert early.losses == pytest.approx(plain(OpenedEarly(opening_model), max_steps=8).losses, rel=1e-5)
+
+
+class OpenedEarly(Opened):
+    """Opens its layers before the first comparison."""
+
+    opens_after = 1
 
 
 class OpeningMLP(LlamaMLP):

@@ -64,7 +64,7 @@ class ByKind(EngineUnderTest):
     def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
-        settings = RequestedSettings(by_kind=True, spill_path=spill_path, test_mode=test_mode)
+        settings = RequestedSettings(storage="kinds", spill_path=spill_path, test_mode=test_mode)
         self.engine = Engine(model, layers, DEVICE, settings)
 
     @property
