@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.engine import Engine
 from lightning_memo.kernels.rng_state import RngState
+from lightning_memo.profiler.machine import free_device_bytes
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.training_run_protocol import TrainingRun
@@ -130,12 +131,16 @@ class OutOfMemoryRetry:
             f"MemoStrategy: out of device memory with {mode} ({message}); the step is run again with every layer "
             "recomputed, and later ones are planned with less."
         )
-        self._planner.shrink(_SHRUNK_SHARE * plan.device_bytes)
+        most_bytes, device = _SHRUNK_SHARE * plan.device_bytes, self._engine.device
+        self._planner.shrink(most_bytes)
         if self._memory is not None:
             self._memory.release()
         gc.collect()
-        if self._engine.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
+            # The device may have less than the user's budget: another process, or a smaller device than planned for.
+            whole_bytes = free_device_bytes(device) + torch.cuda.memory_allocated(device)
+            self._planner.limit_device(_SHRUNK_SHARE * whole_bytes)
 
 
 class _ExplainedError(torch.OutOfMemoryError):

@@ -257,6 +257,10 @@ class ActivationPlanner(MetersSteps):
         swap = None if self.plan is None else self.plan.swap
         return swap is not None and (swap.mode == "plain" or swap.alpha > 0.0 or swap.storage is not None)
 
+    def limit_device(self, most_bytes: float) -> None:
+        """Let later plans use no more device memory than this."""
+        self._most_device_bytes = min(self._most_device_bytes, most_bytes)
+
     def shrink(self, most_device_bytes: float = math.inf) -> None:
         """Drop a plan that takes too much memory: the next forward is profiled, and later plans are smaller.
 
@@ -268,7 +272,7 @@ class ActivationPlanner(MetersSteps):
         """
         assert self.plan is not None
         swap = self.plan.swap
-        self._most_device_bytes = min(self._most_device_bytes, most_device_bytes)
+        self.limit_device(most_device_bytes)
         if swap.mode != "plain":
             # A single swapped layer takes as much device memory as many of them.
             fewer = swap.alpha > _LEAST_ALPHA and not swap.whole_layers
