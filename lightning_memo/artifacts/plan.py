@@ -12,7 +12,7 @@ from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.json_documents import check_range, read_json
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.swap_plan import Attention, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import StorageCosts
+from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
 from lightning_memo.utils.files import replacing
 
 VERSION: Final = 1
@@ -106,8 +106,9 @@ class Plan:
         """Device bytes apart from the model state: the highest transient peak and the kept activations."""
         if self.swap.mode == "plain":
             return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
-        if self.swap.storage is not None:  # a recomputed layer holds all its tokens at once
-            return self.costs.working_bytes(1.0) + self.swap.buffer_bytes + self.swap.kept_bytes
+        if self.swap.storage is not None and self.storage_costs is not None:
+            transient = self.storage_costs.working_bytes([call.tokens(ALL) for call in self.swap.storage.calls])
+            return transient + self.swap.buffer_bytes + self.swap.kept_bytes
         return self.costs.working_bytes_at(self.swap.least_alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
 
     @property

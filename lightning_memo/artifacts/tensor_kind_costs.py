@@ -138,13 +138,23 @@ class StorageCosts:
     """Device bytes that do not depend on the plan: parameters, gradients, optimizer state."""
 
     transient_device_bytes: int
-    """Highest peak above the fixed bytes and the stored tensors."""
+    """Highest peak above the fixed bytes and the stored tensors, if layers recompute all that they do not have to
+    store."""
+
+    recomputed_device_bytes: int = 0
+    """Part of `transient_device_bytes` for tensors that layers recompute: it is not needed if they are stored."""
 
     def __post_init__(self) -> None:
         check_range(self, {"tokens": 1})
         if set(self.call_classes) != set(range(len(self.classes))) or not self.classes:
             raise ValueError(
                 f"call_classes must refer to each of the {len(self.classes)} classes of layer calls, and to no others"
+            )
+        largest = min(self.transient_device_bytes, max(call.other_bytes for call in self.classes))
+        if self.recomputed_device_bytes > largest:
+            raise ValueError(
+                f"recomputed_device_bytes={self.recomputed_device_bytes} must be at most {largest}: it is a part of "
+                "transient_device_bytes, and of a layer's other_bytes"
             )
         for name in ("offload_bytes_per_second", "prefetch_bytes_per_second"):
             if getattr(self, name) <= 0:
@@ -172,6 +182,18 @@ class StorageCosts:
     def calls(self) -> int:
         """Number of layer calls in a step."""
         return len(self.call_classes)
+
+    def working_bytes(self, stored: Sequence[int]) -> int:
+        """Highest peak above the fixed bytes and the stored tensors.
+
+        Args:
+            stored: For each class, the number of tokens whose tensors are all stored. A layer recomputes those of all
+                other tokens at once.
+        """
+        others = (self.tokens - tokens for tokens in stored)
+        recomputed = (-(-call.other_bytes * n // self.tokens) for call, n in zip(self.classes, others, strict=True))
+        less = max(call.other_bytes for call in self.classes) - max(recomputed)
+        return self.transient_device_bytes - min(less, self.recomputed_device_bytes)
 
     @property
     def class_calls(self) -> tuple[int, ...]:

@@ -102,6 +102,7 @@ def measured_storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCo
         prefetch_bytes_per_second=costs.prefetch_bytes_per_second,
         fixed_device_bytes=costs.fixed_device_bytes,
         transient_device_bytes=costs.working_bytes(1.0),
+        recomputed_device_bytes=costs.working_bytes(1.0) - costs.working_bytes(0.0),
     )
 
 

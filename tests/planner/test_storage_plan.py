@@ -305,6 +305,16 @@ def test_the_simulator_recomputes_what_has_no_place():
     assert timeline.peak_device_bytes == 1500 + 100 + 50 + 160 + 60 + 150
 
 
+def test_what_is_stored_is_not_recomputed_beside_it():
+    half = ranges_of(*EVERYTHING, ("all", "swap", 50, 100))  # 400 of 800 bytes are recomputed
+    needs = [tiny(recomputed_device_bytes=most) for most in (0, 300, 500)]
+    peaks = [simulate(costs, plan_of(half), AMPLE).peak_device_bytes for costs in needs]
+    assert peaks == [needs_of(costs, AMPLE, [half]).device_bytes for costs in needs]
+    assert [peaks[0] - peak for peak in peaks] == [0, 300, 400]
+    with pytest.raises(ValueError, match="recomputed_device_bytes=501 must be at most 500"):
+        tiny(recomputed_device_bytes=501)
+
+
 def test_a_slow_disk_holds_up_the_copies():
     spilled = ranges_of(("input", "swap", 0, 100), ("attention", "spill", 0, 100))
     timeline = simulate(tiny(n=3), plan_of(spilled), AMPLE)
@@ -390,15 +400,19 @@ def calls(draw, products):
 def steps(draw):
     products, classes = draw(st.integers(0, 3)), draw(st.integers(1, 3))
     order = [*range(classes), *draw(st.lists(st.integers(0, classes - 1), max_size=6))]
+    members = tuple(draw(calls(products)) for _ in range(classes))
+    transient = draw(st.integers(0, 2**30))
+    most = min(transient, max(call.other_bytes for call in members))
     return StorageCosts(
         tokens=draw(st.integers(1, 3000)),
-        classes=tuple(draw(calls(products)) for _ in range(classes)),
+        classes=members,
         call_classes=tuple(draw(st.permutations(order))),
         outside_seconds=draw(st.floats(0.0, 10.0)),
         offload_bytes_per_second=draw(st.floats(1e6, 1e11)),
         prefetch_bytes_per_second=draw(st.floats(1e6, 1e11)),
         fixed_device_bytes=draw(st.integers(0, 2**30)),
-        transient_device_bytes=draw(st.integers(0, 2**30)),
+        transient_device_bytes=transient,
+        recomputed_device_bytes=draw(st.integers(0, most)),
     )
 
 

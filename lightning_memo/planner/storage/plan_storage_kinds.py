@@ -193,7 +193,10 @@ class _Problem:
         )
 
     def _device_bytes(self, swap: SwapPlan) -> int:
-        always = self.costs.fixed_device_bytes + self.costs.transient_device_bytes
+        assert swap.storage is not None
+        always = self.costs.fixed_device_bytes + self.costs.working_bytes(
+            [call.tokens(ALL) for call in swap.storage.calls]
+        )
         return always + swap.buffer_bytes + swap.kept_bytes
 
     def _explained(self, swap: SwapPlan, budget: StorageBudget) -> SwapPlan:

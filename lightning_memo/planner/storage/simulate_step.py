@@ -115,6 +115,7 @@ class _Work:
     kept_bytes: int
     swapped_bytes: int
     spilled_bytes: int
+    recomputed_bytes: int
 
     @property
     def moved_bytes(self) -> int:
@@ -130,12 +131,14 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
         held[r.place] += -(-sizes[r.kind] * (r.stop - r.start) // costs.tokens)
     if held["spill"] and budget.nvme is None:
         _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
+    recomputed = sum(stop - start for start, stop in _gaps(by_kind["all"], costs.tokens))
     return _Work(
         forward_seconds=call.forward_seconds,
         backward_seconds=call.backward_seconds + _recompute_seconds(call, by_kind, costs.tokens),
         kept_bytes=held["keep"],
         swapped_bytes=held["swap"],
         spilled_bytes=held["spill"],
+        recomputed_bytes=-(-call.other_bytes * recomputed // costs.tokens),
     )
 
 
@@ -236,7 +239,9 @@ class _Step:
 
     def run(self) -> SimulatedStep:
         buffers = 2 * max(work.moved_bytes for work in self._work)
-        self._device.hold(self._costs.fixed_device_bytes + self._costs.transient_device_bytes + buffers, 0, 0.0)
+        spared = max(call.other_bytes for call in self._costs.classes) - max(w.recomputed_bytes for w in self._work)
+        transient = self._costs.transient_device_bytes - min(spared, self._costs.recomputed_device_bytes)
+        self._device.hold(self._costs.fixed_device_bytes + transient + buffers, 0, 0.0)
         order = list(enumerate(self._work))
         leaving = order[:-2]
         if self._budget.nvme:

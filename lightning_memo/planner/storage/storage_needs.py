@@ -23,7 +23,7 @@ def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPla
         for place in PLACES
     )
     rounding = 2 * max(a + b for a, b in zip(swapped, spilled, strict=True))
-    always = costs.fixed_device_bytes + costs.transient_device_bytes
+    always = costs.fixed_device_bytes + costs.working_bytes([plan.tokens(ALL) for plan in calls])
     return StorageNeeds(
         step_seconds=_step_seconds(costs, budget, calls),
         device_bytes=always + rounding + total(costs.class_calls, kept),

@@ -214,14 +214,28 @@ class _Model:
         for part in self._classes:
             program.row(add([part.bytes("swap", "spill"), scale(slot, -1.0)]), most=0.0)
         kept = add(scale(part.bytes("keep"), part.calls) for part in self._classes)
-        room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
-        self._add_capacity("device memory", add([kept, scale(slot, 2.0)]), room)
+        transient = self._add_recomputed()
+        least = costs.transient_device_bytes - costs.recomputed_device_bytes
+        room = budget.device_bytes - costs.fixed_device_bytes - least
+        self._add_capacity("device memory", add([kept, scale(slot, 2.0), transient]), room)
         on_host = add(scale(part.bytes("swap"), part.copies) for part in self._classes)
         if budget.nvme is not None:
             spilled = add(scale(part.bytes("spill"), part.copies) for part in self._classes)
             self._add_capacity("NVMe space", spilled, budget.nvme.capacity_bytes)
             on_host = add([on_host, self._add_bounce_buffers(budget.nvme.bounce_share)])
         self._add_capacity("host memory", on_host, budget.host_bytes)
+
+    def _add_recomputed(self) -> Terms:
+        """Bytes by which the tensors that a layer recomputes raise the peak of a step."""
+        if not self._costs.recomputed_device_bytes:
+            return {}
+        largest = max(part.costs.other_bytes for part in self._classes)
+        most = {self._program.column(0.0): float(largest or 1)}
+        for part in self._classes:
+            size = float(part.costs.other_bytes)
+            below = largest - self._costs.recomputed_device_bytes - size
+            self._program.row(add([part.stored(ALL, -size), scale(most, -1.0)]), most=below)
+        return most
 
     def _add_bounce_buffers(self, share: float) -> Terms:
         """Host bytes of the bounce buffers: a share of the largest amount that a layer call spills."""
