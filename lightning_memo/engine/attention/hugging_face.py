@@ -123,7 +123,7 @@ def _attention(
         )  # fmt: skip
         return out, None
     if host.always_masked:
-        is_causal = False
+        is_causal, attention_mask = False, _added(attention_mask, query.dtype)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal and query.shape[2] < key.shape[2]:  # as transformers does it
         causal, stop = query.shape[2] > 1, query.shape[2] if query.shape[2] > 1 else key.shape[2]
@@ -146,6 +146,11 @@ def _spec(
     else:
         spec = AttentionSpec(causal and mask is None, scale, None, dropout, mask=mask)
     return replace(spec, softcap=arguments.get("softcap"), sinks=arguments.get("s_aux"))
+
+
+def _added(mask: Tensor | MaskPattern | None, dtype: torch.dtype) -> Tensor | MaskPattern | None:
+    """Return a mask as eager attention adds it: kernels would hide keys where a boolean mask is false."""
+    return mask.to(dtype) if isinstance(mask, Tensor) and not mask.is_floating_point() else mask
 
 
 def _hides_all_keys(mask: Tensor | MaskPattern | None) -> bool:

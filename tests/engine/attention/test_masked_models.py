@@ -163,6 +163,8 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Batch]]] = [
     (llama, given_additive_mask), (eager, text), (bidirectional, text), (bidirectional, right_padded),
     (bidirectional, left_padded), (eager, left_padded), (bigbird_pegasus, left_padded),
     (attention_models.gpt_oss, left_padded), (attention_models.gemma2, left_padded),
+    # eager attention adds a boolean mask, others hide keys
+    (eager, given_mask), (attention_models.gemma2, given_mask), (eager, given_additive_mask),
 ]  # fmt: skip
 
 
