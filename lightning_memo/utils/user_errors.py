@@ -11,6 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 _MAX_MESSAGE_CHARACTERS = 600  # some libraries list every name that they know
 
 
+class RefusedAtAnyLength(ValueError):
+    """A model is refused whatever the number of tokens, so that a trial run on few tokens refuses it, too."""
+
+
 def user_message(error: BaseException) -> str | None:
     """Returns one line for the user if `error` is a mistake in settings or input, or None if it is a bug.
 

@@ -143,6 +143,14 @@ def test_refused(build: Callable[[], nn.Module], words: tuple[str, ...]) -> None
     assert fit("auto", module).trainer.global_step == 4  # it trains without the strategy, as before
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_advice_is_the_same_in_slices(reentrant: bool) -> None:
+    with pytest.raises(ValueError, match="activation checkpointing") as caught:
+        fit(MemoStrategy(alpha=0.5, slice_tokens=16, host_backed="all"), LanguageModel(lambda: layers(reentrant)))
+    assert_one_line(caught.value, *OFF)
+    assert "host_backed" not in str(caught.value)
+
+
 class Gradients(Callback):
     """Losses of each optimizer step."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -90,7 +91,8 @@ def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float
     """
     settings = {"max_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 2, "limit_val_batches": 1}
     strategy = MemoStrategy(alpha=alpha, plan_memory=False, check_restored=True)
-    with pytest.warns(UserWarning, match="layers run as one slice.*, because"):
+    told = pytest.warns(UserWarning, match="layers run as one slice.*, because") if alpha == 0.5 else nullcontext()
+    with told:
         result = fit(strategy, module(kind), loader(), loader(), **settings)
     expected = plain(module(kind), loader(), val_data=loader(), **settings)
     assert result.losses == expected.losses

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import PlainBlock, PlainModel, make_batch
+import transformers
+from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
 from support.harness import Batch
 from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
 from torch import Tensor, nn
@@ -98,3 +99,15 @@ def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float) -> None:
     line = r'^host_backed="all" runs layers slice after slice, but Mixing .*: set host_backed="none"$'
     with pytest.raises(ValueError, match=line):
         fit(MemoStrategy(alpha=alpha, slice_tokens=16, host_backed="all"), LanguageModel(late), batches(data()))
+
+
+def test_the_remedy_names_the_setting_that_the_user_gave() -> None:
+    model = transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, layer_types=["full_attention", "conv"],
+        )
+    )  # fmt: skip
+    line = r'^schedule="slice" runs layers slice after slice, but Lfm2DecoderLayer .*: use schedule="layer"$'
+    with pytest.raises(ValueError, match=line):
+        fit(MemoStrategy(schedule="slice", slice_tokens=16), LanguageModel(lambda: model), batches(data()))

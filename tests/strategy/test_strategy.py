@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import re
 import signal
 import warnings
 import weakref
@@ -747,13 +748,24 @@ def test_part_of_the_model_is_trained(make, alpha):
 
 @pytest.mark.parametrize("alpha", ["auto", 0.0, 0.3, 0.5, 1.0])
 def test_layer_that_mixes_tokens_is_not_cut(alpha):
-    """A layer that mixes tokens outside attention trains whole, and that is said."""
-    with pytest.warns(
-        UserWarning, match="layers run as one slice.*, because Mixing may not compute each token by itself"
-    ):
+    """A layer that mixes tokens outside attention trains whole, and that is said where slices would be another plan."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         result = fit(MemoStrategy(alpha=alpha, device_memory=SMALL_DEVICE), LanguageModel(mixing_model))
+    line = "layers run as one slice.*, because Mixing may not compute each token by itself"
+    assert any(re.search(line, str(each.message)) for each in caught) == (alpha not in (0.0, 1.0))
     assert result.plan.swap.mode == "memo"
     assert_as_plain(result, plain_of(LanguageModel, mixing_model), 1.0)
+
+
+@pytest.mark.parametrize(("settings", "told"), [({}, False), ({"alpha": 0.0, "slice_tokens": 8}, True)])
+def test_slices_that_nobody_gets(settings, told):
+    """A plain plan cuts no layers, and `slice_tokens` asks for slices at any alpha."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(MemoStrategy(**settings), LanguageModel(mixing_model))
+    assert (result.plan.swap.mode == "plain") != told
+    assert any("layers run as one slice" in str(each.message) for each in caught) == told
 
 
 # ---- the model, the trainer and the process afterwards

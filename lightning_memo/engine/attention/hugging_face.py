@@ -22,6 +22,7 @@ from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import valid_ranges
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
+from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 # The name must not contain "flash": transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
@@ -171,12 +172,12 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     """
     name = class_name(module)
     if handler is None:
-        raise ValueError(
+        raise RefusedAtAnyLength(
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
             'model with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )
     if not isinstance(mask, MaskPattern) or mask.window != window:
-        raise ValueError(
+        raise RefusedAtAnyLength(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
             'with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )
@@ -211,7 +212,7 @@ def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any
     """
     for name in ("s_aux", "softcap"):
         if arguments.get(name) is not None:
-            raise ValueError(
+            raise RefusedAtAnyLength(
                 f"{class_name(module)} calls attention with {name}, which is not computed among processes: train "
                 "this model with context_parallel_size=1 and sequence_parallel=False"
             )
@@ -309,7 +310,7 @@ def _divided_pattern(
     """
     rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
     if rules is None or rules.chunks or (rules.window is not None and not rules.causal):
-        raise ValueError(
+        raise RefusedAtAnyLength(
             "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs all "
             'tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )

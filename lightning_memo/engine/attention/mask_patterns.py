@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_memo.parallel.batches.positions import first_and_count
+from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _PAIRS = 1 << 22  # pairs of a query and a key that are evaluated at a time
 
@@ -68,7 +69,7 @@ class MaskPattern:
             ValueError: Other processes have some of the tokens.
         """
         if self.explicit is None:
-            raise ValueError(
+            raise RefusedAtAnyLength(
                 "the model computes attention itself, as models with ALiBi and some older models do, and needs an "
                 "attention mask of tokens by tokens, which is not built: train it with context_parallel_size=1, "
                 'sequence_parallel=False and not schedule="slice"'

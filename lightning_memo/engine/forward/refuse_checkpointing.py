@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 TURN_IT_OFF = "turn it off: MemoStrategy recomputes by itself; alpha=0 is full recomputation"
 # Every use of `torch.utils.checkpoint` calls one of these, reentrant or not, and however it was imported.
@@ -39,7 +40,7 @@ def refusing_checkpoint() -> Iterator[None]:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(f"a layer uses activation checkpointing (torch.utils.checkpoint): {TURN_IT_OFF}")
+    raise RefusedAtAnyLength(f"a layer uses activation checkpointing (torch.utils.checkpoint): {TURN_IT_OFF}")
 
 
 def refuse_layer_in_backward(layer: nn.Module) -> None:
@@ -66,7 +67,7 @@ def refuse_without_grad(what: str) -> None:
         ValueError: Gradients are disabled.
     """
     if not torch.is_grad_enabled():
-        raise ValueError(
+        raise RefusedAtAnyLength(
             f"{what} runs without gradients in a layer that is trained, for example by activation checkpointing of "
             f"another library: {TURN_IT_OFF}"
         )
@@ -81,7 +82,7 @@ def refuse_inner_backward(layer: str) -> NoReturn:
     Raises:
         ValueError: Always.
     """
-    raise ValueError(
+    raise RefusedAtAnyLength(
         f"{layer} runs a backward within its forward, whose activations are swapped or recomputed at every alpha: put "
         "that part of the forward inside torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)"
     )

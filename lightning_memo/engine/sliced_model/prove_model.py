@@ -24,12 +24,14 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.modules.rotary_tables import depends_on_length
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
-from lightning_memo.engine.token_locality.prove_locality import fake_like, first_line, running, unlike_other_sizes
+from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
+from lightning_memo.engine.token_locality.trial_errors import trial_error
 from lightning_memo.engine.token_locality.user_code import has_custom_functions
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 Names = Mapping[nn.Module, str]
 
@@ -41,6 +43,9 @@ def why_tokens_mixed(call: LayerCall, layers: Sequence[nn.Module], longest: int)
         call: The model, its own forward, and its arguments by name, for `[batch, tokens]`. There are no labels.
         layers: The model's layers, which are proven by themselves.
         longest: The largest number of tokens at which the model runs.
+
+    Raises:
+        ValueError: The model is refused at any number of tokens.
     """
     names = {module: name or class_name(module) for name, module in call.layer.named_modules()}
     sizes = unlike_other_sizes(call, longest, *(t for t in tree_leaves(call.kwargs) if isinstance(t, Tensor)))
@@ -48,9 +53,11 @@ def why_tokens_mixed(call: LayerCall, layers: Sequence[nn.Module], longest: int)
         short, long = (_operations(call, layers, MixingTracker(tokens, names)) for tokens in sizes)
     except TokensMixed as mixed:
         return str(mixed)
+    except RefusedAtAnyLength:
+        raise
     except Exception as error:  # whatever a model raises on tensors without values, it is not proven
         where = _module_in((frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))), names)
-        return f"{where} may not compute each token by itself: on tensors without values, {first_line(error)}"
+        return f"{where} may not compute each token by itself: {trial_error(error)}"
     if why := difference_of(short, long):
         return f"{call.name} computes otherwise with more tokens: {why}"
     return ""

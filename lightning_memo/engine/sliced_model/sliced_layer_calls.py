@@ -108,9 +108,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     if sequence.index == 0:  # the last slice may have a single token, too few for a probe
         traits = engine.layer_classes.of(call, x)
         if traits.why_whole and call.tokens > 1:
-            raise ValueError(
-                f'schedule="slice" runs layers slice after slice, but {traits.why_whole}: use schedule="layer"'
-            )
+            raise engine.settings.backing_error(traits.why_whole)
         due = engine.comparison.due(key, len(engine.layers))
         if call.tokens > 1:
             engine.comparison.ends_slices(call, x, traits, [call.tokens, sequence.tokens], due, needs_slices=True)

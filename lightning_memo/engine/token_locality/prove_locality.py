@@ -38,9 +38,11 @@ from lightning_memo.engine.token_locality.stand_ins import (
 )
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dim, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
+from lightning_memo.engine.token_locality.trial_errors import first_line, trial_error
 from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 # An attribute: the dotted name of its module, and its own.
 Place = tuple[str, str]
@@ -84,21 +86,19 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
             do.
 
     Raises:
-        ValueError: The layer keeps tensors where a run cannot be undone, or saves tensors before they are filled.
+        ValueError: The layer keeps tensors where a run cannot be undone, saves tensors before they are filled, or is
+            refused at any number of tokens.
     """
     name = call.name
     trackers = [TokenTracker(tokens) for tokens in unlike_other_sizes(call, call.tokens, x)]
     try:
         locality = _compared(call, x, trackers, unused)
-    except torch.OutOfMemoryError:
-        raise  # says nothing of the layer
+    except (torch.OutOfMemoryError, RefusedAtAnyLength):
+        raise  # the first says nothing of the layer
     except TokensMixed as mixed:
         locality = Locality(f"{name} may not compute each token by itself outside attention: {mixed}")
     except Exception as error:  # whatever a layer raises on tensors without values, it is not proven
-        locality = Locality(
-            f"{name} may not compute each token by itself outside attention: on tensors without values, "
-            f"{first_line(error)}"
-        )
+        locality = Locality(f"{name} may not compute each token by itself outside attention: {trial_error(error)}")
     if any(step.startswith("aten.rrelu_with_noise") for tracker in trackers for step, _ in tracker.steps):
         raise ValueError(
             f"{name} calls rrelu, which fills a tensor after autograd has saved it, so that it can be neither swapped "
@@ -335,11 +335,6 @@ def unlike_other_sizes(call: LayerCall, least: int, *others: Tensor) -> tuple[in
 
     short = from_(_SHORT_TOKENS)
     return short, from_(max(least, short + 1))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type."""
-    return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
 
 def _is_prime(n: int) -> bool:

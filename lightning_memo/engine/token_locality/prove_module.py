@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
-from lightning_memo.engine.token_locality.prove_locality import fake_like, first_line, running, unlike_other_sizes
+from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
+from lightning_memo.engine.token_locality.trial_errors import trial_error
 from lightning_memo.engine.token_locality.user_code import has_custom_functions, is_of_a_library
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.class_names import class_name
@@ -117,7 +118,7 @@ def _why_mixed(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread
     except TokensMixed as mixed:
         return f"{name} may not compute each token by itself: {mixed}"
     except Exception as error:  # whatever a module raises on tensors without values, it is not proven
-        return f"{name} may not compute each token by itself: on tensors without values, {first_line(error)}"
+        return f"{name} may not compute each token by itself: {trial_error(error)}"
     if why := difference_of(short, long):
         return f"{name} computes otherwise with more tokens: {why}"
     return ""

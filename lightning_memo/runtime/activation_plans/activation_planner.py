@@ -151,7 +151,7 @@ class ActivationPlanner(MetersSteps):
             self._dropped = True
             self._engine.unload()
         elif self._run.rank == 0:
-            announce_whole_layers(self.plan, why)
+            announce_whole_layers(self.plan, self._config, why)
 
     def _wait_for_device(self) -> None:
         if self._engine.device.type == "cuda":
@@ -244,7 +244,7 @@ class ActivationPlanner(MetersSteps):
             classes, settings = self._engine.layer_classes, self._engine.settings
             on_host = settings.may_stream and settings.host_backed == "auto" and settings.schedule != "nest"
             why_on_device = classes.why_nest if on_host and not classes.why_whole else ""
-            announce_plan(plan, self._config.attention, classes.why_whole, why_on_device)
+            announce_plan(plan, self._config, classes.why_whole, why_on_device)
             rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
 
     def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:

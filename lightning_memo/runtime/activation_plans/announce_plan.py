@@ -9,24 +9,25 @@ from rich.console import Console
 from torch import nn
 
 from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
 from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.utils.class_names import class_name
 
 
-def announce_plan(plan: Plan, attention: str, why_whole: str, why_on_device: str) -> None:
+def announce_plan(plan: Plan, config: MemoConfig, why_whole: str, why_on_device: str) -> None:
     """Print the tables of a plan, and the warnings about settings that it could not follow.
 
     Args:
         plan: The plan.
-        attention: The user's attention kernel.
+        config: The user's settings.
         why_whole: Why layers cannot be cut into slices; empty if they can.
         why_on_device: Why keys and values stay on the device although slices were requested; empty if they do not.
     """
-    announce_whole_layers(plan, why_whole)
+    announce_whole_layers(plan, config, why_whole)
     if why_on_device:
         rank_zero_warn(f"MemoStrategy: keys and values stay on the device, because {why_on_device}.")
     for trial in plan.attention_trials:
-        if trial.name == attention and trial.why_not:
+        if trial.name == config.attention and trial.why_not:
             rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
     Console().print(*plan_tables(plan), sep="\n")
     if plan.budget.spill_bytes and not plan.swap.spill_bytes:
@@ -36,16 +37,18 @@ def announce_plan(plan: Plan, attention: str, why_whole: str, why_on_device: str
         rank_zero_info(f"MemoStrategy: spill_path is not needed, because {why}.")
 
 
-def announce_whole_layers(plan: Plan, why_whole: str) -> None:
-    """Warn that layers run as one slice.
+def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> None:
+    """Warn that layers run as one slice, if slices were asked for or would have been another plan.
 
     Args:
         plan: The plan.
+        config: The user's settings.
         why_whole: Why layers cannot be cut into slices; empty if they can.
     """
-    if not why_whole:
-        return
     swap = plan.swap
+    as_given = config.alpha in (0.0, 1.0) and config.slice_tokens == "auto"  # layers run whole wherever they can
+    if not why_whole or swap.mode == "plain" or as_given:
+        return
     swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
     some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
     rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}.")

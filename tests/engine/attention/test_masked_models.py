@@ -238,6 +238,15 @@ def refusal(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> str:
 def test_refusals_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
     for message in run_in_processes(2, refusal, build, batch):
         assert "neither causal, nor a sliding window, nor full" in message and "\n" not in message
+        assert message.count("context_parallel_size=1") == 1, "the remedy is there twice"
+
+
+def test_sinks_among_processes_are_refused_with_one_remedy() -> None:
+    line = (
+        "GptOssAttention calls attention with s_aux, which is not computed among processes: train this model with "
+        "context_parallel_size=1 and sequence_parallel=False"
+    )
+    assert run_in_processes(2, refusal, attention_models.gpt_oss, text) == [line, line]
 
 
 def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> float:

@@ -70,7 +70,10 @@ def step(model: nn.Module, batch: dict[str, Any] = BATCH) -> None:
         (lambda x: x - x.mean(1, keepdim=True), "{part} may not compute each token by itself: aten.mean"),
         (lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None], "{part} may not .*: aten.linspace makes a tensor by"),
         (lambda x: x + torch.rand_like(x), "{part} draws random numbers, which would be others for each slice"),
-        (lambda x: x if x.mean() > 0 else -x, "{part} may not .*: on tensors without values"),
+        (
+            lambda x: x if x.mean() > 0 else -x,
+            "{part} may not .*: a trial run .* ended with: aten",
+        ),
         (lambda x: x / x.shape[1], "computes otherwise with more tokens: aten.div.Tensor is called with numbers"),
         (lambda x: x if x.shape[1] < 32 else -x, "computes otherwise with more tokens"),
         (CentredGradient.apply, "gets what an autograd function computed"),
