@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +36,14 @@ SPREAD = [
     ("image-text", "llava", ["fractions"]),
     ("image-text", "qwen3_vl", ["alpha 0"]),
 ]
+# Words for layer types in the code of a model that name no layer type of it.
+_MASKS = {"full_attention", "linear_attention", "sliding_attention", "conv"}
+_IN_OLD_CONFIGS = {"full_attention"}
+NO_LAYER_TYPES = {
+    "falcon_h1": _MASKS, "inkling": _MASKS, "inkling2": _MASKS, "inkling2_loop": _MASKS, "zamba": _MASKS,
+    "zamba2": _MASKS, "zaya": _MASKS, "dots3_note": _IN_OLD_CONFIGS, "glm5_next": _IN_OLD_CONFIGS,
+    "qwen4_exp": _IN_OLD_CONFIGS, "step3p7": {"minimax_m3_sparse"},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -52,6 +64,32 @@ def test_all_types_have_results(report: dict[str, Any]) -> None:
         assert tuple(report["results"][name]) == kind.types
         for entry in report["results"][name].values():
             assert "not_built" in entry or list(entry["levels"]) == list(load("model_types.levels").LEVELS)
+
+
+def test_tiny_models_have_every_layer_type() -> None:
+    """The page says of a type what holds for its published models, whose layers the default configuration may lack."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    made: dict[Path, set[str]] = {}
+    for config in _tiny_configs():
+        for part in load("model_types.configs").parts_of(config):
+            for name in ("layer_types", "mlp_layer_types"):
+                if types := getattr(part, name, None):
+                    made.setdefault(Path(inspect.getfile(type(part))).parent, set()).update(types)
+    assert len(made) > 50
+    for folder, types in made.items():
+        code = "".join(
+            file.read_text() for name in ("configuration", "modeling") for file in folder.glob(f"{name}_*.py")
+        )
+        known = {word for word in ALLOWED_LAYER_TYPES if f'"{word}"' in code}
+        assert known - NO_LAYER_TYPES.get(folder.name, set()) <= types, folder.name
+
+
+def _tiny_configs() -> Iterator[Any]:
+    names = {name for kind in load("model_types.kinds").KINDS.values() for name in kind.types}
+    for name in names:
+        with contextlib.suppress(Exception):  # the page lists these types
+            yield load("model_types.configs").tiny_config(name)
 
 
 def test_reasons_on_the_page_come_from_the_messages(report: dict[str, Any]) -> None:
