@@ -70,10 +70,11 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
         The stacks of layers, the one with the most parameters first.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are none, or their blocks are lists or dicts, which are never called themselves.
     """
     stacks = list(_stacks_in("", model, _children_with_modules)) or list(_stacks_in("", model, _children_alike))
     if not stacks:
+        _refuse_uncalled(model)
         raise ValueError(
             f"{class_name(model)} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
             'is nothing to swap layer by layer. If the layers are elsewhere, name them: MemoStrategy(layers="encoder.'
@@ -122,7 +123,9 @@ def _named(model: nn.Module, name: str) -> LayerStack:
             f'layers="{name}" is not an nn.ModuleList, nn.ModuleDict or nn.Sequential of the model; its lists are: '
             f"{known}"
         )
-    layers = _layers_within(containers[match], _children_with_modules) or containers[match].children()
+    layers = _layers_within(containers[match], _children_with_modules) or list(containers[match].children())
+    if layers and not any(map(_has_forward, layers)):
+        raise ValueError(_uncalled(match, layers[0]))
     return LayerStack(match, tuple(dict.fromkeys(layers)))
 
 
@@ -160,13 +163,35 @@ def _children_with_modules(container: nn.Module) -> list[nn.Module]:
 
 def _is_compound(module: nn.Module) -> bool:
     """Whether a module may be a layer: it has a forward, and modules of its own."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
-        True for child in module.children() for _ in child.parameters()
+    return _has_forward(module) and any(True for child in module.children() for _ in child.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module may be called; lists and dicts of modules only hold them."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+
+
+def _refuse_uncalled(model: nn.Module) -> None:
+    """Refuse a model whose blocks are never called themselves.
+
+    Raises:
+        ValueError: It has a list of lists or dicts of modules.
+    """
+    for name, module in model.named_modules():
+        blocks = list(module.children()) if isinstance(module, nn.ModuleList) else []
+        if len(blocks) > 1 and not any(map(_has_forward, blocks)) and any(True for _ in module.parameters()):
+            raise ValueError(_uncalled(name, blocks[0]))
+
+
+def _uncalled(name: str, block: nn.Module) -> str:
+    return (
+        f"the children of {name} are no layers, because {class_name(block)} is never called itself: make each block a "
+        "module with a forward"
     )
 
 
 def _children_alike(container: nn.Module) -> list[nn.Module]:
     """The children of a list that all have the same class, and parameters; empty if the container is no such list."""
     children = list(container.children()) if isinstance(container, nn.ModuleList) else []
-    alike = len(children) > 1 and len({type(m) for m in children}) == 1
+    alike = len(children) > 1 and len({type(m) for m in children}) == 1 and _has_forward(children[0])
     return children if alike and any(True for _ in container.parameters()) else []

@@ -77,6 +77,26 @@ def test_no_stacks(model):
         find_stacks(model)
 
 
+class CalledDict(nn.ModuleDict):
+    """A block that is a dict, and is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self["mlp"](x)
+
+
+def _dicts(kind: type[nn.ModuleDict]) -> nn.Module:
+    return nn.ModuleDict({"blocks": nn.ModuleList(kind({"mlp": nn.Linear(4, 4)}) for _ in range(3))})
+
+
+@pytest.mark.parametrize("names", [None, "blocks"])
+def test_blocks_that_are_never_called(names: str | None) -> None:
+    line = r"^the children of blocks are no layers, because ModuleDict is never called itself: make each block a module"
+    with pytest.raises(ValueError, match=line):
+        select_stacks(_dicts(nn.ModuleDict), names, alone=False)
+    (called,) = select_stacks(_dicts(CalledDict), names, alone=False)
+    assert len(called.layers) == 3
+
+
 def test_small_stacks_are_left_out():
     """A stack with less than a quarter of the largest one's parameters is not selected, unless it is named."""
     model = nn.ModuleDict(
