@@ -7,7 +7,8 @@
     python benchmarks/models.py --check
 
 Each type has processes of its own. Losses and gradients are compared with those of plain training. Results are written
-after each type, and a run continues where an earlier one stopped; `--again` repeats what is there.
+after each type, with the version of transformers that it was trained with, and a run continues where an earlier one
+stopped; `--again` repeats what is there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from circumstances import circumstances
+from circumstances import circumstances, version_of
 from model_types.kinds import KINDS
 from model_types.levels import LEVELS
 from model_types.page import render
@@ -36,7 +37,7 @@ Results = dict[str, dict[str, Any]]  # by kind and type
 def main() -> int:
     options = _options()
     if not (options.page_only or options.check):
-        _train(options, load(options.results)["results"] if options.results.exists() else {})
+        _train(options, _with_versions(load(options.results)) if options.results.exists() else {})
     made = render(load(options.results))
     if options.check:
         same = options.page.is_file() and options.page.read_text(encoding="utf-8") == made
@@ -54,6 +55,15 @@ def load(path: Path) -> dict[str, Any]:
     """Reads the report of earlier runs."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def _with_versions(report: dict[str, Any]) -> Results:
+    """Returns the results of earlier runs, each with the version of transformers of its run."""
+    results: Results = report["results"]
+    for entries in results.values():
+        for entry in entries.values():
+            entry.setdefault("transformers", report["versions"]["transformers"])
+    return results
 
 
 def _options() -> argparse.Namespace:
@@ -87,6 +97,7 @@ def _train(options: argparse.Namespace, results: Results) -> None:
 def _add(entry: dict[str, Any], kind: str, name: str, options: argparse.Namespace) -> bool:
     """Trains a type at the levels that are not known yet. Returns whether there were any."""
     trained = entry.pop("not_built", None) is not None  # is tried again: sizes may have changed
+    left = set(entry.get("levels", {}))
     for processes in sorted({LEVELS[level].processes for level in options.levels}):
         levels = [level for level in options.levels if LEVELS[level].processes == processes]
         levels = [level for level in levels if options.again or level not in entry.get("levels", {})]
@@ -94,7 +105,10 @@ def _add(entry: dict[str, Any], kind: str, name: str, options: argparse.Namespac
             made = train_type(kind, name, levels, options.seconds)
             outcomes = entry.get("levels", {}) | made["levels"]
             entry |= made | {"levels": {level: outcomes[level] for level in LEVELS if level in outcomes}}
+            left -= set(levels)
             trained = True
+    if trained and not left:  # otherwise some outcomes are of an earlier version
+        entry["transformers"] = version_of("transformers")
     return trained
 
 

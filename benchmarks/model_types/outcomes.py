@@ -20,7 +20,7 @@ _LEAST = 1e-6  # smaller gradients, relative to the norm of the whole gradient, 
 AS_NEAR = 3.0  # rounding errors of two orders of summation differ by chance, by up to this factor
 MOST = 1e-2  # whatever the rounding errors of plain training are
 _PERTURBATIONS = 4
-WHOLE = "layers run as one slice"
+WHOLE, NOTHING = "layers run as one slice", "nothing is swapped"
 Errors = dict[str, float]
 
 
@@ -29,9 +29,11 @@ class Outcome:
     """The result of training at a level.
 
     Attributes:
-        status: "works", "whole" (alpha is a fraction of the layers, which are not cut), "refused", "wrong" or "crash".
+        status: "works", "whole" (alpha is a fraction of the layers, which are not cut), "plain" (nothing is swapped),
+            "refused", "wrong" or "crash".
         error: Largest relative error of the loss and of any parameter's gradient.
-        why: Why layers are not cut, the message of a refusal or of an error, or the parameter with the largest error.
+        why: Why layers are not cut or not swapped, which modules of them are not, the message of a refusal or of an
+            error, or the parameter with the largest error.
         settings: Settings that were used because the message of a refusal advised them.
         plain_error: Error of plain training in fp32 against fp64, if it was needed; `error` is then against fp64, too.
             It is the largest of some trainings with weights that differ slightly, as the error of a single sum may be
@@ -95,14 +97,22 @@ def _train_once(example: Example, settings: Mapping[str, Any], references: Refer
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            steps = train_with_memo(example, settings, processes)
+            fit = train_with_memo(example, settings, processes)
         except BaseException as error:
             return _of_error(error)
-    found = compare(steps, references)
-    whole = next((message for each in caught if WHOLE in (message := str(each.message))), "")
-    if whole and found.status == "works" and 0.0 < settings["alpha"] < 1.0:
+    found = compare(fit.steps, references)
+    if found.status != "works":
+        return found
+    if not fit.planned:
+        return replace(found, status="plain", why=_warning(caught, NOTHING))
+    whole = _warning(caught, WHOLE)
+    if whole and 0.0 < settings["alpha"] < 1.0:
         return replace(found, status="whole", why=whole)
-    return found
+    return replace(found, why=fit.left_out)
+
+
+def _warning(caught: Sequence[warnings.WarningMessage], words: str) -> str:
+    return next((message for each in caught if words in (message := str(each.message))), "")
 
 
 def _of_error(error: BaseException) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ _WORKING = ("works", "whole")
 # What messages add to a reason: the setting before it, and the advice after it.
 _FRAMES = (
     r"^MemoStrategy: layers run as one slice.*?, because (?P<why>.*)\.$",
+    r"^MemoStrategy: nothing is swapped, because (?P<why>.*?); if .*$",
     r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",
@@ -26,6 +28,7 @@ _ELLIPSIS = "..."
 _MEANINGS = [
     ["works", f"the loss and each parameter's gradient have a relative error of at most {BOUND:g}"],
     ["whole", "the same; layers run as one slice, and alpha is the fraction of the layers that are swapped"],
+    ["nothing swapped", "the same; no plan is made, and training is plain"],
     ["no", "training is refused in one line"],
     ["**wrong**", "a gradient differs: a bug"],
     ["**error**", "training ends with an error that is no message of `MemoStrategy`: a bug"],
@@ -49,16 +52,20 @@ def _introduction(report: Mapping[str, Any]) -> str:
     versions, results = report["versions"], report["results"]
     count = sum(len(entries) for entries in results.values())
     kinds = _listed([KINDS[kind].title.lower() for kind in results])
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    told = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "transformers")
+    made = Counter(entry["transformers"] for entries in results.values() for entry in entries.values())
+    transformers = _listed([f"{version} ({number} entries)" for version, number in made.most_common()])
     return f"""# Model types
 
 This page shows how `MemoStrategy` trains each model type that transformers registers for {kinds} ({count} entries).
 `python benchmarks/models.py` generates it from `benchmarks/results/models.json`, which contains all messages and errors
 ({report["date"][:10]}; {told}; {report["cpu"]["name"]}).
 
-Each type is trained on a CPU in fp32, with random weights, about four layers, a hidden size of 32, no dropout, and two
-sequences of {TOKENS} tokens. The first step is profiled, and the second one follows the plan. In both steps, the loss
-and the gradient of every parameter are compared with plain training:
+Types and their layers are those of transformers {transformers}; other versions may have others. Each type
+is trained on a CPU in fp32, with random weights, about four layers, a hidden size of 32, no dropout, and two sequences
+of {TOKENS} tokens. If a type has several types of layers, the tiny model has each of them. The first step is profiled,
+and the second one follows the plan. In both steps, the loss and the gradient of every parameter are compared with plain
+training:
 
 {_table(["cell", "meaning"], _MEANINGS)}
 
@@ -92,6 +99,8 @@ def _levels() -> str:
         settings = ", ".join(f"{key}={value!r}".replace("'", '"') for key, value in level.settings.items())
         lines.append([name, f"`MemoStrategy({settings})`", str(level.processes)])
     text = (
+        "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest: the decoder "
+        "or the encoder, but not both. Smaller stacks, such as vision towers, are trained plainly.\n\n"
         "If tensor parallelism is refused with the advice `sequence_parallel=False`, the advice is followed; the cell "
         "then names the reason."
     )
@@ -139,7 +148,7 @@ def _cell(outcome: Mapping[str, Any] | None, reasons: _Reasons) -> str:
         return "works" if not why else f"works ({reasons.number(shortened(why))})"
     if status == "wrong":
         return f"**wrong** ({outcome['error']:.0e})" if "error" in outcome else "**wrong**"
-    word = {"whole": "whole", "refused": "no", "crash": "**error**"}[status]
+    word = {"whole": "whole", "plain": "nothing swapped", "refused": "no", "crash": "**error**"}[status]
     return f"{word} ({reasons.number(why if status == 'crash' else shortened(why))})"
 
 

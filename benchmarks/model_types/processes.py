@@ -97,7 +97,7 @@ def _receive(pipes: Sequence[Connection], processes: Sequence[Any], seconds: flo
 
 def _add(known: Report, answers: Sequence[Report]) -> None:
     """Adds the answers of all processes. Of outcomes, the worst counts."""
-    order = ("crash", "wrong", "refused", "whole", "works")
+    order = ("crash", "wrong", "refused", "plain", "whole", "works")
     first = answers[0]
     known |= {name: value for name, value in first.items() if name != "levels"}
     for level in first.get("levels", {}):

@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": _ATTENTION_TYPES, "rope_parameters": dict.fromkeys(_ATTENTION_TYPES, _ROPE)},
     "dbrx.attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "deepseek_ocr2_encoder": _SLIDING_QWEN,
-    "deepseek_ocr2_text": _MLP,
+    "deepseek_ocr2_text": _ROUTED | _MLP,
     "deepseek_v2": _ROUTED,
     "deepseek_v4": {"layer_types": ["sliding_attention", "compressed_sparse_attention",
                                     "heavily_compressed_attention", "compressed_sparse_attention"]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
+from lightning_memo.utils.find_layers import find_stacks
 from model_types.configs import parts_of, tiny_config
 from model_types.inputs import Batch, batches_for
 from model_types.kinds import KINDS
@@ -30,6 +31,21 @@ class Step:
 
     loss: float
     gradients: dict[str, Tensor]
+
+
+@dataclass
+class Fit:
+    """What a fit with MemoStrategy knows.
+
+    Attributes:
+        steps: The steps.
+        planned: Whether there was a plan; without one, nothing is swapped.
+        left_out: Which modules of the layers are not swapped, in words; empty if whole layers are.
+    """
+
+    steps: list[Step]
+    planned: bool = True
+    left_out: str = ""
 
 
 @dataclass
@@ -138,8 +154,8 @@ def train_plainly(example: Example, double: bool = False) -> Step:
     return Step(loss.item(), _gradients(model))
 
 
-def train_with_memo(example: Example, settings: Mapping[str, Any], processes: int = 1) -> list[Step]:
-    """Returns the steps of a fit.
+def train_with_memo(example: Example, settings: Mapping[str, Any], processes: int = 1) -> Fit:
+    """Returns what a fit knows.
 
     Args:
         example: Model and batch.
@@ -150,8 +166,9 @@ def train_with_memo(example: Example, settings: Mapping[str, Any], processes: in
         Exception: Whatever the fit raises.
     """
     module = _Recording(copy.deepcopy(example.model))
+    strategy = MemoStrategy(**{"plan_memory": False, **settings})
     trainer = Trainer(
-        strategy=MemoStrategy(**{"plan_memory": False, **settings}),
+        strategy=strategy,
         accelerator="cpu",
         devices=processes,
         max_steps=_STEPS,
@@ -162,7 +179,24 @@ def train_with_memo(example: Example, settings: Mapping[str, Any], processes: in
         use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader([example.batch] * _STEPS, batch_size=None))  # type: ignore[arg-type]
-    return module.steps
+    assert strategy.engine is not None
+    return Fit(module.steps, strategy.plan is not None, _left_out(module.model, strategy.engine.layers))
+
+
+def _left_out(model: nn.Module, layers: Sequence[nn.Module]) -> str:
+    """Returns which lists of modules are not swapped although lists beside them are: both are parts of layers."""
+    swapped: dict[str, str] = {}  # by the module that has the list
+    others: list[tuple[str, str]] = []
+    for stack in find_stacks(model):
+        parent, _, name = stack.name.rpartition(".")
+        if stack.layers[0] in layers:
+            swapped[parent] = name
+        else:
+            others.append((parent, name))
+    told = [
+        f"{swapped[parent]} are swapped, and {name} beside them are not" for parent, name in others if parent in swapped
+    ]
+    return "; ".join(told)
 
 
 def _mean(loss: Tensor) -> float:
