@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections import OrderedDict, deque
@@ -103,12 +104,17 @@ def name_of(owner: nn.Module | str, key: str) -> str:
     return f"{name}.{key}" if key else name
 
 
-def _attributes_of(value: object) -> dict[str, Any] | None:
-    """Return the attributes of an object of a user's class, which may be state of a layer; `None` for other objects."""
-    kind = type(value)
+@functools.lru_cache(maxsize=1024)
+def is_users(kind: type) -> bool:
+    """Return whether objects of a class have attributes, and are no state of a library."""
     if not kind.__dictoffset__ or issubclass(kind, (nn.Module, type)):
-        return None
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return False
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def attributes_of(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object of a user's class, which may be state of a layer; `None` for other objects."""
+    if not is_users(type(value)):
         return None
     try:  # a proxy has the attributes of something else
         attributes = object.__getattribute__(value, "__dict__")
@@ -167,10 +173,10 @@ class PythonState:
             return None
         elif issubclass(kind, _CONTAINERS):
             self._note(owner, key, value)
-            if attributes := _attributes_of(value):
+            if attributes := attributes_of(value):
                 self._note(owner, key, attributes)
             inner = value.values() if issubclass(kind, dict) else value
-        elif (attributes := _attributes_of(value)) is not None:
+        elif (attributes := attributes_of(value)) is not None:
             owner = kind.__name__ if isinstance(owner, str) else owner
             self._note(owner, key, attributes)
             inner = attributes.values()

@@ -13,6 +13,7 @@ from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
+from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
 from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality, why_other_at
@@ -20,7 +21,6 @@ from lightning_memo.engine.token_locality.prove_locality import Locality, prove_
 # A layer that is called in more forms, for example with a number that counts steps, runs as one slice.
 _MOST_FORMS = 16
 _ANY_OTHER = object()
-_NUMBERS = frozenset({int, float, str})
 # A layer is looked at for as many numbers of tokens, which takes some seconds together.
 _MOST_LENGTHS = 128
 
@@ -100,16 +100,20 @@ class LayerClasses:
                 layer cannot run more than once.
         """
         refuse_changing_scales(call.layer)
-        modules, switches, numbers = _modules_of(call.layer)
+        attributes = ModuleAttributes.of(call.layer.named_modules())
         # Traits of a single token do not hold for longer sequences.
-        form: object = (x.dtype, call.form(), switches, call.tokens < 2)
-        by_form = self._traits.setdefault((id(call.layer), modules), {})
+        form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2)
+        by_form = self._traits.setdefault((id(call.layer), attributes.modules), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER
+        numbers = (attributes.numbers, attributes.inner)
         if form not in by_form or (self._has_new_numbers(call.layer, numbers) and not by_form[form].why_whole):
             was_cut = any(not traits.why_whole for traits in by_form.values())
+            before = by_form.get(form)
             with collecting_nothing():
-                by_form[form] = self._find(call, x, (modules, form), form is _ANY_OTHER)
+                by_form[form] = self._find(call, x, (attributes.modules, form), attributes.inner, form is _ANY_OTHER)
+            if before is not None and by_form[form].locality is before.locality:  # they decide nothing: not counted
+                self._numbers[id(call.layer)] = numbers, self._numbers[id(call.layer)][1] - 1
             if was_cut and by_form[form].why_whole and call.tokens > 1:
                 warnings.warn(f"MemoStrategy: {by_form[form].why_whole}. It runs as one slice now.", stacklevel=4)
         return by_form[form]
@@ -122,13 +126,14 @@ class LayerClasses:
         self._numbers[id(layer)] = numbers, changes + 1
         return True
 
-    def _find(self, call: LayerCall, x: Tensor, kind: object, any_other: bool) -> LayerTraits:
+    def _find(self, call: LayerCall, x: Tensor, kind: object, inner: object, any_other: bool) -> LayerTraits:
         """Return the traits of a layer in calls of a new form.
 
         Args:
             call: The layer and its arguments.
             x: The layer's input.
             kind: What the layer and the call have in common with others.
+            inner: Numbers in objects of the layer, of which a proof does not know whether it uses them.
             any_other: Whether the traits are to hold for all further forms.
 
         Raises:
@@ -140,7 +145,7 @@ class LayerClasses:
         elif any_other:
             locality = Locality(f"{call.name} gets other arguments in each call")
         elif call.tokens > 1:
-            locality = self._proofs.of(call, x, kind)
+            locality = self._proofs.of(call, x, (kind, inner))
         if locality.why_not and call.layout is not None and self._settings.divided and call.tokens > 1:
             raise ValueError(
                 f"{locality.why_not}, and the tokens of a sequence are divided over processes: train this model with "
@@ -182,21 +187,3 @@ class LayerClasses:
         if self._why_scaled is None:
             self._why_scaled = next(filter(None, map(why_scaled_together, self._layers)), "")
         return self._why_scaled
-
-
-def _modules_of(layer: nn.Module) -> tuple[object, object, object]:
-    """Return what makes the class of a layer, and flags, forwards and numbers by which callbacks may change its parts.
-
-    This runs in each call of a layer.
-    """
-    modules: list[object] = []
-    switches: list[object] = []
-    numbers: list[object] = []
-    for name, m in layer.named_modules():
-        modules += name, type(m), *m._buffers, *(p.shape for p in m._parameters.values() if p is not None)
-        public = [v for k, v in m.__dict__.items() if k[0] != "_"]
-        switches += [v for v in public if v is True or v is False]  # by identity: other values may be tensors
-        numbers += [v for v in public if type(v) in _NUMBERS]
-        if m is not layer and (forward := m.__dict__.get("forward")) is not None:  # another one than its class's
-            switches.append(getattr(getattr(forward, "__func__", forward), "__code__", type(forward)))
-    return tuple(modules), tuple(switches), tuple(numbers)

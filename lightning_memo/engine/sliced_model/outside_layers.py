@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.sliced_model.prove_model import why_tokens_mixed
 from lightning_memo.engine.token_locality.prove_module import counts_tokens
 from lightning_memo.engine.token_locality.user_code import has_hooks
 
-_PLAIN = frozenset({bool, int, float, str})
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -71,8 +71,7 @@ class OutsideLayers:
     def _state(self, model: nn.Module) -> Iterator[object]:
         """Iterate over what may decide what modules compute, apart from the values of tensors."""
         layers = set(self._layers)
-        for name, m in (("", model), *self._modules(model)):
-            yield name, type(m), *m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks
-            if m not in layers:
-                yield tuple(p.shape for p in m._parameters.values() if isinstance(p, Tensor))
-                yield tuple(value for value in vars(m).values() if type(value) in _PLAIN)
+        modules = [("", model), *self._modules(model)]
+        for _, m in modules:
+            yield *m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks
+        yield ModuleAttributes.of((name, m) for name, m in modules if m not in layers)

@@ -27,6 +27,7 @@ _TABLES = set(vars(nn.Module()))
 # FSDP2's own notes on a module are objects of that module, and decide nothing that the module computes.
 _NOTES = "__composable_api_state_key"
 _STYLES = "lightning_memo.parallel.tensor."  # each module has an object of its own
+_CHANGING = (list, dict, set)
 _REPLACEABLE = (int, float, str, tuple, list, dict)
 _MOST_PROOFS = 8  # of layers that are alike but for attributes that they use
 
@@ -108,7 +109,8 @@ def _attributes_of(layer: nn.Module) -> dict[Place, Any]:
         for name, value in vars(module).items():
             if name not in _TABLES and not name.startswith(_NOTES):
                 own = isinstance(value, MethodType) and value.__self__ is module
-                attributes[path, name] = value.__func__ if own else value
+                # Containers as they are now: users change them in place.
+                attributes[path, name] = value.__func__ if own else value.copy() if type(value) in _CHANGING else value
     attributes.pop(("", "forward"), None)  # the engine's
     return attributes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -49,21 +50,24 @@ class NormalisedWeightGradient(torch.autograd.Function):
         return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1) / x.shape[1]
 
 
+OPEN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
 class Opening(PlainBlock):
     """Does something else once it is `open`: in its queries, keys and values, in its output, or beside it."""
 
     def __init__(self, at: str = "", change: Callable[[Tensor], Tensor] = torch.clone) -> None:
         super().__init__()
-        self.at, self.change, self._open = at, change, 0
+        self.at, self.change = at, change
 
     @property
     def open(self) -> int:
-        """Private attributes are not noticed when they change."""
-        return self._open
+        """What a layer reads outside of its attributes is not noticed when it changes."""
+        return OPEN.get(self, 0)
 
     @open.setter
     def open(self, value: int) -> None:
-        self._open = value
+        OPEN[self] = value
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -200,13 +204,11 @@ class OpenedEarly(Opened):
 
 
 class OpeningMLP(LlamaMLP):
-    """Adds a mean over the tokens once it is `_open`."""
-
-    _open = 0
+    """Adds a mean over the tokens once it is open."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        return y + 0.1 * y.mean(1, keepdim=True) if self._open else y
+        return y + 0.1 * y.mean(1, keepdim=True) if OPEN.get(self) else y
 
 
 class OpenedLlama(LanguageModel):
@@ -220,7 +222,7 @@ class OpenedLlama(LanguageModel):
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         for layer in self.model.model.layers:
-            layer.mlp._open = int(self.trainer.global_step >= 2)
+            OPEN[layer.mlp] = int(self.trainer.global_step >= 2)
 
 
 def test_slices_of_the_model_are_compared() -> None:

@@ -1,0 +1,120 @@
+"""What may decide what a module computes apart from tensors: its flags, functions, numbers, and small objects of these.
+
+Callbacks and hooks change them while training. They are read in each call of a layer, so they are read fast: attributes
+of libraries' objects, long containers, and objects within objects are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from lightning_memo.engine.forward.python_state import attributes_of, is_users
+
+_TABLES = frozenset(vars(nn.Module())) - {"training"}
+_NUMBERS = frozenset({int, float, str})
+_PLAIN = _NUMBERS | {bool}
+_CONTAINERS = frozenset({list, tuple, set, dict})
+_FUNCTIONS = frozenset({FunctionType, MethodType, BuiltinFunctionType, functools.partial})
+_LONGEST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleAttributes:
+    """The attributes of some modules, without the names of the attributes.
+
+    Attributes:
+        modules: Names and classes of the modules, names of their buffers, and shapes of their parameters.
+        switches: Flags, functions by their code, and classes of objects, which have few values each.
+        numbers: Numbers, strings, and those in containers.
+        inner: Numbers and strings in objects and in closures of functions.
+    """
+
+    modules: tuple[object, ...]
+    switches: tuple[object, ...]
+    numbers: tuple[object, ...]
+    inner: tuple[object, ...]
+
+    @classmethod
+    def of(cls, named_modules: Iterable[tuple[str, nn.Module]]) -> ModuleAttributes:
+        """Read the attributes of some modules."""
+        modules: list[object] = []
+        found = _Found()
+        for name, m in named_modules:
+            modules += name, type(m), *m._buffers
+            modules += [p.shape for p in m._parameters.values() if p is not None]
+            found.add([value for key, value in m.__dict__.items() if key not in _TABLES])
+        return cls(tuple(modules), tuple(found.switches), tuple(found.numbers), tuple(found.inner))
+
+
+class _Found:
+    def __init__(self) -> None:
+        self.switches: list[object] = []
+        self.numbers: list[object] = []
+        self.inner: list[object] = []
+        self._seen: set[int] = set()
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Add the values of a module's attributes."""
+        for value in values:
+            kind = type(value)
+            if kind is bool:
+                self.switches.append(value)
+            elif kind in _NUMBERS:
+                self.numbers.append(value)
+            elif kind in _CONTAINERS:
+                self.numbers += _plain_in(value)
+            elif kind in _FUNCTIONS:
+                self._add_function(value)
+            elif is_users(kind) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._add_object(kind, attributes_of(value) or {})
+
+    def _add_object(self, kind: type, attributes: dict[str, Any]) -> None:
+        self.switches.append(kind)
+        for value in attributes.values():
+            kind = type(value)
+            if kind is bool:
+                self.switches.append(value)
+            elif kind in _NUMBERS:
+                self.inner.append(value)
+            elif kind in _CONTAINERS:
+                self.inner += _plain_in(value)
+            elif kind in _FUNCTIONS:
+                self._add_function(value)
+
+    def _add_function(self, function: Any) -> None:
+        """Add the code of a function, not the function: users may make it anew from the same code in each step."""
+        while (kind := type(function)) is functools.partial or kind is MethodType:
+            if kind is functools.partial:
+                self.inner += (*_plain_in(function.args), *_plain_in(function.keywords))
+                function = function.func
+            else:
+                function = function.__func__
+        if kind is FunctionType:
+            self.switches.append(function.__code__)
+            for held in (function.__defaults__, function.__kwdefaults__, function.__closure__ and _contents(function)):
+                if held:
+                    self.inner += _plain_in(held)
+        else:
+            self.switches.append(getattr(function, "__qualname__", kind))
+
+
+def _plain_in(container: Any) -> list[object]:
+    """Return the plain values in a container that is not long."""
+    if len(container) > _LONGEST:
+        return []
+    values = (*container, *container.values()) if type(container) is dict else container
+    return [value for value in values if type(value) in _PLAIN]
+
+
+def _contents(function: FunctionType) -> tuple[object, ...]:
+    try:
+        return tuple(cell.cell_contents for cell in function.__closure__ or ())
+    except ValueError:  # one is still empty
+        return ()
