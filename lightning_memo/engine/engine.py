@@ -18,6 +18,7 @@ from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
 from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
+from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_layer_in_backward
@@ -80,7 +81,7 @@ class Engine:
         on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
         before_profile: Callback before a step that is going to be profiled.
-        resting: Names of modules compiled with `torch.compile` that run uncompiled while the engine is attached.
+        resting: Names of what is compiled with `torch.compile` and runs uncompiled while the engine is attached.
     """
 
     def __init__(
@@ -122,9 +123,8 @@ class Engine:
     def attach(self) -> None:
         """Replace the forward methods of the layers with the engine's."""
         longest, current = self.settings.slice_tokens or 1, self.sharing.current_layout
-        self.resting, self._undo = rest_compiled(self._model, self.layers)
-        for layer in self.layers:
-            self._undo.append(replace_forward(layer, self._run))
+        self.resting, self._undo = rest_compiled(self._model, self.layers, self.settings.states_on_host)
+        self._undo.extend(replace_forward(layer, self._run) for layer in self.layers)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
         if self.settings.states_on_host:
@@ -235,6 +235,9 @@ class Engine:
             if whole and not self.profiles(*args[0].shape[:2]):
                 return forward(*args, **kwargs)
         refuse_layer_in_backward(layer)
+        return run_as_written(self._run_call, layer, forward, args, kwargs)
+
+    def _run_call(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
         if not torch.is_grad_enabled() or not (self.sequence or needs_grad(layer, (args, kwargs))):
             return self._run_plainly(layer, forward, args, kwargs)
@@ -251,9 +254,7 @@ class Engine:
             return run_slice(self, self.sequence, call, x.contiguous(), key)
         return self._run_slices(call, x if self.swap.streamed else real(x), key, self.swap)
 
-    def _run_plainly(
-        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_plainly(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a layer as it is; its attention may need the tokens of other processes or of earlier slices."""
         lazy = any(isinstance(t, LazyTensor) for t in tree_leaves((args, kwargs)))
         if not self.settings.divided and not lazy:

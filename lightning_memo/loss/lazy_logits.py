@@ -126,6 +126,11 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a function compiled with torch.compile gets logits that are not computed, because the loss is "
+                "computed in chunks: set loss_chunk_tokens=None"
+            )
         kwargs = kwargs or {}
         if func in _OF_GRAPH:
             return _OF_GRAPH[func]

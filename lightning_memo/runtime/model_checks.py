@@ -57,7 +57,7 @@ def _in_and_around(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn
 
 
 def warn_of_uncompiled(compiled: Sequence[str]) -> None:
-    """Warn that compiled modules run uncompiled.
+    """Warn that compiled modules and functions run uncompiled.
 
     Args:
         compiled: Their names.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,27 +12,42 @@ from torch import nn
 from lightning_memo.utils.class_names import class_name
 
 
-def rest_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[str], list[Callable[[], None]]]:
+def rest_compiled(
+    model: nn.Module, layers: Sequence[nn.Module], everywhere: bool
+) -> tuple[list[str], list[Callable[[], None]]]:
     """Make layers, their submodules and the modules around them run as they were written.
 
     `torch.compile` would trace the engine's hooks, modes and attention as a part of a compiled layer. Other modules
-    stay compiled.
+    stay compiled, as long as their inputs are ordinary tensors.
 
     Args:
         model: The module that contains the layers.
         layers: The layers that the engine runs.
+        everywhere: Whether all modules run as they were written: they get hidden states that are on the host.
 
     Returns:
-        The names of the modules that were compiled, and functions that enable compilation again.
+        The names of the modules that were compiled and of functions in layers that are, and functions that enable
+        compilation again. Functions are not replaced: `run_as_written` runs them.
     """
     inside = {module for layer in layers for module in layer.modules()}
     names, undo = [], []
     for name, module in model.named_modules():
-        if module in inside or not inside.isdisjoint(module.modules()):
+        if everywhere or module in inside or not inside.isdisjoint(module.modules()):
             undone = list(_rest(module))
             names += [name or class_name(module)] * bool(undone)
             undo += undone
-    return names, undo
+    functions = {name for module in inside for name in _compiled_functions(module)}
+    return names + sorted(functions), undo
+
+
+def _compiled_functions(module: nn.Module) -> Iterator[str]:
+    """Iterate over names of functions that `torch.compile` returned, among a module's attributes and in its forward."""
+    forward = inspect.unwrap(type(module).forward)
+    known = getattr(forward, "__globals__", {})
+    used = [(name, known.get(name)) for name in getattr(getattr(forward, "__code__", None), "co_names", ())]
+    for name, value in (*used, *vars(module).items()):
+        if not isinstance(value, nn.Module) and hasattr(value, "_torchdynamo_orig_callable"):
+            yield name
 
 
 def _rest(module: nn.Module) -> Iterator[Callable[[], None]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_memo.utils.class_names import class_name
 
 
 class LayerForward:
-    """Replaces a layer's `forward` while the engine is attached. Copies, saved ones too, have their own."""
+    """Replaces a layer's `forward` while the engine is attached. Copies, saved ones too, have what was replaced."""
 
     def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
         self._run, self._layer, self.original = run, layer, original
@@ -29,15 +29,16 @@ class LayerForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._layer, self.original, *args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _own_forward, (self._layer,)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _itself, (self.original,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _own_forward(memo[id(self._layer)])
+        copied: Callable[..., Any] = copy.deepcopy(self.original, memo)  # a method is then one of the copied layer
+        return copied
 
 
-def _own_forward(layer: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(layer).forward, layer)
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
+from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward
@@ -226,7 +227,7 @@ class SliceRun:
     def recompute(self) -> Recomputed:
         """Return the results of running the slice's forward again, which happens once."""
         if self._recomputed is None:
-            self._recomputed = recompute(self)
+            self._recomputed = run_as_written(recompute, self)
         return self._recomputed
 
     def begin_backward(self) -> None:
