@@ -20,6 +20,12 @@ from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
 
+
+class _TheInput:
+    """Stands for the hidden states among the other arguments: a layer may ask whether it gets the same tensor twice."""
+
+
+THE_INPUT = _TheInput()
 _DEPTH = 2  # of objects within objects whose attributes are looked at
 
 
@@ -38,6 +44,7 @@ class LayerCall:
         shards: Number of sequence-parallel shards. The input holds the tokens of one of them, and attention sees the
             same slice of all shards.
         layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
+        keyword: The keyword by which the layer got its input; empty if it is the first positional argument.
     """
 
     layer: nn.Module
@@ -49,6 +56,7 @@ class LayerCall:
     token_dim: int = 1
     shards: int = 1
     layout: TokenLayout | None = None
+    keyword: str = ""
 
     @property
     def name(self) -> str:
@@ -63,6 +71,11 @@ class LayerCall:
         if any(isinstance(t, LazyTensor) for t in tree_leaves(part_of)):
             part_of = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
         args, kwargs = part_of  # by reference if possible: a layer may write to its arguments
+        if any(t is THE_INPUT for t in (*args, *kwargs.values())):
+            args = [x if t is THE_INPUT else t for t in args]
+            kwargs = {name: x if t is THE_INPUT else t for name, t in kwargs.items()}
+        if self.keyword:
+            return self.forward(*args, **kwargs, **{self.keyword: x})
         return self.forward(x, *args, **kwargs)
 
     def form(self) -> tuple[object, ...]:

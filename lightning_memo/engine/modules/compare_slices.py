@@ -22,6 +22,7 @@ from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
 from lightning_memo.engine.modules.layer_state import LayerState
+from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import Action, TokenRange
@@ -81,7 +82,7 @@ def difference_in_slices(
     )
     halves = [TokenRange(0, tokens // 2, Action.KEEP), TokenRange(tokens // 2, tokens, Action.KEEP)]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), without_parameter_hooks(call.layer):
             with _NotedPrecision() as precision:
                 whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
             try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.forward.layer_call import THE_INPUT, LayerCall
 from lightning_memo.engine.modules.key_value_caches import without_caches
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.local_tensors import awaited
@@ -92,11 +92,12 @@ def read_call(
         ValueError: The layer's first argument is no tensor, it gets a key-value cache of an earlier forward, or it is
             called within a transform of functions.
     """
-    kwargs = dict(kwargs)
+    kwargs, keyword = dict(kwargs), ""
     if args:
         x, *rest = args
     else:
-        x, rest = kwargs.pop(next(iter(inspect.signature(forward).parameters), ""), None), []
+        keyword, rest = next(iter(inspect.signature(forward).parameters), ""), []
+        x = kwargs.pop(keyword, None)
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{class_name(layer)} got {type(x).__name__} as its first argument: layers get their hidden states "
@@ -108,11 +109,13 @@ def read_call(
             "swapped or recomputed: call the model with a batch, or train it without MemoStrategy"
         )
     rest, kwargs = without_caches(layer, x, rest, kwargs)
+    rest = [THE_INPUT if t is x else t for t in rest]
+    kwargs = {name: THE_INPUT if t is x else t for name, t in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     dim = 0 if x.dim() == 2 else _token_dim(layer)
     batch = 1 if x.dim() == 2 else x.shape[1 - dim]
-    call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], batch, dim, shards, layout)
+    call = LayerCall(layer, forward, tuple(rest), kwargs, x.shape[dim], batch, dim, shards, layout, keyword)
     return awaited(x), call
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.engine.token_locality.user_code import hooked_parameter
 from lightning_memo.kernels.async_transfer import to_device_async
 from lightning_memo.parallel.batches.positions import right_padded_lengths
 from lightning_memo.parallel.batches.separate_documents import separate_documents
@@ -92,6 +93,11 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
         raise ValueError(
             f"{name} runs with weights that are computed from others (functional_call), whose graph would be needed "
             'in each slice: use schedule="layer"'
+        )
+    if hooked := hooked_parameter(model):
+        raise ValueError(
+            f"{name} has hooks on its parameter {hooked}, which would get the gradient of each slice instead of their "
+            'sum: change gradients before the optimizer steps (on_before_optimizer_step), or use schedule="layer"'
         )
     for setting, refused in (("return_dict", False), ("output_hidden_states", True)):
         if _setting(model, inputs, setting) is refused:

@@ -26,7 +26,7 @@ from lightning_memo.engine.token_locality.kept_constants import ConstantsMode, w
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape
-from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
+from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
 from lightning_memo.engine.token_locality.trial_errors import trial_error
 from lightning_memo.engine.token_locality.user_code import has_custom_functions
@@ -72,7 +72,7 @@ class MixingTracker(TokenTracker):
         names: The names of the model's modules.
 
     Attributes:
-        in_layer: Whether a layer runs, which draws the same random numbers for each slice.
+        in_layer: Whether a layer runs, which may draw random numbers for each token.
     """
 
     def __init__(self, tokens: int, names: Names) -> None:
@@ -95,24 +95,31 @@ class MixingTracker(TokenTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         count = len(self.steps)
-        if torch.Tag.nondeterministic_seeded in func.tags and not self.in_layer:
-            where = _module_in((frame for frame, _ in traceback.walk_stack(None)), self._names)
-            raise TokensMixed(f"{where} draws random numbers, which would be others for each slice")
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and not self.in_layer:
+            raise TokensMixed(f"{self._where()} draws random numbers, which would be others for each slice")
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         except TokensMixed as mixed:
             why = str(mixed)
             if not any(id(t) in self._mixed for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
-                where = _module_in((frame for frame, _ in traceback.walk_stack(None)), self._names)
-                why = f"{where} may not compute each token by itself: {why}"
+                why = f"{self._where()} may not compute each token by itself: {why}"
             if func._schema.is_mutable:  # views of what it writes to would not be known
                 raise TokensMixed(why) from None
+        else:
+            drawn = [t for t in tree_leaves(result) if isinstance(t, Tensor)] if draws else []
+            if drawn and not any(holds_tokens(self.dims(t)) for t in drawn):
+                raise TokensMixed(f"{self._where()} draws random numbers for all tokens at once, others for each slice")
+            return result
         del self.steps[count:]
         result = func(*args, **kwargs or {})
         for t in tree_leaves(result):
             if isinstance(t, Tensor):
                 self._mixed[id(self.mark(t, ()))] = why
         return result
+
+    def _where(self) -> str:
+        return _module_in((frame for frame, _ in traceback.walk_stack(None)), self._names)
 
 
 def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTracker) -> list[Step]:

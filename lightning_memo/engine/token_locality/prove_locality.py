@@ -39,7 +39,7 @@ from lightning_memo.engine.token_locality.stand_ins import (
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dim, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
 from lightning_memo.engine.token_locality.trial_errors import first_line, trial_error
-from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module
+from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module, without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
@@ -222,6 +222,7 @@ def running(
         _prepared(call, tracker, fake, unused),
         handling(attend, on_leaving=refuse),
         call.mode(TokenRange(0, call.tokens, Action.KEEP)),
+        without_parameter_hooks(call.layer),
         LocalFunctions(tracker, call.batch, call.token_dim) as functions,
     ):
         yield functions

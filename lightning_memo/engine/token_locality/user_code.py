@@ -1,4 +1,4 @@
-"""Code of a user that a run on fake tensors does not show: hooks on modules, and backward functions."""
+"""Code of a user that a run on fake tensors does not show: hooks on modules and parameters, and backward functions."""
 
 from __future__ import annotations
 
@@ -46,6 +46,29 @@ def without_hooks(layer: nn.Module) -> Iterator[None]:
             table.update(before)
 
 
+@contextlib.contextmanager
+def without_parameter_hooks(layer: nn.Module) -> Iterator[None]:
+    """Inside this context, hooks on the parameters of a layer are not called: they are to see whole gradients only."""
+    tables = [p._backward_hooks for p in layer.parameters() if p._backward_hooks]
+    removed = [(table, table.copy()) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, before in removed:
+            table.update(before)
+
+
+def hooked_parameter(model: nn.Module) -> str:
+    """Return the name of a parameter on which a user has registered hooks; empty if there is none."""
+    for name, p in model.named_parameters():
+        for table in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)):
+            if table and any(_home(hook) != "torch" for hook in table.values()):
+                return name
+    return ""
+
+
 def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
@@ -72,6 +95,11 @@ def has_custom_functions(t: Tensor) -> bool:
 
 def is_of_a_library(code: Any) -> bool:
     """Return whether a function or a class is of a package whose code treats each token by itself."""
+    return _home(code) in _LIBRARIES
+
+
+def _home(code: Any) -> str:
+    """Return the name of the package of a function or a class."""
     code = code.func if isinstance(code, functools.partial) else code
-    home = getattr(code, "__module__", None) or type(code).__module__
-    return home.partition(".")[0] in _LIBRARIES
+    home: str = getattr(code, "__module__", None) or type(code).__module__
+    return home.partition(".")[0]

@@ -12,6 +12,7 @@ from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 BATCH = make_batch(2, 61)
 PARTS = ("model.embed_tokens", "model.norm", "lm_head")
@@ -122,6 +123,44 @@ def test_code_of_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(type(model.model), "forward", centred)
     with pytest.raises(ValueError, match="but model may not compute each token by itself: "):
         step(model)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(name: str, register: str) -> None:
+    model = build()
+    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+        under_test.profile_step(BATCH)
+        handle = getattr(model.get_parameter(name), register)(lambda p: None)
+        with pytest.raises(ValueError, match=f"hooks on its parameter {name}, which would get the gradient of each"):
+            under_test.step(BATCH)
+        handle.remove()
+        under_test.step(BATCH)
+
+
+class DrawingMLP(LlamaMLP):
+    """Drops its output for some of the sequences, or for some of the tokens."""
+
+    each_token = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return F.dropout(y) if self.each_token else y * (torch.rand(x.shape[0], 1, 1) < 0.5)
+
+
+def test_what_is_drawn_for_all_tokens_is_refused() -> None:
+    model: Any = build()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = DrawingMLP
+    with (
+        EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test,
+        pytest.raises(ValueError, match=r"model\.layers\.0\.mlp draws random numbers for all tokens at once, "),
+    ):
+        under_test.step(BATCH)
+    for layer in model.model.layers:
+        layer.mlp.each_token = True
+    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+        under_test.step(BATCH)
 
 
 @pytest.mark.parametrize("part", [*PARTS, "model.layers.1"])

@@ -230,6 +230,16 @@ def test_slices_of_the_model_are_compared() -> None:
         fit(MemoStrategy(plan_memory=False, slice_tokens=16, schedule="slice"), OpenedLlama(), max_steps=6)
 
 
+def test_a_comparison_runs_no_hooks_on_weights() -> None:
+    """A hook that clamps a gradient clamps that of all tokens, not those of slices."""
+    block, seen = Opening(), list[Tensor]()
+    for p in block.parameters():
+        p.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(-1e-3, 1e-3))
+    assert compared(block) == "" and not seen
+    block(torch.randn(2, 8, 32)).sum().backward()
+    assert len(seen) == len(list(block.parameters()))
+
+
 def test_it_can_be_turned_off() -> None:
     settings = {"alpha": 0.5, "plan_memory": False, "check_slices": False}
     result, expected = fit(MemoStrategy(**settings), Opened(opening_model), max_steps=6), plain(Opened(opening_model))
