@@ -188,11 +188,35 @@ def test_second_backward_says_what_is_wrong(family: str, alpha: float) -> None:
 @each_alpha
 def test_second_derivatives_are_refused(alpha: float) -> None:
     model = build("llama")
-    with planned(model, BATCHES[0], alpha):
-        gradients = torch.autograd.grad(model(**BATCHES[0]).loss, list(model.parameters()), create_graph=True)
-        norm = sum((g**2).sum() for g in gradients)
-        with pytest.raises(RuntimeError):
-            norm.backward()
+    plain = loss_and_gradients(model, BATCHES[0])
+    with planned(model, BATCHES[0], alpha) as under_test:
+        loss = model(**BATCHES[0]).loss
+        with pytest.raises(RuntimeError, match=r"^second derivatives \(create_graph=True\) are not supported, [^\n]*$"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        del loss
+        assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
+
+
+@each_alpha
+def test_gradients_of_the_last_layer_leave_other_forwards_as_they_are(alpha: float) -> None:
+    model = build("llama")
+    last = list(model.model.layers[-1].parameters())
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        first, second = model(**BATCHES[0]).loss, model(**BATCHES[1]).loss
+        found = torch.autograd.grad(first, last)
+        third = model(**BATCHES[0]).loss
+        second.backward()
+        third.backward()
+        return [*found, *(p.grad.clone() for p in model.parameters())]
+
+    expected = gradients()
+    with planned(model, BATCHES[0], alpha) as under_test:
+        for _ in range(2):
+            for found, plain in zip(gradients(), expected, strict=True):
+                torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+        under_test.assert_empty()
 
 
 # ---- steps that do not reach their end

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -58,7 +62,7 @@ class LayerRun:
         self.arguments, self.storage = arguments, storage
         self.states, self.attention, self.forward_context = states, attention, forward_context
         self.side_places, self.chooses = traits.locality.side_places, traits.chooses
-        self._started = self._ended = False
+        self._started = self._ended = self._left = False
 
     @property
     def call(self) -> LayerCall:
@@ -87,8 +91,8 @@ class LayerRun:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the backward has begun and not ended."""
-        return self._started and not self._ended
+        """Whether a backward through the call has begun, and neither ended nor left the call's rest out."""
+        return self._started and not (self._ended or self._left)
 
     def check_sliceable(self, spec: AttentionSpec) -> None:
         """Refuse attention that needs tokens that a slice does not have.
@@ -138,7 +142,7 @@ class LayerRun:
         """Begin the backward of the layer, or the recomputation of a slice before it.
 
         Raises:
-            RuntimeError: The backward has ended before.
+            RuntimeError: The backward has ended before, or it is to be differentiated itself.
         """
         if self._ended:
             raise RuntimeError(
@@ -149,6 +153,13 @@ class LayerRun:
         if self.engine.before_layer is not None:
             self.engine.before_layer()
         self._started = True
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "second derivatives (create_graph=True) are not supported, as the backward of layers has no graph: "
+                "compute them without MemoStrategy"
+            )
+        # Callbacks are called only if no exception ends the backward.
+        Variable._execution_engine.queue_callback(functools.partial(_note_left, weakref.ref(self)))
         self.meter.mark("backward_begin")
         if self.storage.group is not None:
             self.storage.group.begin_backward()
@@ -165,6 +176,13 @@ class LayerRun:
         if self.storage.group is not None:
             self.storage.group.release()
         return self.states.take_input_gradient()
+
+
+def _note_left(run: weakref.ref[LayerRun]) -> None:
+    """Note that a backward is over: a call that it has not ended is not needed for what was asked for."""
+    alive = run()
+    if alive is not None and alive.in_backward:
+        alive._left = True
 
 
 def run_of_call(
