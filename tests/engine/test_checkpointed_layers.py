@@ -114,6 +114,13 @@ class Apart(InnerGradient):
     apart = True
 
 
+class FunctionalGradient(PlainBlock):
+    """Differentiates a function by a transform."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.func.grad(lambda z: z.square().sum() / 10)(x))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "layer, reentrant": (lambda: layers(True), ("torch.utils.checkpoint", *OFF)),
     "layer, not reentrant": (lambda: layers(False), ("torch.utils.checkpoint", *OFF)),
@@ -127,6 +134,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "backward in the forward": (
         lambda: PlainModel([InnerGradient() for _ in range(4)]),
         ("InnerGradient runs a backward within its forward", "saved_tensors_hooks"),
+    ),
+    "a transform in the forward": (
+        lambda: PlainModel([FunctionalGradient() for _ in range(4)]),
+        (
+            "FunctionalGradient calls torch.func.grad, vjp, jacrev or hessian in its forward",
+            "write out this derivative",
+        ),
     ),
 }
 

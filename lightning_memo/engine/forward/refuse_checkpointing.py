@@ -86,3 +86,24 @@ def refuse_inner_backward(layer: str) -> NoReturn:
         f"{layer} runs a backward within its forward, whose activations are swapped or recomputed at every alpha: put "
         "that part of the forward inside torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)"
     )
+
+
+@contextlib.contextmanager
+def refusing_transforms(layer: str) -> Iterator[None]:
+    """Say what is wrong if a layer differentiates a function by a transform, which PyTorch refuses within hooks.
+
+    Args:
+        layer: Name of the layer's class.
+
+    Raises:
+        ValueError: The layer calls `torch.func.grad`, for example.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "don't yet support saved tensor hooks" not in str(error):
+            raise
+        raise ValueError(
+            f"{layer} calls torch.func.grad, vjp, jacrev or hessian in its forward, whose activations can be neither "
+            "swapped nor recomputed: write out this derivative, or train this model without MemoStrategy"
+        ) from error

@@ -16,7 +16,7 @@ from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
-from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
@@ -93,7 +93,8 @@ class SliceRun:
             if self.recomputes and run.chooses:
                 stack.enter_context(NotedChoices(self.choices.append, run.arguments))
             self._in_forward = True
-            yield
+            with refusing_transforms(run.call.name):
+                yield
         self._in_forward = False
 
     def call(self, x: Tensor) -> Any:
