@@ -261,14 +261,13 @@ class Engine:
             return forward(*args, **kwargs)
         x, call = self.sharing.read_call(layer, forward, args, kwargs)
         streamed = self.swap is None or self.swap.streamed
-        if divided_by_slices(call.layout) or (isinstance(x, LazyTensor) and streamed):
-            return self._run_slices_without_backward(call, x.contiguous())
-        self.layer_classes.of(call, x)
-        with handling(lambda q, k, v, spec: attend(self.attention.backend(q, k, v, spec), q, k, v, spec), call.layout):
-            return forward(*args, **kwargs)
-
-    def _run_slices_without_backward(self, call: LayerCall, x: Tensor) -> Any:
-        """Run a layer call without gradients, in a step that runs slice by slice."""
+        if not (divided_by_slices(call.layout) or (isinstance(x, LazyTensor) and streamed)):
+            self.layer_classes.of(call, x)
+            with handling(
+                lambda q, k, v, spec: attend(self.attention.backend(q, k, v, spec), q, k, v, spec), call.layout
+            ):
+                return forward(*args, **kwargs)
+        x = x.contiguous()
         if not self.calls and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)
         slices = self.slices_for(traits := self.layer_classes.of(call, x), call.tokens)
