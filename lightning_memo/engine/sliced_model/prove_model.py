@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.modules.rotary_tables import depends_on_length
-from lightning_memo.engine.token_locality.kept_constants import ConstantsMode, with_kept_constants
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape
@@ -36,7 +36,6 @@ from lightning_memo.utils.user_errors import RefusedAtAnyLength
 Names = Mapping[nn.Module, str]
 
 
-@with_kept_constants
 def why_tokens_mixed(call: LayerCall, layers: Sequence[nn.Module], longest: int) -> str:
     """Return why a model may relate tokens to each other outside of its layers; empty if it is proven that it does not.
 
@@ -128,7 +127,7 @@ def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTra
     Raises:
         TokensMixed: The input of a layer or the logits may depend on several tokens.
     """
-    fake = ConstantsMode()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = tree_map_only(Tensor, functools.partial(fake_like, tracker, fake, call), call.kwargs)
     fake_call = LayerCall(call.layer, call.forward, (), inputs, tracker.sizes.tokens, call.batch)
     checks = _Checks(tracker)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -26,7 +27,6 @@ from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
 from lightning_memo.engine.forward.python_state import PythonState
-from lightning_memo.engine.token_locality.kept_constants import ConstantsMode, with_kept_constants
 from lightning_memo.engine.token_locality.operations_at_length import OperationLog, difference_of, step_of_attention
 from lightning_memo.engine.token_locality.stand_ins import (
     LocalFunctions,
@@ -76,7 +76,6 @@ class _FakeRun:
     sides: list[object]
 
 
-@with_kept_constants
 def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -> Locality:
     """Return whether a layer computes each token by itself outside attention.
 
@@ -137,7 +136,6 @@ def _compared(call: LayerCall, x: Tensor, trackers: Sequence[TokenTracker], unus
     return locality
 
 
-@with_kept_constants
 def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: Locality) -> str:
     """Return why a layer may compute otherwise at some numbers of tokens than in a proof; empty if it does not.
 
@@ -158,13 +156,14 @@ def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: L
 
 def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[Place]) -> list[Step]:
     """Run a layer on fake tensors of some number of tokens, and return its operations."""
-    log, fake = OperationLog(), ConstantsMode()
+    log, fake = OperationLog(), FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(t: Tensor) -> Tensor:
         n, shape = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards), list(t.shape)
         if n is not None:
             shape[n] = shape[n] // call.tokens * tokens
-        return fake.input(shape, t)
+        with fake:
+            return torch.empty(shape, dtype=t.dtype, device=t.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         log.steps.append(step_of_attention(spec))
@@ -184,7 +183,7 @@ def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[P
     Raises:
         TokensMixed: The layer relates tokens to each other, or cannot be shown not to.
     """
-    tokens, fake = tracker.sizes.tokens, ConstantsMode()
+    tokens, fake = tracker.sizes.tokens, FakeTensorMode(allow_non_fake_inputs=True)
     make = functools.partial(fake_like, tracker, fake, call)
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
@@ -209,7 +208,7 @@ def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[P
 def running(
     call: LayerCall,
     tracker: TokenTracker | None,
-    fake: ConstantsMode,
+    fake: FakeTensorMode,
     unused: Collection[Place],
     attend: Callable[..., Tensor],
 ) -> Iterator[LocalFunctions]:
@@ -263,13 +262,15 @@ def _side(value: Any, tracker: TokenTracker) -> object:
     raise TokensMixed(f"returns an object of type {type(value).__name__}")
 
 
-def fake_like(tracker: TokenTracker, fake: ConstantsMode, call: LayerCall, t: Tensor) -> Tensor:
+def fake_like(tracker: TokenTracker, fake: FakeTensorMode, call: LayerCall, t: Tensor) -> Tensor:
     """Return a fake tensor in which another number of tokens replaces that of the call."""
     n = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards)
     dims: list[Dim] = [tracker.sizes.without_tokens(size) for size in t.shape]
     if n is not None:
         dims[n] = tracker.sizes.of_size(t.shape[n] // call.tokens * tracker.sizes.tokens)
-    return tracker.mark(fake.input(list(map(tracker.sizes.size, dims)), t), tuple(dims))
+    with fake:
+        made = torch.empty([tracker.sizes.size(dim) for dim in dims], dtype=t.dtype, device=t.device)
+    return tracker.mark(made, tuple(dims))
 
 
 @contextlib.contextmanager
@@ -296,7 +297,7 @@ def _without_autocast_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prepared(
-    call: LayerCall, tracker: TokenTracker | None, fake: ConstantsMode, unused: Collection[Place]
+    call: LayerCall, tracker: TokenTracker | None, fake: FakeTensorMode, unused: Collection[Place]
 ) -> Iterator[None]:
     """Give the modules of a layer what fake tensors need, and undo that and what a forward writes.
 
@@ -308,7 +309,7 @@ def _prepared(
         for path, name in unused:
             vars(call.layer.get_submodule(path))[name] = Unusable()
         for m in call.layer.modules():
-            m._buffers.update({name: None if t is None else fake.buffer(t) for name, t in m._buffers.items()})
+            m._buffers.update({name: None if t is None else fake.from_tensor(t) for name, t in m._buffers.items()})
             if (forward := forward_in_shape(m, tracker)) is not None:
                 m.forward = forward
         known = PythonState(call.layer, (call.args, call.kwargs))

@@ -19,7 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.token_locality.kept_constants import ConstantsMode, with_kept_constants
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
@@ -109,7 +108,6 @@ def _why_not(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> str:
     return _why_mixed(module, forward, x)
 
 
-@with_kept_constants
 def _why_mixed(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread: Tensor | None = None) -> str:
     """Return what a run on fake tensors tells against a module; empty if it tells nothing."""
     name, call = class_name(module), LayerCall(module, forward, (), {}, _TOKENS, x.shape[0])
@@ -132,7 +130,7 @@ def _operations(call: LayerCall, like: Tensor, tokens: int, unread: Tensor | Non
     Raises:
         TokensMixed: It relates tokens, draws random numbers, writes to what it holds, or reads `unread`.
     """
-    tracker, fake = _Tracker(tokens, unread), ConstantsMode()
+    tracker, fake = _Tracker(tokens, unread), FakeTensorMode(allow_non_fake_inputs=True)
     with running(call, tracker, fake, (), _attend) as functions:
         x = fake_like(tracker, fake, call, like)
         x = x.requires_grad_() if x.is_floating_point() else x
