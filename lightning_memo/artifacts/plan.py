@@ -106,8 +106,9 @@ class Plan:
         """Device bytes apart from the model state: the highest transient peak and the kept activations."""
         if self.swap.mode == "plain":
             return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
-        if self.swap.storage is not None and self.storage_costs is not None:
-            transient = self.storage_costs.working_bytes([call.tokens(ALL) for call in self.swap.storage.calls])
+        if self.swap.storage is not None:
+            costs, stored = self.storage_costs, [call.tokens(ALL) for call in self.swap.storage.calls]
+            transient = self.costs.working_bytes(1.0) if costs is None else costs.working_bytes(stored)
             return transient + self.swap.buffer_bytes + self.swap.kept_bytes
         return self.costs.working_bytes_at(self.swap.least_alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
 

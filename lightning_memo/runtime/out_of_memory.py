@@ -131,8 +131,9 @@ class OutOfMemoryRetry:
             f"MemoStrategy: out of device memory with {mode} ({message}); the step is run again with every layer "
             "recomputed, and later ones are planned with less."
         )
-        most_bytes, device = _SHRUNK_SHARE * plan.device_bytes, self._engine.device
-        self._planner.shrink(most_bytes)
+        device = self._engine.device
+        self._planner.limit_device(_SHRUNK_SHARE * plan.device_bytes)
+        self._planner.shrink()
         if self._memory is not None:
             self._memory.release()
         gc.collect()

@@ -86,7 +86,7 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
 def test_kinds_are_planned_by_default() -> None:
     result = fit(MemoStrategy(**BUDGET), LanguageModel("llama_gqa"))
     assert result.plan.swap.storage is not None
-    assert result.losses == fit(strategy(), LanguageModel("llama_gqa")).losses
+    assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class ModuleAttributes:
         for name, m in named_modules:
             modules += name, type(m), *m._buffers
             modules += [p.shape for p in m._parameters.values() if p is not None]
-            found.add([value for key, value in m.__dict__.items() if key not in _TABLES])
+            found.add([value for key, value in m.__dict__.items() if key not in _TABLES], found.numbers)
         return cls(tuple(modules), tuple(found.switches), tuple(found.numbers), tuple(found.inner))
 
 
@@ -59,34 +59,27 @@ class _Found:
         self.inner: list[object] = []
         self._seen: set[int] = set()
 
-    def add(self, values: Iterable[Any]) -> None:
-        """Add the values of a module's attributes."""
+    def add(self, values: Iterable[Any], numbers: list[object]) -> None:
+        """Add the values of attributes.
+
+        Args:
+            values: The attributes of a module, or of an object of a module.
+            numbers: Gets the numbers among them: `self.numbers` for a module, `self.inner` for an object.
+        """
         for value in values:
             kind = type(value)
             if kind is bool:
                 self.switches.append(value)
             elif kind in _NUMBERS:
-                self.numbers.append(value)
+                numbers.append(value)
             elif kind in _CONTAINERS:
-                self.numbers += _plain_in(value)
+                numbers += _plain_in(value)
             elif kind in _FUNCTIONS:
                 self._add_function(value)
-            elif is_users(kind) and id(value) not in self._seen:
+            elif numbers is not self.inner and is_users(kind) and id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._add_object(kind, attributes_of(value) or {})
-
-    def _add_object(self, kind: type, attributes: dict[str, Any]) -> None:
-        self.switches.append(kind)
-        for value in attributes.values():
-            kind = type(value)
-            if kind is bool:
-                self.switches.append(value)
-            elif kind in _NUMBERS:
-                self.inner.append(value)
-            elif kind in _CONTAINERS:
-                self.inner += _plain_in(value)
-            elif kind in _FUNCTIONS:
-                self._add_function(value)
+                self.switches.append(kind)
+                self.add((attributes_of(value) or {}).values(), self.inner)
 
     def _add_function(self, function: Any) -> None:
         """Add the code of a function, not the function: users may make it anew from the same code in each step."""

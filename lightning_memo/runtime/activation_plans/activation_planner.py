@@ -261,18 +261,14 @@ class ActivationPlanner(MetersSteps):
         """Let later plans use no more device memory than this."""
         self._most_device_bytes = min(self._most_device_bytes, most_bytes)
 
-    def shrink(self, most_device_bytes: float = math.inf) -> None:
+    def shrink(self) -> None:
         """Drop a plan that takes too much memory: the next forward is profiled, and later plans are smaller.
 
         A profiled batch has every layer recomputed. The next plan has half the alpha, or 0 below 1/16 and where layers
         run whole; after plain training it is not plain.
-
-        Args:
-            most_device_bytes: Device memory that later plans may use.
         """
         assert self.plan is not None
         swap = self.plan.swap
-        self.limit_device(most_device_bytes)
         if swap.mode != "plain":
             # A single swapped layer takes as much device memory as many of them.
             fewer = swap.alpha > _LEAST_ALPHA and not swap.whole_layers

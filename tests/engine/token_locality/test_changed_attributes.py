@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import setitem
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,34 +53,6 @@ class Switched(PlainBlock):
         return super().forward(self.inner(x))
 
 
-def set_flag(block: Switched, config: Config) -> None:
-    block._shifts = True
-
-
-def set_number(block: Switched, config: Config) -> None:
-    block._factor = 1
-
-
-def set_item(block: Switched, config: Config) -> None:
-    block._list[0] = 1
-
-
-def set_key(block: Switched, config: Config) -> None:
-    block._dict["factor"] = 1
-
-
-def set_flag_of_object(block: Switched, config: Config) -> None:
-    config.shifts = True
-
-
-def set_number_of_object(block: Switched, config: Config) -> None:
-    config.factor = 1
-
-
-def set_item_of_object(block: Switched, config: Config) -> None:
-    config.window[1] = 1
-
-
 def set_function(block: Switched, config: Config) -> None:
     block.before = functools.partial(shifted, factor=0.5)
 
@@ -96,13 +69,21 @@ def set_inner(block: Switched, config: Config) -> None:
     block.inner.forward = functools.partial(shifted, factor=0.5)  # type: ignore[method-assign]
 
 
-CHANGES = [
-    set_flag, set_number, set_item, set_key, set_flag_of_object, set_number_of_object, set_item_of_object,
-    set_function, set_closure, set_inner,
-]  # fmt: skip
+CHANGES: dict[str, Callable[[Switched, Config], None]] = {
+    "flag": lambda block, _: setattr(block, "_shifts", True),
+    "number": lambda block, _: setattr(block, "_factor", 1),
+    "item": lambda block, _: setitem(block._list, 0, 1),
+    "key": lambda block, _: setitem(block._dict, "factor", 1),
+    "flag of an object": lambda _, config: setattr(config, "shifts", True),
+    "number of an object": lambda _, config: setattr(config, "factor", 1),
+    "item of an object": lambda _, config: setitem(config.window, 1, 1),
+    "function": set_function,
+    "closure": set_closure,
+    "forward of a part": set_inner,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("alone", [False, True], ids=["all layers", "one layer"])
 def test_layers_that_begin_to_mix_tokens(change: Callable[[Switched, Config], None], alone: bool) -> None:
     torch.manual_seed(0)
