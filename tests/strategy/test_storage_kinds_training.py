@@ -21,6 +21,8 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
 from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.runtime.activation_plans import activation_planner
+from lightning_memo.runtime.activation_plans.plan_by_kind import plan_by_kind
 
 KIB = 1024
 # Less than plain training needs of the device, and less than two layers save of the host.
@@ -105,6 +107,29 @@ def test_alpha_is_planned_where_the_program_finds_nothing() -> None:
     with pytest.warns(UserWarning, match="more than the budget"):
         result = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=3)
     assert result.plan.swap.alpha == 0.0 and result.plan.swap.storage is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "settings", "by_kind"),
+    [
+        (0.0, {"host_memory": "1MiB"}, True),
+        (1e9, {"host_memory": "1MiB"}, False),
+        (1e9, {"host_memory": "1KiB", "device_memory": "1MiB"}, True),  # no alpha fits the host
+        (1e9, {"host_memory": "1MiB", "device_memory": "840KiB"}, True),  # alpha 0 needs 853 KiB
+    ],
+    ids=["faster", "slower", "little host", "little device"],
+)
+def test_the_faster_plan_that_fits_is_used(
+    seconds: float, settings: dict[str, Any], by_kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def expected(*args: Any, **kwargs: Any) -> Any:
+        plan = plan_by_kind(*args, **kwargs)
+        return plan and replace(plan, step_seconds=seconds)
+
+    monkeypatch.setattr(activation_planner, "plan_by_kind", expected)
+    result = fit(MemoStrategy(**BUDGET | settings), LanguageModel("llama_gqa"))
+    assert (result.plan.swap.storage is not None) == by_kind
+    assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
 # ---- settings

@@ -209,13 +209,34 @@ class ActivationPlanner(MetersSteps):
         )
 
     def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
-        storage = self._engine.settings.storage
+        storage, by_kind = self._engine.settings.storage, None
         if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
-            device_measured = self._config.device_memory is None and self._most_device_bytes == math.inf
-            plan = plan_by_kind(step, self._ranks, everyone, device_measured, optional=storage == "auto")
-            if plan is not None:
-                return plan
-        return plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone)
+            by_kind = plan_by_kind(step, self._ranks, everyone, self._measures_device, optional=storage == "auto")
+        if by_kind is not None and (storage == "kinds" or by_kind.swap.mode == "plain"):
+            return by_kind
+        try:
+            by_alpha = plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone)
+        except ValueError:  # the host is too small for a single alpha
+            if by_kind is None:
+                raise
+            return by_kind
+        return by_alpha if by_kind is None else self._faster(by_kind, by_alpha, everyone)
+
+    def _faster(self, by_kind: Plan, by_alpha: Plan, everyone: bool) -> Plan:
+        """The plan by which the slowest process is faster, if a single alpha fits.
+
+        Plans by kind leave more of the device free, for which they may recompute attention. Alpha 0 fits where no limit
+        was given, whatever is expected of it: the profiled step has just run by it.
+        """
+        fits = not by_alpha.device_excess_bytes or (self._measures_device and by_alpha.swap.alpha == 0.0)
+        known = (by_kind.step_seconds, by_alpha.step_seconds if fits else math.inf)
+        of_kind, of_alpha = map(max, zip(*self._ranks.gather(known, everyone), strict=True))
+        return by_alpha if of_alpha < of_kind else by_kind
+
+    @property
+    def _measures_device(self) -> bool:
+        """Whether the device budget is what was free, rather than a limit of the user or of a step that failed."""
+        return self._config.device_memory is None and self._most_device_bytes == math.inf
 
     def _can_name_kinds(self, profile: StepProfile, everyone: bool) -> bool:
         """Whether layers can run by a plan that names a place for each kind of tensor."""
