@@ -8,7 +8,9 @@ from typing import Protocol
 
 from torch import nn
 
+from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import ATTENTION, INPUT
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
@@ -35,7 +37,12 @@ class ProfiledLayers(Protocol):
 
 
 def bootstrap_plan(
-    engine: ProfiledLayers, traits: LayerTraits, input_bytes: int, slices: Sequence[TokenRange], host_backed: HostBacked
+    engine: ProfiledLayers,
+    traits: LayerTraits,
+    input_bytes: int,
+    slices: Sequence[TokenRange],
+    host_backed: HostBacked,
+    most_host_bytes: float,
 ) -> SwapPlan:
     """Return a plan of full recomputation, as far as the memory of a layer is known before it has run.
 
@@ -45,6 +52,8 @@ def bootstrap_plan(
         input_bytes: Bytes of the layer's input for the tokens that were probed.
         slices: The slices to be run.
         host_backed: What lives on the host.
+        most_host_bytes: Host memory that the step may use. If layers may run by kinds of tensors, attention outputs
+            that find no room there are not stored, but computed again.
     """
     saved = (SavedBytes("input", input_bytes), *traits.saved)
     plan = SwapPlan(
@@ -52,10 +61,35 @@ def bootstrap_plan(
         slot_bytes=slot_bytes(saved, traits.tokens, slices, "layer"),
     )  # fmt: skip
     if host_backed == "none":
-        return plan
+        cuts = engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest)
+        return _without_attention(plan, saved, traits.tokens, slices, most_host_bytes) if cuts else plan
     sizes = engine.streamed_bytes([(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
     return replace(
         plan, schedule=engine.layer_classes.schedule, slice_tokens=engine.settings.slice_tokens,
         host_backed=host_backed, slot_bytes=sizes.slot, streamed_host_bytes=sizes.host,
         gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
     )  # fmt: skip
+
+
+def _without_attention(
+    plan: SwapPlan,
+    saved: Sequence[SavedBytes],
+    probed_tokens: int,
+    slices: Sequence[TokenRange],
+    most_host_bytes: float,
+) -> SwapPlan:
+    """Let as many layer calls as necessary, but the two that never leave the device, not store their attention."""
+    inputs = slot_bytes([item for item in saved if item.kind == "input"], probed_tokens, slices, "layer")
+    leaving, attention = plan.swapped_calls, plan.slot_bytes - inputs
+    if plan.host_bytes <= most_host_bytes or not attention:
+        return plan
+    storing = max(int(most_host_bytes) - leaving * inputs, 0) // attention
+    tokens = slices[-1].stop
+    ranges = tuple(StoredRange(kind=kind, place="swap", start=0, stop=tokens) for kind in (INPUT, ATTENTION))
+    nothing = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+    storage = StoragePlan(
+        tokens=tokens, call_classes=tuple(int(storing <= call < leaving) for call in range(plan.calls)),
+        calls=(CallPlan(ranges=ranges), CallPlan(ranges=ranges[:1])), needs=nothing, bound_seconds=0.0,
+        alpha_seconds=None, prices=(),
+    )  # fmt: skip
+    return replace(plan, storage=storage, stored_host_bytes=leaving * inputs + storing * attention)

@@ -314,8 +314,9 @@ class Engine:
             # Layers of different classes may get different arguments: how many classes there are is not known yet.
             parked = parkable((call.args, call.kwargs)) * _LAYER_CLASSES
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
-        swap = bootstrap_plan(self, traits, x.nbytes * traits.tokens // call.tokens, slices, backing)
-        self.memory = allocate_slots(swap, self.device, self.settings, self.recorder, self.settings.host_limit())
+        limit, input_bytes = self.settings.host_limit(), x.nbytes * traits.tokens // call.tokens
+        swap = bootstrap_plan(self, traits, input_bytes, slices, backing, limit)
+        self.memory = allocate_slots(swap, self.device, self.settings, self.recorder, limit)
         self._reader = open_reader(self.memory, swap)
         self.swap, tokens = swap, slices[-1].stop
         short = self.settings.may_stream and call.tokens <= (self.settings.slice_tokens or 0) and not sliced

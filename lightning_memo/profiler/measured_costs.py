@@ -58,8 +58,9 @@ def measured_layer_costs(
         spill_path: Folder on a disk, whose bandwidth is measured in the same way.
         arena: Host memory of the step, which the measurement of the bandwidth uses.
     """
-    recompute = profile.seconds_of("recompute")
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
+    again = profile.seconds_of("recompute")  # with attention, if the host had no room for its outputs
+    recompute = tuple(a - b for a, b in zip(again, profile.seconds_of("attention_again"), strict=True))
     attention = profile.bytes_of("out", "lse")
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
@@ -72,7 +73,7 @@ def measured_layer_costs(
         attention_bytes=attention,
         other_bytes=profile.bytes_of(*_RECOMPUTED),
         forward_seconds=forward,
-        backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, recompute, strict=True)),
+        backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, again, strict=True)),
         recompute_seconds=recompute,
         outside_seconds=max(step_seconds - profile.setup_seconds - sum(forward) - sum(both), 0.0),
         offload_bytes_per_second=offload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,6 +187,41 @@ def _causal() -> object:
     from lightning_memo.kernels import AttentionSpec
 
     return AttentionSpec()
+
+
+# ---- a profiled step whose host memory is limited
+
+
+def by_kind(under_test: ByKind) -> list[Counter[str]]:
+    """Bytes that each layer call of the profiled step would save, by kind."""
+    assert under_test.profile is not None
+    totals = []
+    for call in under_test.profile.in_order():
+        assert call.products
+        totals.append(Counter[str]())
+        for saved in call.saved:
+            totals[-1][saved.kind] += saved.size_bytes
+    return totals
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_gqa", "gpt2"])
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_a_profiled_step_drops_attention_for_which_the_host_has_no_room(family: str, dropped: int) -> None:
+    batch = make_batch(2, TOKENS)
+    with ByKind(build(family)) as under_test:
+        expected, saved = under_test.profile_step(batch), by_kind(under_test)
+        leaving = len(under_test.engine.layers) - 2
+    assert leaving >= dropped
+    inputs, attention = saved[0]["input"], saved[0]["out"] + saved[0]["lse"]
+    most = leaving * (inputs + attention) - (dropped - 1) * attention - 1
+    with ByKind(build(family), host_limit=most) as under_test:
+        assert_equal(under_test.profile_step(batch), expected)
+        assert by_kind(under_test) == saved
+        memory = under_test.engine.memory
+        assert memory is not None and memory.device_bytes == memory.stats.overflow_bytes == 0
+        assert memory.stats.peak_host_bytes == memory.host_bytes == leaving * (inputs + attention) - dropped * attention
+        again = under_test.profile.seconds_of("attention_again")
+        assert [seconds > 0 for seconds in again] == [leaving - dropped <= n < leaving for n in range(leaving + 2)]
 
 
 # ---- copy races

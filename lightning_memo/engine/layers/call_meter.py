@@ -91,3 +91,14 @@ class CallMeter:
             profile.mark(layer, "attention_begin")
             yield
             profile.mark(layer, "attention_end")
+
+    @contextlib.contextmanager
+    def computing_attention_again(self) -> Iterator[None]:
+        """Record the time of an attention call of a recomputation, which is no part of what other plans recompute."""
+        with self._engine.recorder.computing("attention"):
+            profile, layer = self._engine.profile, self.position.layer
+            if profile is not None:
+                profile.mark(layer, "attention_again_begin")
+            yield
+            if profile is not None:
+                profile.mark(layer, "attention_again_end")

@@ -196,7 +196,7 @@ class _Recomputation:
         self._found.qkv.append((q.detach(), k.detach(), v.detach()))
         saved = part.attentions[number]
         if saved.out is None:
-            with torch.no_grad(), part.run.engine.recorder.computing("attention"):
+            with torch.no_grad(), part.run.meter.computing_attention_again():
                 core = part.run.attention.cores[number]
                 again = core.forward_again(part.number, *self._found.qkv[number], saved.spec)
                 self._found.results[number] = merge_sinks(again, saved.spec.sinks)

@@ -183,6 +183,7 @@ class SliceRun:
         profile = run.meter.profile
         if self.recomputes and profile is not None:
             kinds = {"query": q} if saved.keys_values is not None else {"query": q, "key": k, "value": v}
+            kinds |= {"out": result.out, "lse": result.lse} if dropped else {}
             for kind, t in kinds.items():
                 profile.recomputed(run.position.layer, t, run.call.layer, kind)
         self.attentions.append(saved)

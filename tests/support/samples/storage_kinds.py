@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from torch import nn
@@ -61,10 +62,18 @@ def everything(names: list[str]) -> Rows:
 class ByKind(EngineUnderTest):
     """An engine that stores kind by kind."""
 
-    def __init__(self, model: nn.Module, test_mode: TestMode | None = DELAYS, spill_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        test_mode: TestMode | None = DELAYS,
+        spill_path: Path | None = None,
+        host_limit: float = math.inf,
+    ) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
-        settings = RequestedSettings(storage="kinds", spill_path=spill_path, test_mode=test_mode)
+        settings = RequestedSettings(
+            storage="kinds", spill_path=spill_path, test_mode=test_mode, host_limit=lambda: host_limit
+        )
         self.engine = Engine(model, layers, DEVICE, settings)
 
     @property
