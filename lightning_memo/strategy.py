@@ -73,7 +73,7 @@ class MemoStrategy(DistributedStrategy):
         spill_memory: Disk space of a node for these activations, shared by its processes. `None` takes 90 % of the
             free space.
         slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
-            only.
+            only, and into more slices if a step in one process does not fit the device otherwise.
         host_backed: What is kept on the host in addition to swapped activations:
             "none": nothing else.
             "attention": keys and values. Slices are swapped one by one, and attention reads the keys and values of

@@ -11,9 +11,11 @@ from torch import nn
 from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import ATTENTION, INPUT
+from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slot_bytes
 
 
@@ -24,16 +26,29 @@ class ProfiledLayers(Protocol):
         layers: The model's layers, in order.
         settings: The settings that were requested.
         layer_classes: The traits of the layers that have been probed.
+        attention: Selects attention kernels.
+        parked: Arguments of the first slice that wait on the host.
     """
 
     layers: list[nn.Module]
     settings: RequestedSettings
     layer_classes: LayerClasses
+    attention: AttentionSelector
+    parked: list[SavedBytes]
 
-    def streamed_bytes(
-        self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
-    ) -> StreamedBytes:
-        """Return the memory of a plan by which every slice has a slot of its own."""
+
+def streamed_bytes(
+    engine: ProfiledLayers,
+    calls: Sequence[tuple[Sequence[SavedBytes], int]],
+    slices: Sequence[TokenRange],
+    host_backed: HostBacked,
+) -> StreamedBytes:
+    """Return the memory of a plan by which every slice has a slot of its own; see :func:`host_backed_sizes`."""
+    gradient_bytes = max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in engine.layer_classes)
+    return host_backed_sizes(
+        calls, slices, host_backed, gradient_bytes=gradient_bytes, block_tokens=engine.attention.block_tokens,
+        schedule=engine.layer_classes.schedule, shared=engine.parked,
+    )  # fmt: skip
 
 
 def bootstrap_plan(
@@ -57,15 +72,16 @@ def bootstrap_plan(
     """
     saved = (SavedBytes("input", input_bytes), *traits.saved)
     plan = SwapPlan(
-        mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(engine.layers),
+        mode="memo", alpha=0.0, schedule="layer", calls=len(engine.layers),
+        slice_tokens=engine.settings.profiled_slice_tokens(traits),
         slot_bytes=slot_bytes(saved, traits.tokens, slices, "layer"),
     )  # fmt: skip
     if host_backed == "none":
-        cuts = engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest)
-        return _without_attention(plan, saved, traits.tokens, slices, most_host_bytes) if cuts else plan
-    sizes = engine.streamed_bytes([(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
+        by_kind = engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest)
+        return _without_attention(plan, saved, traits.tokens, slices, most_host_bytes) if by_kind else plan
+    sizes = streamed_bytes(engine, [(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
     return replace(
-        plan, schedule=engine.layer_classes.schedule, slice_tokens=engine.settings.slice_tokens,
+        plan, schedule=engine.layer_classes.schedule,
         host_backed=host_backed, slot_bytes=sizes.slot, streamed_host_bytes=sizes.host,
         gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
     )  # fmt: skip

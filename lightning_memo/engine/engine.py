@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
+from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import attend
@@ -50,7 +50,6 @@ from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
 from lightning_memo.engine.slices.run_schedule import run_schedule
 from lightning_memo.engine.slices.slice_schedules import run_without_backward
 from lightning_memo.engine.slot_allocation import allocate_slots, open_reader, why_made_for_others
-from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange
 
 _LAYER_CLASSES = 4
@@ -78,6 +77,7 @@ class Engine:
         memory: The memory of the plan; `None` if the plan swaps nothing.
         layer_classes: The traits of the layers.
         comparison: Compares layers in slices with whole layers while training.
+        profiled_tokens: Tokens of each sequence of the last step whose profile began.
         on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
         before_profile: Callback before a step that is going to be profiled.
@@ -97,6 +97,7 @@ class Engine:
         self.sharing = sharing or TokenSharing()
         self.settings = replace(settings or RequestedSettings(), divided=self.sharing.divided)
         self.profile: StepProfile | None = None
+        self.profiled_tokens = 0
         self.swap: SwapPlan | None = None
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
@@ -137,6 +138,14 @@ class Engine:
         while self._undo:
             self._undo.pop()()
         self.unload()
+
+    def cut(self, slice_tokens: int, host_backed: HostBacked) -> None:
+        """Forget the plan, and cut layers into slices from now on; see :class:`RequestedSettings` for the arguments."""
+        self.detach()
+        settings = self.settings
+        settings.slice_tokens, settings.host_backed, settings.storage = slice_tokens, host_backed, "alpha"
+        self.layer_classes.forget()
+        self.attach()
 
     def load(self, swap: SwapPlan, tokens: int) -> None:
         """Run later forwards by a plan.
@@ -215,16 +224,6 @@ class Engine:
         why_whole = traits.why_whole or self.layer_classes.agreed.why_whole
         return planned_slices(self.swap, self.cutter, key, tokens, why_whole, traits.why_nest)
 
-    def streamed_bytes(
-        self, calls: Sequence[tuple[Sequence[SavedBytes], int]], slices: Sequence[TokenRange], host_backed: HostBacked
-    ) -> StreamedBytes:
-        """Return the memory of a plan by which every slice has a slot of its own; see :func:`host_backed_sizes`."""
-        gradient_bytes = max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in self.layer_classes)
-        return host_backed_sizes(
-            calls, slices, host_backed, gradient_bytes=gradient_bytes, block_tokens=self.attention.block_tokens,
-            schedule=self.layer_classes.schedule, shared=self.parked,
-        )  # fmt: skip
-
     # ---- one layer call
 
     def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -300,7 +299,7 @@ class Engine:
 
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that."""
-        started = time.perf_counter()
+        started, self.profiled_tokens = time.perf_counter(), call.tokens
         self.unload()
         self.before_profile()
         self.layer_classes.forget()
@@ -308,7 +307,7 @@ class Engine:
             traits = self.layer_classes.of(call, x)
         sliced = self.cutter.outside or self.sequence is not None
         backing = self.settings.backing(traits, call.tokens, sliced)
-        slices = self.cutter.cut(call.tokens, 0.0, None if backing == "none" else self.settings.slice_tokens)
+        slices = self.cutter.cut(call.tokens, 0.0, self.settings.profiled_slice_tokens(traits))
         if self.sequence is not None:
             slices = self.sequence.slices
             # Layers of different classes may get different arguments: how many classes there are is not known yet.

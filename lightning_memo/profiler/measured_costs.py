@@ -28,6 +28,7 @@ from lightning_memo.profiler.machine import available_host_bytes, free_device_by
 from lightning_memo.profiler.memory_meter import WorkingSet
 
 _LONGEST_COPY_BYTES = 256 * 2**20
+_SHORTEST_COPY_BYTES = 2**16
 _BANDWIDTH_SECONDS = 0.2
 # The rest of the host memory is left to the data loader, checkpoints and the system.
 _USABLE_HOST_SHARE = 0.9
@@ -134,10 +135,10 @@ def copy_bandwidth(device: torch.device, size_bytes: int, arena: HostArena | Non
     """
     if arena is None or arena.bytes_in_use or arena.size_bytes < 2:
         arena = HostArena(2 * size_bytes, pinned=device.type == "cuda")
-    size_bytes = min(size_bytes, arena.size_bytes // 2)
+    blocks = _device_blocks(min(size_bytes, arena.size_bytes // 2), device)
+    size_bytes = blocks[0].nbytes
     acquired = [arena.acquire(size_bytes) for _ in range(2)]
     hosts = [buffer for buffer in acquired if buffer is not None]
-    blocks = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [make_copy_stream(device, name) for name in ("offload", "prefetch")]
 
     def copy_out() -> None:
@@ -156,6 +157,16 @@ def copy_bandwidth(device: torch.device, size_bytes: int, arena: HostArena | Non
             stream.close()
         for buffer in hosts:
             arena.release(buffer)
+
+
+def _device_blocks(size_bytes: int, device: torch.device) -> list[Tensor]:
+    """Return two blocks of at most this size: the step may have left little of the device."""
+    try:
+        return [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    except torch.OutOfMemoryError:
+        if size_bytes <= _SHORTEST_COPY_BYTES:
+            raise
+    return _device_blocks(size_bytes // 2, device)
 
 
 def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple[float, float]:

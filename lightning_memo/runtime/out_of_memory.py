@@ -1,4 +1,4 @@
-"""Runs a step that ran out of device memory once more, with every layer recomputed, and plans anew."""
+"""Runs a step that ran out of device memory again: with every layer recomputed, then in more and more slices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.profiler.machine import free_device_bytes
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
+from lightning_memo.runtime.shorter_slices import ShorterSlices
 from lightning_memo.runtime.training_run_protocol import TrainingRun
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ _ADVICE: Final = (
 class OutOfMemoryRetry:
     """Runs the forward of each batch, and forward and backward together where an optimizer steps.
 
-    A second attempt starts from the same random state, and without gradients if the backward had begun. Its results
+    Another attempt starts from the same random state, and without gradients if the backward had begun. Its results
     are those of a step that did not fail. Side effects of the user's training step happen twice.
 
     Args:
@@ -36,13 +37,21 @@ class OutOfMemoryRetry:
         planner: Makes the plans.
         memory: Plans the memory of steps; `None` if it is not planned.
         run: The training run.
+        slices: Cuts layers into slices.
         alone: Whether this is the only process. Others would wait for this one in the middle of a step.
     """
 
     def __init__(
-        self, engine: Engine, planner: ActivationPlanner, memory: MemoryPlanner | None, run: TrainingRun, alone: bool
+        self,
+        engine: Engine,
+        planner: ActivationPlanner,
+        memory: MemoryPlanner | None,
+        run: TrainingRun,
+        slices: ShorterSlices,
+        alone: bool,
     ) -> None:
-        self._engine, self._planner, self._memory, self._run, self._alone = engine, planner, memory, run, alone
+        self._engine, self._planner, self._memory, self._run = engine, planner, memory, run
+        self._slices, self._alone = slices, alone
         self._random: RngState | None = None
         self._batch, self._retried = (-1, -1), False
 
@@ -98,32 +107,59 @@ class OutOfMemoryRetry:
             self._random.accelerator.copy_(present.accelerator)
 
     def _run_with_retry(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except _ExplainedError:
-            raise
-        except torch.OutOfMemoryError as error:
-            if why_not := self._why_not():
-                raise _explained(error, why_not) from error
-            message = _first_line(error)
-        # The error is gone here, and with it the frames and the autograd graph that hold memory.
-        self._retried = True
-        self._make_room(message)
-        assert self._random is not None
-        self._random.restore()
-        return work()
+        while True:
+            try:
+                return work()
+            except _ExplainedError:
+                raise
+            except torch.OutOfMemoryError as error:
+                if why_not := self._why_not():
+                    raise _explained(error, why_not) from error
+                message = _first_line(error)
+            # The error is gone here, and with it the frames and the autograd graph that hold memory.
+            self._make_room(message)
+            assert self._random is not None
+            self._random.restore()
 
     def _why_not(self) -> str:
         """Why the step cannot be run again; empty if it can."""
-        if self._retried or self._engine.profile is not None or self._engine.swap is None:
-            return "even with every layer recomputed"
-        if not self._planner.can_shrink:
-            return "no plan takes less than alpha=0"
+        if not (self._can_shrink or self._slices.can_cut):
+            return "even with every layer recomputed" if self._is_smallest else "no plan takes less than alpha=0"
         if not self._alone:
             return "with several processes it is not run again"
         return "" if self._run.automatic_optimization else "manual optimization is not run again"
 
+    @property
+    def _is_smallest(self) -> bool:
+        """Whether every layer was recomputed as a whole, or in the present slices."""
+        return self._retried or self._engine.profile is not None or self._engine.swap is None
+
+    @property
+    def _can_shrink(self) -> bool:
+        return self._planner.can_shrink and not self._is_smallest
+
     def _make_room(self, message: str) -> None:
+        if self._can_shrink:
+            self._retried = True
+            self._shrink_plan(message)
+        else:
+            self._planner.restart()
+            shorter = self._slices.cut()
+            rank_zero_warn(
+                f"MemoStrategy: out of device memory with every layer recomputed ({message}); this step is run again, "
+                f"like later ones, with {shorter}: give MemoStrategy these settings to begin with them."
+            )
+        if self._memory is not None:
+            self._memory.release()
+        gc.collect()
+        device = self._engine.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            # The device may have less than the user's budget: another process, or a smaller device than planned for.
+            whole_bytes = free_device_bytes(device) + torch.cuda.memory_allocated(device)
+            self._planner.limit_device(_SHRUNK_SHARE * whole_bytes)
+
+    def _shrink_plan(self, message: str) -> None:
         plan = self._planner.plan
         assert plan is not None
         mode = "plain training" if plan.swap.mode == "plain" else f"alpha={plan.swap.alpha:.4g}"
@@ -131,17 +167,8 @@ class OutOfMemoryRetry:
             f"MemoStrategy: out of device memory with {mode} ({message}); the step is run again with every layer "
             "recomputed, and later ones are planned with less."
         )
-        device = self._engine.device
         self._planner.limit_device(_SHRUNK_SHARE * plan.device_bytes)
         self._planner.shrink()
-        if self._memory is not None:
-            self._memory.release()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            # The device may have less than the user's budget: another process, or a smaller device than planned for.
-            whole_bytes = free_device_bytes(device) + torch.cuda.memory_allocated(device)
-            self._planner.limit_device(_SHRUNK_SHARE * whole_bytes)
 
 
 class _ExplainedError(torch.OutOfMemoryError):

@@ -78,6 +78,7 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
         host_backed=cast(HostBacked, "all" if config.schedule == "slice" else config.host_backed),
         storage=cast(Literal["auto", "alpha", "kinds"], storage),
+        stacks=stacks,
         spill_path=None if config.spill_path is None else Path(config.spill_path),
         test_mode=test_mode,
         check_restored=config.check_restored,

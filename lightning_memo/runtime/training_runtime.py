@@ -21,6 +21,7 @@ from lightning_memo.runtime.device_memory_watch import DeviceMemoryWatch
 from lightning_memo.runtime.host_memory_watch import HostMemoryWatch
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry
+from lightning_memo.runtime.shorter_slices import ShorterSlices
 from lightning_memo.runtime.training_run_protocol import TrainingRun
 
 T = TypeVar("T")
@@ -55,7 +56,8 @@ class TrainingRuntime:
         self._sequence_parallel = processes is not None and processes.sizes.shards > 1
         self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
         self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
-        self._retry = OutOfMemoryRetry(engine, self._planner, self.memory, run, alone)
+        slices = ShorterSlices(engine, config, alone)
+        self._retry = OutOfMemoryRetry(engine, self._planner, self.memory, run, slices, alone)
         # Several processes would have to agree after each batch.
         self._host = HostMemoryWatch(engine, self._planner) if alone else None
         budgeted = config.device_memory is not None

@@ -75,8 +75,21 @@ def test_a_step_that_does_not_fit_is_run_again() -> None:
 
 
 @pytest.mark.usefixtures("whole_memory", "own_folder")
+def test_a_step_that_fits_in_slices_only_is_run_in_slices() -> None:
+    settings = {"alpha": 0.0, "attention": "sdpa"}  # the fastest kernel may be another one in another run
+    whole, whole_bytes = train(WHOLE_BYTES, **settings)
+    sliced, sliced_bytes = train(WHOLE_BYTES, **settings, slice_tokens=32, host_backed="none")
+    assert whole_bytes > sliced_bytes
+    with pytest.warns(UserWarning, match="with every layer recomputed") as caught:
+        losses, _ = train((whole_bytes + sliced_bytes) // 2, **settings)
+    assert len([w for w in caught if 'slice_tokens=32, host_backed="none"' in str(w.message)]) == 1
+    assert losses == sliced
+    assert losses == pytest.approx(whole, rel=2**-8)
+
+
+@pytest.mark.usefixtures("whole_memory", "own_folder")
 def test_a_step_that_never_fits_ends_in_one_line() -> None:
-    _, least_bytes = train(WHOLE_BYTES, alpha=0.0)
+    _, least_bytes = train(WHOLE_BYTES, alpha=0.0, slice_tokens=128, host_backed="all")
     with pytest.raises(torch.OutOfMemoryError, match="even with every layer recomputed") as caught:
         train(least_bytes // 2, alpha=1.0)
     assert "\n" not in str(caught.value)

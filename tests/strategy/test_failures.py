@@ -92,19 +92,49 @@ def test_out_of_memory_once(where, alpha):
 
 
 def test_out_of_memory_again_and_again():
-    """The plan gets smaller each time, down to alpha=0."""
-    fails = {n: ["forward"] for n in (1, 2, 3, 4, 5, 6)}
-    with pytest.warns(UserWarning, match="out of device memory"), pytest.raises(torch.OutOfMemoryError) as caught:
-        fit(MemoStrategy(alpha=1.0), Scarce(fails), max_steps=8)
-    assert "no plan takes less than alpha=0" in str(caught.value)
+    """The plan gets smaller each time, down to alpha=0, and slices get shorter after that."""
+    fails = {n: ["forward"] for n in (1, 2, 3, 4, 5, 6, 7)}
+    with pytest.warns(UserWarning, match="out of device memory") as caught:
+        result = fit(MemoStrategy(alpha=1.0), Scarce(fails), max_steps=9)
+    told = [str(w.message) for w in caught if "out of device memory" in str(w.message)]
+    given = [text.partition(" with ")[2].partition(" (")[0] for text in told[:5]]
+    assert given == ["alpha=1", "alpha=0.5", "alpha=0.25", "alpha=0.125", "alpha=0.0625"]
+    assert 'slice_tokens=2, host_backed="none"' in told[5] and 'slice_tokens=1, host_backed="attention"' in told[6]
+    assert (result.plan.swap.slice_tokens, result.plan.swap.host_backed) == (1, "attention")
+    expected = plain(max_steps=9).losses
+    assert result.losses == pytest.approx(expected, abs=3e-6)
+    assert set(result.held) == {0}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("rungs", [1, 2])
+def test_a_first_step_that_does_not_fit_runs_in_slices(where, rungs):
+    """Slices are shorter after each failure, and the plan is one for them."""
+    with pytest.warns(UserWarning, match="out of device memory with every layer recomputed") as caught:
+        result = fit(MemoStrategy(device_memory="1.5MiB"), Scarce({0: [where] * rungs}), max_steps=4)
+    assert sum("with every layer recomputed" in str(w.message) for w in caught) == rungs
+    expected = [(2, "none"), (1, "attention")][rungs - 1]
+    assert (result.plan.swap.slice_tokens, result.plan.swap.host_backed) == expected
+    assert result.losses == pytest.approx(plain(max_steps=4).losses, abs=3e-6)
+    assert set(result.held) == {0}
+
+
+def test_a_plan_with_slices_is_used_again(tmp_path):
+    """A later run begins with the slices that an earlier one needed."""
+    with pytest.warns(UserWarning, match="out of device memory"):
+        first = fit(MemoStrategy(alpha=0.5), Scarce({0: ["forward"] * 2}), max_steps=4)
+    first.plan.save(tmp_path / "plan.json")
+    again = fit(MemoStrategy(plan=tmp_path / "plan.json"), Scarce({}), max_steps=4)
+    assert again.plan.swap == first.plan.swap
+    assert again.losses == first.losses
 
 
 @pytest.mark.parametrize(
     ("fails", "settings", "told"),
     [
-        ({0: ["forward"]}, {}, "even with every layer recomputed"),
-        ({2: ["forward", "backward"]}, {}, "even with every layer recomputed"),
-        ({2: ["backward", "forward"]}, {}, "even with every layer recomputed"),
+        ({0: ["forward"] * 3}, {}, "even with every layer recomputed"),
+        ({2: ["forward", "backward", "forward", "forward"]}, {}, "even with every layer recomputed"),
+        ({2: ["backward", "forward", "backward", "backward"]}, {}, "even with every layer recomputed"),
         ({2: ["backward"]}, {"accumulate_grad_batches": 2}, "gradients of earlier batches would be lost"),
         ({3: ["backward"]}, {"accumulate_grad_batches": 2}, "gradients of earlier batches would be lost"),
     ],

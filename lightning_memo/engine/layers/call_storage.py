@@ -50,7 +50,7 @@ class CallStorage:
         meter: Reports what is stored, and knows the position of the call.
         call: The layer and its arguments.
         x: The layer's input, a copy of which is stored. It must not live until the backward itself.
-        by_kind: Whether slices name a place for each kind of tensor. Each slice then stores its part of the input.
+        first: The first slice. If slices name a place for each kind of tensor, each stores its part of the input.
 
     Attributes:
         memory: The memory in which slots are leased.
@@ -59,9 +59,17 @@ class CallStorage:
     """
 
     def __init__(
-        self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter, call: LayerCall, x: Tensor, by_kind: bool
+        self,
+        groups: OffloadGroups,
+        policy: StoragePolicy,
+        meter: CallMeter,
+        call: LayerCall,
+        x: Tensor,
+        first: TokenRange,
     ) -> None:
         self._groups, self._policy, self._meter, self._tokens = groups, policy, meter, call.tokens
+        self._first = first
+        by_kind = first.places is not None
         self._spills_all = policy.size is not None and policy.size.disk_bytes > 0 and not by_kind
         self.memory = policy.memory
         self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.size)
@@ -88,8 +96,9 @@ class CallStorage:
             part: The slice whose tensor it is; `None` if it is a tensor of all tokens of the call.
         """
         profile = self._meter.profile
-        if profile is not None:
-            profile.saved(self._meter.position.layer, kind, t.nbytes)
+        if profile is not None:  # which has the sizes of the first slice
+            size_bytes = t.nbytes if part is not None else -(-t.nbytes * self._first.tokens // self._tokens)
+            profile.saved(self._meter.position.layer, kind, size_bytes)
         if place == "keep":
             return self.resident.put(t)
         handle = group.put(t, self._spills_all or place == "spill")

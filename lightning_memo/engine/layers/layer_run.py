@@ -210,7 +210,7 @@ def run_of_call(
     """
     meter = CallMeter(engine, position, len(slices), measured)
     arguments = CallArguments(call, x)
-    storage = CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=slices[0].places is not None)
+    storage = CallStorage(engine.offload_groups, policy, meter, call, x, slices[0])
     states = WholeStates(call, x, slices)
     if len(slices) > 1:
         on_host = policy.memory if policy.states_on_host else None

@@ -52,10 +52,12 @@ class CallProfile:
         marks: Points in time, by name.
         seen: The storages that have been counted.
         batch: Number of sequences in the layer's input.
+        tokens: Number of tokens in each sequence.
         slice_tokens: Number of tokens in the first slice.
     """
 
     batch: int
+    tokens: int
     slice_tokens: int
     saved: list[SavedBytes] = field(default_factory=list)
     products: list[ProductProfile] = field(default_factory=list)
@@ -132,8 +134,11 @@ class StepProfile:
 
     def extend(self, tokens: int) -> None:
         """Let the profile stand for calls with more tokens, all sequences together, if layers run as one slice."""
-        if self.slice_tokens == self.tokens:
-            self.tokens = max(self.tokens, -(-tokens // self.batch))
+        longer = -(-tokens // self.batch)
+        if self.slice_tokens == self.tokens < longer:
+            for call in {id(call): call for call in self.calls.values()}.values():  # some may stand for others
+                call.tokens = call.tokens * longer // self.tokens
+            self.tokens = longer
 
     def resize(self, index: int, batch: int, tokens: int, slice_tokens: int) -> None:
         """Note the size of a layer call. Layers of several stacks get different numbers of tokens.
@@ -145,10 +150,9 @@ class StepProfile:
             slice_tokens: Number of tokens in its first slice.
         """
         call = self._call(index)
-        call.batch, call.slice_tokens = batch, slice_tokens
-        whole = slice_tokens == tokens and self.slice_tokens == self.tokens
-        if whole and batch * tokens > self.batch * self.tokens:
-            self.batch, self.tokens, self.slice_tokens = batch, tokens, tokens
+        call.batch, call.tokens, call.slice_tokens = batch, tokens, slice_tokens
+        if batch * tokens > self.batch * self.tokens:
+            self.batch, self.tokens, self.slice_tokens = batch, tokens, slice_tokens
 
     def saved(self, index: int, kind: str, size_bytes: int) -> None:
         """Add a tensor that was stored."""
@@ -178,7 +182,8 @@ class StepProfile:
 
     def bytes_of(self, *kinds: str) -> tuple[int, ...]:
         """Return the bytes of these kinds of tensors for all tokens of every call, in order of execution."""
-        return tuple(size * self.tokens // self.slice_tokens for size in self.slice_bytes_of(*kinds))
+        sizes = zip(self.slice_bytes_of(*kinds), self.in_order(), strict=True)
+        return tuple(size * call.tokens // call.slice_tokens for size, call in sizes)
 
     def slice_bytes_of(self, *kinds: str) -> tuple[int, ...]:
         """Return the bytes of these kinds of tensors for the first slice of every call, in order of execution."""
@@ -190,15 +195,15 @@ class StepProfile:
 
     @property
     def saved_by_calls(self) -> list[tuple[list[SavedBytes], int]]:
-        """The tensors that each call saves, and for how many tokens, in order of execution."""
-        return [(call.saved, self.slice_tokens) for call in self.in_order()]
+        """The tensors that each call saves, and for how many of the profile's `tokens`, in order of execution."""
+        return [(call.saved, call.slice_tokens * self.tokens // call.tokens) for call in self.in_order()]
 
     def in_order(self) -> list[CallProfile]:
         """Return the calls in order of execution."""
         return [self.calls[index] for index in sorted(self.calls)]
 
     def _call(self, index: int) -> CallProfile:
-        return self.calls.setdefault(index, CallProfile(self.batch, self.slice_tokens))
+        return self.calls.setdefault(index, CallProfile(self.batch, self.tokens, self.slice_tokens))
 
 
 def _is_per_token(t: Tensor, layer: nn.Module, call: CallProfile) -> bool:

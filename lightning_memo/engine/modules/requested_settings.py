@@ -13,9 +13,11 @@ from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestedSettings:
     """Settings of an engine. The profiled step runs by them; later steps run by a plan.
+
+    Slices may become shorter while the engine is detached, if a profiled step does not fit the device.
 
     Attributes:
         attention: Attention kernel; "auto" measures the kernels in the first profiled step and takes the fastest.
@@ -26,6 +28,7 @@ class RequestedSettings:
             "attention" if `slice_tokens` is given and the layers can run slice after slice.
         storage: "kinds" if plans name a place for each kind of tensor, "alpha" if alpha alone decides, "auto" if the
             layers that a profiled step has seen do.
+        stacks: Number of stacks to which the layers belong.
         divided: Whether processes share the tokens of a sequence.
         spill_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
@@ -39,6 +42,7 @@ class RequestedSettings:
     slice_tokens: int | None = None
     host_backed: HostBacked | Literal["auto"] = "none"
     storage: Literal["auto", "alpha", "kinds"] = "alpha"
+    stacks: int = 1
     divided: bool = False
     spill_path: Path | None = None
     test_mode: TestMode | None = None
@@ -78,8 +82,17 @@ class RequestedSettings:
 
     @property
     def probed_tokens(self) -> int | None:
-        """Largest number of tokens that are probed: two slices if only slices may be on the device; `None` for all."""
-        return 2 * self.slice_tokens if self.slice_tokens is not None and self.may_stream else None
+        """Largest number of tokens that are probed: two slices if layers may be cut into them; `None` for all."""
+        cuts = self.may_stream or not self.divided
+        return 2 * self.slice_tokens if self.slice_tokens is not None and cuts else None
+
+    def profiled_slice_tokens(self, traits: LayerTraits) -> int | None:
+        """Return the longest slice of a profiled step; `None` if its layers run as one slice.
+
+        Args:
+            traits: The traits of the first layer.
+        """
+        return None if traits.why_whole or traits.why_nest or self.schedule == "nest" else self.slice_tokens
 
     def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> HostBacked:
         """Return what lives on the host while layers are profiled.

@@ -136,7 +136,7 @@ def _run_of_slice(
     attended = [part.gathered(call.shards) for part in sequence.slices]
     return LayerRun(
         engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
-        CallStorage(engine.offload_groups, policy, meter, call, x, by_kind=False), WholeStates(call, x, slices),
+        CallStorage(engine.offload_groups, policy, meter, call, x, slices[0]), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
         ForwardContext(
             sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()),

@@ -93,6 +93,9 @@ class ActivationPlanner(MetersSteps):
         plan = earlier.valid_plan()
         if plan is None:
             return
+        swap, settings = plan.swap, self._engine.settings
+        if swap.slice_tokens is not None and settings.slice_tokens is None and not settings.divided:
+            self._engine.cut(swap.slice_tokens, swap.host_backed)  # a step of the earlier run did not fit without
         self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self._engine.attention.trials = plan.attention_trials
         self.plan, self._is_unproven = plan, True
@@ -296,6 +299,12 @@ class ActivationPlanner(MetersSteps):
             self._most_alpha = swap.alpha / 2 if fewer else 0.0
         self._shrunk = True
         self._engine.unload()
+        self._started_seconds = time.perf_counter()
+
+    def restart(self) -> None:
+        """A profiled step failed, and is going to be run again in a way that takes less memory."""
+        self._stop_meter()
+        self._shrunk = True
         self._started_seconds = time.perf_counter()
 
     def complete(self, plan: Plan) -> None:

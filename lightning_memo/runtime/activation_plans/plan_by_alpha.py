@@ -6,6 +6,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
+from lightning_memo.engine.bootstrap_plan import streamed_bytes
 from lightning_memo.parallel.agree_on_plan import agree_on_plan
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner import plan_swap
@@ -37,7 +38,7 @@ class _AlphaPlanner:
         assert engine.swap is not None
         self._step, self._engine, self._config, self._most_alpha = step, engine, config, most_alpha
         self._backing = engine.swap.host_backed
-        self._slice_tokens = None if config.slice_tokens == "auto" else int(config.slice_tokens)
+        self._slice_tokens = engine.settings.slice_tokens
 
     def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
         """The plan of this process for an alpha; `None` is the user's.
@@ -60,8 +61,8 @@ class _AlphaPlanner:
             slice_tokens=self._slice_tokens,
             slot_bytes=self._slot_bytes,
             whole_layers=bool(self._engine.layer_classes.why_whole),
-            # The profiled step was cut into slices: the memory of a step without slices is not known.
-            may_be_plain=may_be_plain and self._backing == "none",
+            # If the profiled step was cut into slices, the memory of a step without slices is not known.
+            may_be_plain=may_be_plain and self._step.profile.slice_tokens == self._step.profile.tokens,
             host_backed=self._backing,
             streamed_bytes=None if self._backing == "none" else self._streamed_bytes,
         )
@@ -70,10 +71,11 @@ class _AlphaPlanner:
         """Size of the largest host slot at an alpha."""
         profile, classes = self._step.profile, self._engine.layer_classes
         slices = slice_tokens_by_alpha(profile.tokens, alpha, None if classes.why_whole else self._slice_tokens)
-        return max(slot_bytes(call.saved, profile.tokens, slices, classes.schedule) for call in profile.in_order())
+        calls = profile.saved_by_calls
+        return max(slot_bytes(saved, measured, slices, classes.schedule) for saved, measured in calls)
 
     def _streamed_bytes(self, alpha: float) -> StreamedBytes:
         """Memory at an alpha if slices are swapped one by one."""
         profile = self._step.profile
         slices = self._engine.cutter.cut(profile.tokens, alpha, self._slice_tokens)
-        return self._engine.streamed_bytes(profile.saved_by_calls, slices, self._backing)
+        return streamed_bytes(self._engine, profile.saved_by_calls, slices, self._backing)
