@@ -17,6 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_memo import MemoStrategy
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.token_locality.prove_locality import prove_locality
 
 OFF = ("turn it off", "MemoStrategy recomputes by itself", "alpha=0 is full recomputation")
 
@@ -224,6 +226,15 @@ def test_dropout_that_another_library_draws_again(alpha: float) -> None:
         assert_trains_as_plainly(lambda: mlps(None, 0.2), True, alpha)
     told = any("draws random numbers for each token" in str(w.message) for w in caught)
     assert told == (alpha == 0.5)  # at 0 and 1 nothing would be cut
+
+
+def test_a_proof_leaves_gradients_as_they_are() -> None:
+    """The backward of these layers adds to the gradients of weights by itself."""
+    block, x = mlps(None, 0.2).blocks[0], torch.randn(2, 24, 32)
+    block.norm2.weight.grad = gradient = torch.zeros(32)
+    prove_locality(LayerCall(block, block.forward, (), {}, 24, 2), x)
+    assert block.norm2.weight.grad is gradient and not gradient.any()
+    assert all(p.grad is None for p in block.parameters() if p is not block.norm2.weight)
 
 
 def test_what_is_said_of_a_backward_in_the_forward_helps() -> None:

@@ -1,4 +1,7 @@
-"""What a layer's forward may read and write apart from the values of tensors: attributes, containers and objects."""
+"""What a layer's forward may read and write apart from the values of tensors: attributes, containers and objects.
+
+Modules that a layer gets as arguments, or holds without owning them, are looked into like objects.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from collections.abc import Collection
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from lightning_memo.utils.class_names import class_name
 
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+Array = np.ndarray[Any, Any]
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
+# The owner of a tensor (the name of one that is no module), its attribute, and the tensor.
+HeldTensor = tuple[nn.Module | str, str, Tensor]
 _CONTAINERS = (dict, list, set, deque)
 _NOTHING = object()
 _MODULE_TABLES = frozenset(vars(nn.Module()))
@@ -25,6 +32,7 @@ _READ_TABLES = (
 )
 _DEPTH = 3  # of containers and objects within those that a module holds
 LONGEST = 1024  # containers that hold more are not looked into
+MOST_COPIED = 2**16  # values of a tensor or array of which a copy is kept
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type, type(None), FunctionType})
 # Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"} | (
@@ -51,6 +59,8 @@ class Held(NamedTuple):
     def changed(self) -> bool:
         """Whether it holds anything else now."""
         container, before = self.container, self.before
+        if isinstance(container, np.ndarray) or isinstance(before, np.ndarray):
+            return not _same_bytes(container, before)
         if len(container) != len(before):
             return True
         if isinstance(container, dict) and isinstance(before, dict):
@@ -68,7 +78,9 @@ class Held(NamedTuple):
             keys = {**container, **before}
             changed = (key for key in keys if container.get(key, _NOTHING) is not before.get(key, _NOTHING))
             return next((f"{name}.{key}" for key in changed), "")
-        return f"a {type(container).__name__} of {name}" if self.changed else ""
+        if not self.changed:
+            return ""
+        return name if isinstance(container, np.ndarray) else f"a {type(container).__name__} of {name}"
 
     def restore(self) -> None:
         """Let it hold the same again."""
@@ -77,6 +89,9 @@ class Held(NamedTuple):
 
 def refill(container: Container, values: Any) -> None:
     """Let a container hold other values."""
+    if isinstance(container, np.ndarray):
+        container[...] = values
+        return
     if isinstance(container, dict):  # classes may forbid `update`
         kind = OrderedDict if isinstance(container, OrderedDict) else dict
         kind.clear(container)
@@ -91,11 +106,17 @@ def refill(container: Container, values: Any) -> None:
 
 def copied(container: Container) -> Container:
     """Return a plain container that holds the same. Classes may have other constructors."""
+    if isinstance(container, np.ndarray):
+        return container.copy()
     if isinstance(container, dict):
         return dict(container)
     if isinstance(container, set):
         return set(container)
     return deque(container, container.maxlen) if isinstance(container, deque) else list(container)
+
+
+def _same_bytes(container: Any, before: Any) -> bool:
+    return bool(container.shape == before.shape and container.tobytes() == before.tobytes())
 
 
 def name_of(owner: nn.Module | str, key: str) -> str:
@@ -129,17 +150,22 @@ class PythonState:
     Args:
         layer: The layer.
         arguments: Its arguments.
+
+    Attributes:
+        tensors: The tensors among all these. Those that a tuple or a set holds, and in which no other can be put in
+            their place, have the name of an owner.
     """
 
     def __init__(self, layer: nn.Module, arguments: Any) -> None:
+        self.tensors: list[HeldTensor] = []
         self._held: list[Held] = []
         self._empty: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._seen: set[int] = set()
+        self._seen = set(map(id, layer.modules()))
         for module in layer.modules():
-            self._note_module(module)
+            self._note_module(module, _DEPTH)
         self._look_into(arguments, "an argument", "", _DEPTH)
 
-    def _note_module(self, module: nn.Module) -> None:
+    def _note_module(self, module: nn.Module, depth: int) -> None:
         own = vars(module)
         self._note(module, "", own)
         for table in map(own.__getitem__, _READ_TABLES):
@@ -154,13 +180,13 @@ class PythonState:
                     self._note(module, key, vars(p))
                     for each in vars(p).values():
                         if not isinstance(each, Tensor):  # sums of gradients, for example
-                            self._look_into(each, module, key, _DEPTH)
+                            self._look_into(each, module, key, depth)
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._note_tensor(module, key, buffer)
         for key, value in own.items():
             if type(value) not in _PLAIN and key not in _MODULE_TABLES:
-                self._look_into(value, module, key, _DEPTH)
+                self._look_into(value, module, key, depth)
 
     def _look_into(self, value: Any, owner: nn.Module | str, key: str, depth: int) -> None:
         """Note a container or an object, and what it holds."""
@@ -171,6 +197,11 @@ class PythonState:
             inner: Collection[Any] = value
         elif id(value) in self._seen:
             return None
+        elif issubclass(kind, np.ndarray):
+            return self._note_array(owner, key, value)
+        elif issubclass(kind, nn.Module):
+            self._seen.add(id(value))
+            return self._note_module(value, depth - 1) if depth else None
         elif issubclass(kind, _CONTAINERS):
             self._note(owner, key, value)
             if attributes := attributes_of(value):
@@ -183,6 +214,8 @@ class PythonState:
         else:
             return None
         self._seen.add(id(value))
+        if issubclass(kind, (tuple, set)):
+            owner, key = name_of(owner, key), ""
         if depth and len(inner) <= LONGEST:
             for each in inner:
                 if type(each) not in _PLAIN:
@@ -192,8 +225,14 @@ class PythonState:
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
         self._held.append(Held(owner, key, container, copied(container)))
 
+    def _note_array(self, owner: nn.Module | str, key: str, array: Array) -> None:
+        self._seen.add(id(array))
+        if array.size <= MOST_COPIED and array.flags.writeable:
+            self._held.append(Held(owner, key, array, array.copy()))
+
     def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:
-        """Note nothing: the values of tensors are no part of this."""
+        """Note a tensor. Its values are no part of this."""
+        self.tensors.append((owner, key, t))
 
     def first_written(self) -> str:
         """Return the name of something that has changed; empty if nothing has."""

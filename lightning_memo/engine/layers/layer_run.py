@@ -223,7 +223,8 @@ def run_of_call(
         CallAttention(engine, position.layer, attended, policy.per_slice),
         ForwardContext(
             RngState.capture(x.device), buffers,
-            ForwardState(call.layer, (call.args, call.kwargs), buffers.ids) if recomputes else None,
+            ForwardState(call.layer, (call.args, call.kwargs), buffers.ids, rewritten=bool(traits.why_whole))
+            if recomputes else None,
             ambient_autocast(x.device.type),
         ),
         traits,

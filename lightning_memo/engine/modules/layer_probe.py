@@ -17,6 +17,7 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import split_output
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
+from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.token_locality.prove_locality import Locality
 from lightning_memo.engine.token_locality.user_code import without_hooks
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
@@ -136,17 +137,25 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
 def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> LayerTraits:
     with without_hooks(call.layer):
         before = LayerState(call, x.device)
+        arguments = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad)
+        effects = SideEffects([x, *arguments], before.why_not_written)
         try:
-            return _traits_of(call, x.narrow(call.token_dim, 0, tokens), _Recorder(backend_of), before)
+            traits = _traits_of(call, x.narrow(call.token_dim, 0, tokens), _Recorder(backend_of), before, effects)
         finally:
             before.restore()
+    if effects.keeps_tensors():
+        raise ValueError(kept_elsewhere(call.name))
+    return traits
 
 
-def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState) -> LayerTraits:
+def _traits_of(
+    call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState, effects: SideEffects
+) -> LayerTraits:
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
     with (
-        handling(recorder.whole, call.layout, recorder.note_own),
+        effects.watching(),
+        handling(effects.outside(recorder.whole), call.layout, recorder.note_own),
         call.mode(everything),
         NotedChoices(recorder.note_choice),
     ):
@@ -157,13 +166,15 @@ def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerSta
     sketch = _sketch(hidden, x)
     del hidden, copy
     before.refuse_unrepeatable()
-    changing = before.buffers.changed()
+    changing, rewritten = before.buffers.changed(), before.tensors.changed()
 
     def repeats(part: TokenRange) -> bool:
         before.rng.restore()
         before.python.restore()
+        before.tensors.restore()
         before.buffers.restore(changing)
-        return _repeats(call, x, recorder, sketch, part)
+        with effects.watching():
+            return _repeats(call, x, recorder, sketch, part)
 
     # On a part of the tokens, which takes less memory, if that suffices.
     if not (repeats(TokenRange(0, max(1, tokens // 2), Action.KEEP)) or repeats(everything)):
@@ -173,7 +184,7 @@ def _traits_of(call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerSta
             "make it a function of these, or train this model without MemoStrategy"
         )
     why_nest = _why_nest(call, recorder)
-    why = _why_whole(call, recorder, not why_nest, changing)
+    why = _why_whole(call, recorder, not why_nest, changing, rewritten)
     return LayerTraits(
         why, why_nest, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses
     )
@@ -208,13 +219,15 @@ def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, pa
     return False
 
 
-def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...]) -> str:
+def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...], rewritten: str) -> str:
     """Return why a layer that mixes tokens in attention only has to run as one slice; empty if it can be cut."""
     name = call.name
     if call.tokens < 2:
         return f"{name} got a single token"
     if changing:
         return f"{name} changes its buffer {changing[0]} in each forward"
+    if rewritten:
+        return f"{name} changes {rewritten} in each forward"
     if recorder.why_own:
         return f"in {name}, {recorder.why_own}"
     if not sliceable and recorder.changes_input:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.python_state import PythonState
-from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.saved_tensors.tensor_attributes import TensorAttributes, why_not_written
 from lightning_memo.kernels import RngState
 
 
@@ -28,13 +27,14 @@ class LayerState:
         rng: The random state.
         buffers: The buffers.
         python: The attributes and the containers among the arguments.
+        tensors: The small tensors among the attributes.
     """
 
     def __init__(self, call: LayerCall, device: torch.device) -> None:
         self.rng, self.buffers = RngState.capture(device), MutatedBuffers(call.layer)
         self.python = PythonState(call.layer, (call.args, call.kwargs))
-        self._name = call.name
-        self._versions = [(t, version_of(t)) for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        self.tensors = TensorAttributes(self.python, self.buffers.ids)
+        self._call = call
         own = [value for m in call.layer.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
         self._own = [(generator, generator.get_state()) for generator in own]
         self._other: tuple[Any, Any] = random.getstate(), np.random.get_state(legacy=False)
@@ -43,7 +43,7 @@ class LayerState:
         """Refuse a layer that has changed what a recomputation could not restore.
 
         Raises:
-            ValueError: It drew random numbers of other generators than torch's, or wrote into a tensor it was given.
+            ValueError: It drew random numbers of other generators than torch's.
         """
         generator = ""
         if random.getstate() != self._other[0]:
@@ -58,19 +58,20 @@ class LayerState:
             for own, state in self._own:
                 own.set_state(state)
             raise ValueError(
-                f"{self._name} draws random numbers from {generator}, which a recomputation cannot repeat: draw them "
-                "with torch's functions and without a generator, for example torch.rand(())"
+                f"{self._call.name} draws random numbers from {generator}, which a recomputation cannot repeat: draw "
+                "them with torch's functions and without a generator, for example torch.rand(())"
             )
-        if any(version_of(t) != version for t, version in self._versions):
-            raise ValueError(
-                f"{self._name} writes into a tensor that it gets as an argument, and a recomputation would write "
-                "again: write into a copy, and return it"
-            )
+
+    def why_not_written(self, t: Tensor) -> str:
+        """Return why the layer must not write into a tensor that was there before; empty if it can be undone."""
+        call = self._call
+        return why_not_written(call.layer, call.name, (call.args, call.kwargs), self.python, t)
 
     def restore(self) -> None:
         """Undo what has changed."""
         self.buffers.restore(self.buffers.changed())
         self.python.restore()
+        self.tensors.restore()
         self.rng.restore()
 
 

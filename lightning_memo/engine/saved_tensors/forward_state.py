@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.python_state import LONGEST, Container, PythonState, copied, name_of, refill
+from lightning_memo.engine.forward.python_state import (
+    LONGEST,
+    MOST_COPIED,
+    Container,
+    PythonState,
+    copied,
+    name_of,
+    refill,
+)
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.utils.class_names import class_name
 
@@ -19,7 +27,6 @@ _CHANGE = (
     "was changed in place between a forward and its backward, which recomputes activations from it: change it after "
     "the backward"
 )
-_SMALL = 2**16  # values of a tensor among a layer's attributes of which a copy is kept
 
 
 class _Version(NamedTuple):
@@ -31,6 +38,7 @@ class _Version(NamedTuple):
         tensor: The tensor.
         number: Counts changes in place.
         copy: A copy of a small tensor; `None` for other tensors.
+        rewritten: Whether the copy may differ although no change was counted.
     """
 
     owner: nn.Module | str
@@ -38,10 +46,11 @@ class _Version(NamedTuple):
     tensor: Tensor
     number: int
     copy: Tensor | None
+    rewritten: bool
 
     @property
     def changed(self) -> bool:
-        return self.tensor._version != self.number
+        return self.rewritten or self.tensor._version != self.number
 
 
 class ForwardState(PythonState):
@@ -55,6 +64,8 @@ class ForwardState(PythonState):
         restored: Ids of tensors whose values others restore.
         change: What a message says of a tensor that was changed in place since.
         most_copied: Values of the largest tensors of which a copy is kept.
+        rewritten: Whether the layer may write into small tensors among its attributes, also where PyTorch does not
+            count it. Layers that run in slices do not.
     """
 
     def __init__(
@@ -63,9 +74,11 @@ class ForwardState(PythonState):
         arguments: Any,
         restored: Collection[int] = (),
         change: str = _CHANGE,
-        most_copied: int = _SMALL,
+        most_copied: int = MOST_COPIED,
+        rewritten: bool = False,
     ) -> None:
-        self._name, self._known, self._change, self._most_copied = class_name(layer), restored, change, most_copied
+        self._name, self._known, self._change = class_name(layer), restored, change
+        self._most_copied, self._rewritten = most_copied, rewritten
         self._versions: list[_Version] = []
         self._trained: list[tuple[Tensor, bool]] = []
         super().__init__(layer, arguments)
@@ -81,7 +94,8 @@ class ForwardState(PythonState):
         if t.is_inference() or id(t) in self._known:
             return
         small = type(t) is Tensor and isinstance(owner, nn.Module) and t.numel() <= self._most_copied
-        self._versions.append(_Version(owner, key, t, t._version, t.detach().clone() if small else None))
+        copy = t.detach().clone() if small else None
+        self._versions.append(_Version(owner, key, t, t._version, copy, small and self._rewritten))
 
     def _drop_graphs(self) -> None:
         """Hold no graphs, which may be those of earlier steps. What is detached has the same version."""

@@ -26,8 +26,7 @@ class _Buffer:
         present = self.owner._buffers.get(self.name)
         if present is None or present.shape != self.value.shape or present.dtype != self.value.dtype:
             return True
-        pairs = zip(plain_parts(present), plain_parts(self.value), strict=True)
-        return not all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)  # compares bytes, so that NaN equals itself
+        return not same_bytes(present, self.value)
 
     def restore(self) -> None:
         self.tensor.data.copy_(self.value)  # `data`, so that a graph that has saved the buffer does not see a change
@@ -79,6 +78,12 @@ def _noted(layer: nn.Module, name: str) -> _Buffer:
     tensor = owner._buffers[own]
     assert tensor is not None
     return _Buffer(owner, own, tensor, tensor.detach().clone())
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of the same shape and dtype hold the same. NaN equals itself."""
+    pairs = zip(plain_parts(a), plain_parts(b), strict=True)
+    return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
 
 
 def _bytes(t: Tensor) -> Tensor:

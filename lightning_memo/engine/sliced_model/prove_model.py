@@ -17,18 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.modules.rotary_tables import depends_on_length
+from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial, trial_error
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
-from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
+from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
-from lightning_memo.engine.token_locality.trial_errors import trial_error
 from lightning_memo.engine.token_locality.user_code import has_custom_functions
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
@@ -47,10 +46,14 @@ def why_tokens_mixed(call: LayerCall, layers: Sequence[nn.Module], longest: int)
     Raises:
         ValueError: The model is refused at any number of tokens.
     """
+    return trial(call.name, functools.partial(_why_mixed, call, layers, longest))
+
+
+def _why_mixed(call: LayerCall, layers: Sequence[nn.Module], longest: int, mode: TrialMode) -> str:
     names = {module: name or class_name(module) for name, module in call.layer.named_modules()}
     sizes = unlike_other_sizes(call, longest, *(t for t in tree_leaves(call.kwargs) if isinstance(t, Tensor)))
     try:
-        short, long = (_operations(call, layers, MixingTracker(tokens, names)) for tokens in sizes)
+        short, long = (_operations(call, layers, MixingTracker(tokens, names), mode) for tokens in sizes)
     except TokensMixed as mixed:
         return str(mixed)
     except RefusedAtAnyLength:
@@ -121,25 +124,24 @@ class MixingTracker(TokenTracker):
         return _module_in((frame for frame, _ in traceback.walk_stack(None)), self._names)
 
 
-def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTracker) -> list[Step]:
+def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTracker, mode: TrialMode) -> list[Step]:
     """Run a model on fake tensors of the tracker's number of tokens, and return what it computes its logits with.
 
     Raises:
         TokensMixed: The input of a layer or the logits may depend on several tokens.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = tree_map_only(Tensor, functools.partial(fake_like, tracker, fake, call), call.kwargs)
+    inputs = tree_map_only(Tensor, functools.partial(fake_like, tracker, mode, call), call.kwargs)
     fake_call = LayerCall(call.layer, call.forward, (), inputs, tracker.sizes.tokens, call.batch)
     checks = _Checks(tracker)
     with (
         _own_forwards(call.layer, layers, checks),
-        running(fake_call, tracker, fake, (), functools.partial(attend_in_shape, tracker, 1)) as functions,
+        running(fake_call, tracker, mode, (), functools.partial(attend_in_shape, tracker, 1)) as functions,
     ):
         checks.functions = functions
         inside = {m for layer in layers for m in layer.modules()}
         buffers = [(m, b, b._version) for m in call.layer.modules() if m not in inside for b in m._buffers.values()
                    if b is not None]  # fmt: skip
-        with fake, tracker:
+        with mode, tracker:
             logits = call.forward(**inputs).logits
             checks.check(call.name, logits)
             for m, b, version in buffers:

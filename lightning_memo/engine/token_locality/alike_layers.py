@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.token_locality.prove_locality import Locality, Place, prove_locality
+from lightning_memo.engine.token_locality.fake_run import Place
+from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality
 from lightning_memo.engine.token_locality.user_code import hooked_module
 
 _TABLES = set(vars(nn.Module()))

@@ -10,42 +10,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
-from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
-from lightning_memo.engine.forward.python_state import PythonState
-from lightning_memo.engine.token_locality.operations_at_length import OperationLog, difference_of, step_of_attention
-from lightning_memo.engine.token_locality.stand_ins import (
-    LocalFunctions,
-    Unusable,
-    attend_in_shape,
-    attended,
-    forward_in_shape,
-    refuse,
+from lightning_memo.engine.token_locality.fake_run import (
+    Place,
+    TrialMode,
+    fake_like,
+    first_line,
+    running,
+    trial,
+    trial_error,
 )
-from lightning_memo.engine.token_locality.token_dims import TOKENS, Dim, TokensMixed, holds_tokens
-from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
-from lightning_memo.engine.token_locality.trial_errors import first_line, trial_error
-from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module, without_parameter_hooks
+from lightning_memo.engine.token_locality.operations_at_length import OperationLog, difference_of, step_of_attention
+from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended
+from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
+from lightning_memo.engine.token_locality.token_tracker import ForwardTracker, Step, TokenTracker
+from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
-# An attribute: the dotted name of its module, and its own.
-Place = tuple[str, str]
 _SHORT_TOKENS = 5
 
 
@@ -86,13 +80,17 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
             do.
 
     Raises:
-        ValueError: The layer keeps tensors where a run cannot be undone, saves tensors before they are filled, or is
-            refused at any number of tokens.
+        ValueError: The layer keeps or changes tensors where a run cannot be undone, saves tensors before they are
+            filled, or is refused at any number of tokens.
     """
+    return trial(call.name, functools.partial(_prove, call, x, unused))
+
+
+def _prove(call: LayerCall, x: Tensor, unused: Collection[Place], mode: TrialMode) -> Locality:
     name = call.name
-    trackers = [TokenTracker(tokens) for tokens in unlike_other_sizes(call, call.tokens, x)]
+    trackers = [ForwardTracker(tokens) for tokens in unlike_other_sizes(call, call.tokens, x)]
     try:
-        locality = _compared(call, x, trackers, unused)
+        locality = _compared(call, x, trackers, unused, mode)
     except (torch.OutOfMemoryError, RefusedAtAnyLength):
         raise  # the first says nothing of the layer
     except TokensMixed as mixed:
@@ -104,15 +102,12 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
             f"{name} calls rrelu, which fills a tensor after autograd has saved it, so that it can be neither swapped "
             "nor recomputed: use leaky_relu"
         )
-    if any(tracker.outlived() for tracker in trackers):
-        raise ValueError(
-            f"{name} keeps tensors outside of its modules, arguments and return value (in a global list, for example), "
-            "but MemoStrategy runs layers more than once: return them, or keep them in attributes of its modules"
-        )
     return locality
 
 
-def _compared(call: LayerCall, x: Tensor, trackers: Sequence[TokenTracker], unused: Collection[Place]) -> Locality:
+def _compared(
+    call: LayerCall, x: Tensor, trackers: Sequence[ForwardTracker], unused: Collection[Place], mode: TrialMode
+) -> Locality:
     """Run a layer on few and on many tokens.
 
     Raises:
@@ -121,16 +116,16 @@ def _compared(call: LayerCall, x: Tensor, trackers: Sequence[TokenTracker], unus
     name = call.name
     if hooked := hooked_module(call.layer):
         raise TokensMixed(f"hooks on {hooked} would see the tokens of one slice only")
-    short, long = (_run(call, x, tracker, unused) for tracker in trackers)
+    short, long = (_run(call, x, tracker, unused, mode) for tracker in trackers)
     if why := difference_of(short.steps, long.steps):
         return Locality(f"{name} computes otherwise with more tokens: {why}")
     if short.sides != long.sides:
         return Locality(f"{name} returns something else with more tokens")
     places = tuple(side if isinstance(side, TokenPlace) else None for side in short.sides)
-    operations = _operations_at(call, x, trackers[0].sizes.tokens, unused)
+    operations = _operations_at(call, x, trackers[0].sizes.tokens, unused, mode)
     locality = Locality("", places, frozenset(unused), operations)
     lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
-    if why := why_other_at(call, x, lengths, locality):
+    if why := _why_other_at(call, x, lengths, locality, mode):
         return Locality(why)
     locality.lengths.update(lengths)
     return locality
@@ -145,25 +140,30 @@ def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: L
         lengths: The numbers of tokens.
         proven: The proof.
     """
+    return trial(call.name, functools.partial(_why_other_at, call, x, lengths, proven))
+
+
+def _why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: Locality, mode: TrialMode) -> str:
     try:
         for tokens in sorted(lengths):
-            if why := difference_of(proven.operations, _operations_at(call, x, tokens, proven.unused)):
+            if why := difference_of(proven.operations, _operations_at(call, x, tokens, proven.unused, mode)):
                 return f"{call.name} computes otherwise for {tokens} tokens: {why}"
+    except RefusedAtAnyLength:
+        raise
     except Exception as error:  # as in a proof
         return f"{call.name} may compute otherwise for other numbers of tokens: {first_line(error)}"
     return ""
 
 
-def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[Place]) -> list[Step]:
+def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[Place], mode: TrialMode) -> list[Step]:
     """Run a layer on fake tensors of some number of tokens, and return its operations."""
-    log, fake = OperationLog(), FakeTensorMode(allow_non_fake_inputs=True)
+    log = OperationLog()
 
     def make(t: Tensor) -> Tensor:
         n, shape = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards), list(t.shape)
         if n is not None:
             shape[n] = shape[n] // call.tokens * tokens
-        with fake:
-            return torch.empty(shape, dtype=t.dtype, device=t.device)
+        return mode.input(shape, t)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         log.steps.append(step_of_attention(spec))
@@ -172,59 +172,52 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     fake_x = make(x).requires_grad_()
-    with running(fake_call, None, fake, unused, attend), fake, log:
+    with running(fake_call, None, mode, unused, attend), mode, log:
         fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))
     return log.steps
 
 
-def _run(call: LayerCall, x: Tensor, tracker: TokenTracker, unused: Collection[Place]) -> _FakeRun:
-    """Run a layer on fake tensors of the tracker's number of tokens.
+def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection[Place], mode: TrialMode) -> _FakeRun:
+    """Run a layer on fake tensors of the tracker's number of tokens, to the end of its forward.
 
     Raises:
         TokensMixed: The layer relates tokens to each other, or cannot be shown not to.
     """
-    tokens, fake = tracker.sizes.tokens, FakeTensorMode(allow_non_fake_inputs=True)
-    make = functools.partial(fake_like, tracker, fake, call)
+    tokens, make = tracker.sizes.tokens, functools.partial(fake_like, tracker, mode, call)
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
-    everything = TokenRange(0, tokens, Action.KEEP)
     attend = functools.partial(attend_in_shape, tracker, call.shards)
-    with running(fake_call, tracker, fake, unused, attend) as functions:
+    with running(fake_call, tracker, mode, unused, attend, tracker.refuse) as functions:
         fake_x = make(x).requires_grad_()
-        with fake, tracker:
-            output = fake_call.run(fake_x.clone(), everything)  # a layer may change its input in place
+        with mode, tracker, _first_reason(tracker):
+            output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))  # it may change its input
         hidden, sides = split_output(output, fake_x, call.layer)
         if tracker.dims(hidden) != tracker.dims(fake_x):
             raise TokensMixed("the hidden states do not hold the tokens of the input")
         places = [_side(value, tracker) for value in sides.values]
         outputs = [t for t in (hidden, *sides.values) if isinstance(t, Tensor) and t.requires_grad]
         if functions.hooked or any(map(has_custom_functions, outputs)):
-            with fake, tracker, tracker.backward():
+            with mode, tracker, tracker.backward(), _first_reason(tracker):
                 _check_backward(outputs, fake_x, call.layer, tracker)
         return _FakeRun(tracker.steps, places)
 
 
 @contextlib.contextmanager
-def running(
-    call: LayerCall,
-    tracker: TokenTracker | None,
-    fake: FakeTensorMode,
-    unused: Collection[Place],
-    attend: Callable[..., Tensor],
-) -> Iterator[LocalFunctions]:
-    """Inside this context, a layer runs on fake tensors and leaves no trace."""
-    with (
-        _disable_current_modes(),  # a user's, which count operations, for example
-        torch.enable_grad(),
-        _without_log(),
-        _without_autocast_cache(),
-        _prepared(call, tracker, fake, unused),
-        handling(attend, on_leaving=refuse),
-        call.mode(TokenRange(0, call.tokens, Action.KEEP)),
-        without_parameter_hooks(call.layer),
-        LocalFunctions(tracker, call.batch, call.token_dim) as functions,
-    ):
-        yield functions
+def _first_reason(tracker: ForwardTracker) -> Iterator[None]:
+    """End the proof after what runs inside the context, by the first reason, whatever has happened since.
+
+    Raises:
+        TokensMixed: Tokens may be mixed.
+    """
+    try:
+        yield
+    except RefusedAtAnyLength:
+        raise
+    except Exception:
+        if not tracker.why_mixed:
+            raise
+    if tracker.why_mixed:
+        raise TokensMixed(tracker.why_mixed)
 
 
 def _check_backward(outputs: Sequence[Tensor], x: Tensor, layer: nn.Module, tracker: TokenTracker) -> None:
@@ -260,67 +253,6 @@ def _side(value: Any, tracker: TokenTracker) -> object:
     if isinstance(value, (bool, int, float, str)) or value is None:
         return value
     raise TokensMixed(f"returns an object of type {type(value).__name__}")
-
-
-def fake_like(tracker: TokenTracker, fake: FakeTensorMode, call: LayerCall, t: Tensor) -> Tensor:
-    """Return a fake tensor in which another number of tokens replaces that of the call."""
-    n = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards)
-    dims: list[Dim] = [tracker.sizes.without_tokens(size) for size in t.shape]
-    if n is not None:
-        dims[n] = tracker.sizes.of_size(t.shape[n] // call.tokens * tracker.sizes.tokens)
-    with fake:
-        made = torch.empty([tracker.sizes.size(dim) for dim in dims], dtype=t.dtype, device=t.device)
-    return tracker.mark(made, tuple(dims))
-
-
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Keep PyTorch from logging that an operation does not run on tensors without values."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keep autocast from giving later forwards the fake copies of weights."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-@contextlib.contextmanager
-def _prepared(
-    call: LayerCall, tracker: TokenTracker | None, fake: FakeTensorMode, unused: Collection[Place]
-) -> Iterator[None]:
-    """Give the modules of a layer what fake tensors need, and undo that and what a forward writes.
-
-    Raises:
-        TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
-    """
-    before = PythonState(call.layer, ())
-    try:
-        for path, name in unused:
-            vars(call.layer.get_submodule(path))[name] = Unusable()
-        for m in call.layer.modules():
-            m._buffers.update({name: None if t is None else fake.from_tensor(t) for name, t in m._buffers.items()})
-            if (forward := forward_in_shape(m, tracker)) is not None:
-                m.forward = forward
-        known = PythonState(call.layer, (call.args, call.kwargs))
-        try:
-            yield
-            if written := known.first_written():
-                raise TokensMixed(f"writes to {written}")
-        finally:
-            known.restore()
-    finally:
-        before.restore()
 
 
 def unlike_other_sizes(call: LayerCall, least: int, *others: Tensor) -> tuple[int, int]:

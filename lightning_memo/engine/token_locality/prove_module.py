@@ -19,11 +19,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial, trial_error
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
-from lightning_memo.engine.token_locality.prove_locality import fake_like, running, unlike_other_sizes
+from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
-from lightning_memo.engine.token_locality.trial_errors import trial_error
 from lightning_memo.engine.token_locality.user_code import has_custom_functions, is_of_a_library
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.class_names import class_name
@@ -110,11 +110,15 @@ def _why_not(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> str:
 
 def _why_mixed(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread: Tensor | None = None) -> str:
     """Return what a run on fake tensors tells against a module; empty if it tells nothing."""
+    return trial(class_name(module), functools.partial(_tell, module, forward, x, unread))
+
+
+def _tell(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread: Tensor | None, mode: TrialMode) -> str:
     name, call = class_name(module), LayerCall(module, forward, (), {}, _TOKENS, x.shape[0])
     with FakeTensorMode():
         like = torch.empty((x.shape[0], _TOKENS, *x.shape[2:]), dtype=x.dtype, device=x.device)
     try:
-        short, long = (_operations(call, like, n, unread) for n in unlike_other_sizes(call, _TOKENS, like))
+        short, long = (_operations(call, like, n, unread, mode) for n in unlike_other_sizes(call, _TOKENS, like))
     except TokensMixed as mixed:
         return f"{name} may not compute each token by itself: {mixed}"
     except Exception as error:  # whatever a module raises on tensors without values, it is not proven
@@ -124,18 +128,18 @@ def _why_mixed(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread
     return ""
 
 
-def _operations(call: LayerCall, like: Tensor, tokens: int, unread: Tensor | None) -> list[Step]:
+def _operations(call: LayerCall, like: Tensor, tokens: int, unread: Tensor | None, mode: TrialMode) -> list[Step]:
     """Run a module on fake tensors of some number of tokens, and return what it computes.
 
     Raises:
         TokensMixed: It relates tokens, draws random numbers, writes to what it holds, or reads `unread`.
     """
-    tracker, fake = _Tracker(tokens, unread), FakeTensorMode(allow_non_fake_inputs=True)
-    with running(call, tracker, fake, (), _attend) as functions:
-        x = fake_like(tracker, fake, call, like)
+    tracker = _Tracker(tokens, unread)
+    with running(call, tracker, mode, (), _attend) as functions:
+        x = fake_like(tracker, mode, call, like)
         x = x.requires_grad_() if x.is_floating_point() else x
         buffers = [(b, b._version) for b in call.layer.buffers()]
-        with fake, tracker, _NothingDrawn():
+        with mode, tracker, _NothingDrawn():
             outputs = call.forward(x.clone())
         for y in outputs if isinstance(outputs, tuple) else (outputs,):
             if not isinstance(y, Tensor) or [TOKENS in dim for dim in tracker.dims(y)] != [False, True, False]:

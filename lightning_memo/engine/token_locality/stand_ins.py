@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
+from lightning_memo.engine.saved_tensors.side_effects import SET_DATA
 from lightning_memo.engine.token_locality.operations_at_length import step_of_attention
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
@@ -22,13 +23,13 @@ def attend_in_shape(tracker: TokenTracker, shards: int, q: Tensor, k: Tensor, v:
     """Answer an attention call. Attention may relate tokens, whose order it must know."""
     tracker.steps.append(step_of_attention(spec))
     if spec.mask is not None and holds_tokens(tracker.dims(spec.mask)):
-        raise TokensMixed("attention gets a mask that the layer makes of its own tokens")
+        tracker.refuse("attention gets a mask that the layer makes of its own tokens")
     apart = ((), tracker.sizes.of_size(shards * tracker.sizes.tokens), ())
     queries, keys, values = (tuple(dim if TOKENS in dim else () for dim in tracker.dims(t)[1:]) for t in (q, k, v))
     if keys == values == ((), (), ()):
-        raise TokensMixed("attention gets the same keys for all slices (cross-attention)")
+        tracker.refuse("attention gets the same keys for all slices (cross-attention)")
     if not queries == keys == values == apart:
-        raise TokensMixed("attention gets queries, keys or values that do not hold one entry for each token")
+        tracker.refuse("attention gets queries, keys or values that do not hold one entry for each token")
     out = attended(q, k, v)
     return tracker.mark(out, (*tracker.dims(q)[:3], tracker.dims(v)[3]))
 
@@ -69,7 +70,7 @@ def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callabl
     if package == "liger_kernel":
         return Tensor.clone
     if package == "bitsandbytes" and isinstance(module, nn.Linear):
-        return functools.partial(_linear_in_shape, module)
+        return functools.partial(_linear_in_shape, tracker, module)
     return None
 
 
@@ -83,20 +84,20 @@ def _experts_in_shape(tracker: TokenTracker | None, x: Tensor, indices: Tensor, 
         return x.clone()
     rows, *others = (tracker.dims(t) for t in (x, indices, weights))
     if any(dims[0] != rows[0] for dims in others) or any(TOKENS in dim for dims in (rows, *others) for dim in dims[1:]):
-        raise TokensMixed("experts get indices of other tokens")
+        tracker.refuse("experts get indices of other tokens")
     return x.clone()
 
 
-def _linear_in_shape(module: nn.Linear, x: Tensor) -> Tensor:
+def _linear_in_shape(tracker: TokenTracker | None, module: nn.Linear, x: Tensor) -> Tensor:
     """Answer a call of a linear module of bitsandbytes.
 
     Raises:
         TokensMixed: It quantises tokens together.
     """
-    if getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
-        raise TokensMixed("bitsandbytes finds the outliers of all tokens (without them: llm_int8_threshold=0.0)")
-    if module.weight.requires_grad:
-        raise TokensMixed("bitsandbytes quantises gradients of all tokens")
+    if tracker is not None and getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
+        tracker.refuse("bitsandbytes finds the outliers of all tokens (without them: llm_int8_threshold=0.0)")
+    if tracker is not None and module.weight.requires_grad:
+        tracker.refuse("bitsandbytes quantises gradients of all tokens")
     return F.linear(x, x.new_empty(module.out_features, module.in_features))
 
 
@@ -107,14 +108,18 @@ class LocalFunctions(TorchFunctionMode):
         tracker: Knows where tensors hold tokens; `None` if that is not followed.
         batch: Number of sequences in the layer's input.
         token_dim: Dimension of tokens in the layer's input.
+        leave_out: Returns whether `t.data = data` is left out.
 
     Attributes:
         hooked: Whether the layer has registered a hook on a tensor.
         drops: Whether dropout was left out.
     """
 
-    def __init__(self, tracker: TokenTracker | None, batch: int, token_dim: int) -> None:
+    def __init__(
+        self, tracker: TokenTracker | None, batch: int, token_dim: int, leave_out: Callable[[Tensor, Tensor], bool]
+    ) -> None:
         super().__init__()
+        self._leave_out = leave_out
         self.hooked = self.drops = False
         self._tracker, self._batch, self._token_dim = tracker, batch, token_dim
 
@@ -125,6 +130,8 @@ class LocalFunctions(TorchFunctionMode):
             return self._dropout(*args, **(kwargs or {}))
         if func is Tensor.register_hook:
             self.hooked = True
+        if func == SET_DATA and self._leave_out(*args):
+            return None
         return func(*args, **(kwargs or {}))
 
     def _dropout(
@@ -144,7 +151,7 @@ class LocalFunctions(TorchFunctionMode):
                 places == [0] and self._token_dim == 1 and input.shape[0] == self._batch * self._tracker.sizes.tokens
             )
             if not (as_input or joined):
-                raise TokensMixed("dropout gets a tensor that does not hold the tokens as the layer's input does")
+                self._tracker.refuse("dropout gets a tensor that does not hold the tokens as the layer's input does")
         return input.clone()
 
 

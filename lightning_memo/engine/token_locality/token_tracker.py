@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,15 +60,13 @@ class TokenTracker(TorchDispatchMode):
         self._alive.append(t)
         return t
 
-    def outlived(self) -> bool:
-        """Hold no tensors any longer, and return whether anything else holds one with tokens."""
-        marked = [weakref.ref(t) for t in self._alive if holds_tokens(self._dims[id(t)])]
-        self._alive.clear()
-        self._dims.clear()
-        if all(t() is None for t in marked):
-            return False
-        gc.collect()  # what only refers to itself is not kept
-        return any(t() is not None for t in marked)
+    def refuse(self, why: str) -> None:
+        """End the proof.
+
+        Raises:
+            TokensMixed: Always.
+        """
+        raise TokensMixed(why)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -187,3 +183,32 @@ class TokenTracker(TorchDispatchMode):
                 yield value
             elif isinstance(value, FakeTensor) and value.constant is not None:  # made of numbers, by `torch.tensor`
                 yield tuple(value.constant.flatten().tolist())
+
+
+class ForwardTracker(TokenTracker):
+    """Follows the tokens until they are mixed, and lets the forward run on, because more is to be seen of it.
+
+    Attributes:
+        why_mixed: Why tokens may be mixed; empty as long as they are not.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.why_mixed = ""
+
+    def refuse(self, why: str) -> None:
+        """Note that tokens may be mixed."""
+        self.why_mixed = self.why_mixed or why
+
+    def dims(self, t: Tensor) -> Dims:
+        return ((),) * t.dim() if self.why_mixed else super().dims(t)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.why_mixed:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except TokensMixed as mixed:
+                self.refuse(str(mixed))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,202 @@
+"""What a run of a layer does besides its outputs: it may write into tensors that it did not make, or keep tensors.
+
+Layers run more than once, to be probed, compared and recomputed. What such a run writes into the layer's own buffers
+and attributes is undone; other tensors must not be written, and what is kept elsewhere cannot be found again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+# Write the same again when they run again: layers of Gemma 3n keep a weight within bounds so.
+_BOUNDS = (_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default)
+# Write running statistics, which their schemas do not say.
+_BATCH_NORMS = (_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm)
+# Return their argument as a new tensor: what was made outside of operators, for example by `torch.tensor`.
+LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call of an operator writes into, except those that it only keeps within bounds."""
+    if not isinstance(func, OpOverload) or func in _BOUNDS:
+        return []
+    if func.overloadpacket in _BATCH_NORMS:
+        running, training = args[3:5], args[5]
+        return [t for t in running if t is not None and training]
+    names = _written_arguments(func)
+    values = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_arguments(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
+    """Return places and names of the arguments that an operator writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def storage_of(t: Tensor) -> UntypedStorage | None:
+    """Return the storage of a tensor; `None` for one without, for example a sparse tensor."""
+    try:
+        return t.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def address_of(t: Tensor) -> int:
+    """Return a number that only views of the same storage share while it is alive; 0 for a tensor without storage."""
+    storage = storage_of(t)
+    return 0 if storage is None else storage._cdata
+
+
+def kept_elsewhere(name: str) -> str:
+    """Return why a layer is refused that keeps tensors where no run of it can be undone."""
+    return (
+        f"{name} keeps tensors outside of its modules, arguments and return value (in a global list, for example), "
+        "but MemoStrategy runs layers more than once: return them, or keep them in attributes of its modules"
+    )
+
+
+class KeptStorages:
+    """Knows the storages that were made while something ran, without keeping their bytes."""
+
+    def __init__(self) -> None:
+        # As long as there is a weak reference, no other storage gets the address.
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __contains__(self, t: Tensor) -> bool:
+        return address_of(t) in self._made
+
+    def add(self, t: Tensor) -> None:
+        """Add the storage of a tensor."""
+        if (storage := storage_of(t)) is not None and storage._cdata not in self._made:
+            self._made[storage._cdata] = StorageWeakRef(storage)
+
+    def alive(self) -> set[int]:
+        """Return the addresses of those that something still holds."""
+        if not self._alive():
+            return set()
+        gc.collect()  # what only refers to itself is not kept
+        return self._alive()
+
+    def _alive(self) -> set[int]:
+        return {address for address, storage in self._made.items() if not storage.expired()}
+
+
+class SideEffects(TorchDispatchMode):
+    """Refuses, before it happens, that a layer writes into tensors that it did not make; notes what it keeps.
+
+    Args:
+        sources: The tensors of which outputs are functions, apart from weights.
+        why_not_written: Returns why a tensor that was there before must not be written; empty if it may be.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, sources: Iterable[Tensor], why_not_written: Callable[[Tensor], str]) -> None:
+        super().__init__()
+        self._why_not_written = why_not_written
+        self._sources = {address_of(t) for t in sources}
+        self._made, self._dependent = KeptStorages(), KeptStorages()
+        self._why = ""
+        self._paused = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside the context."""
+        with _DataSets(self._check_set), self:
+            yield
+        self.refuse()
+
+    def outside(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function of the package that is not watched: kernels may write into memory that they reuse."""
+
+        @functools.wraps(compute)
+        def unwatched(*args: Any, **kwargs: Any) -> Tensor:
+            self._paused = True
+            try:
+                result = compute(*args, **kwargs)
+            finally:
+                self._paused = False
+            for made in (self._made, self._dependent):
+                made.add(result)
+            return result
+
+        return unwatched
+
+    def refuse(self) -> None:
+        """Refuse what was written, also if the layer has caught the exception.
+
+        Raises:
+            ValueError: The layer writes into a tensor that must not be written.
+        """
+        if self._why:
+            raise ValueError(self._why)
+
+    def keeps_tensors(self) -> bool:
+        """Return whether anything that depends on the sources is still alive."""
+        return bool(self._dependent.alive())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(is_traceable_wrapper_subclass(t) for t in given):
+            return NotImplemented  # their class takes them apart
+        written = written_by(func, args, kwargs)
+        for t in written:
+            self._check(t)
+        result = func(*args, **kwargs)
+        self._note(func, given, [*written, *(t for t in tree_leaves(result) if isinstance(t, Tensor))])
+        return result
+
+    def _note(self, func: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        addresses = {address_of(t) for t in given}
+        depends = any(t in self._dependent for t in given) or not self._sources.isdisjoint(addresses)
+        for t in results:
+            if address_of(t) not in addresses or func in LIFTS:
+                self._made.add(t)
+            if depends and t in self._made:
+                self._dependent.add(t)
+
+    def _check(self, t: Tensor) -> None:
+        if t not in self._made and (why := self._why_not_written(t)):
+            self._why = self._why or why
+            self.refuse()
+
+    def _check_set(self, t: Tensor, data: Tensor) -> None:
+        # Classes of libraries for weights convert their bytes when they are first used.
+        if type(t) in (Tensor, nn.Parameter) and address_of(t) != address_of(data):
+            self._check(t)
+
+
+class _DataSets(TorchFunctionMode):
+    """Calls a function before `t.data = data`, which is no operator."""
+
+    def __init__(self, check: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == SET_DATA:
+            self._check(args[0], args[1])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,103 @@
+"""Tensors that are plain attributes of modules, for example counters, which a layer may change in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.forward.python_state import MOST_COPIED, HeldTensor, PythonState, name_of
+from lightning_memo.engine.saved_tensors.mutated_buffers import same_bytes
+from lightning_memo.engine.saved_tensors.side_effects import address_of
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+
+
+class TensorAttributes:
+    """Copies of the small tensors among the attributes of a layer, by which they can be restored.
+
+    Args:
+        state: The attributes of the layer.
+        buffers: Ids of the layer's buffers, whose values others restore.
+    """
+
+    @torch.no_grad()
+    def __init__(self, state: PythonState, buffers: Collection[int]) -> None:
+        found = {id(t): (name_of(owner, key), t) for owner, key, t in restorable(state.tensors) if id(t) not in buffers}
+        self._copies = [(name, t, t.detach().clone()) for name, t in found.values()]
+
+    def changed(self) -> str:
+        """Return the name of the first attribute whose values have changed; empty if there is none."""
+        return next((name for name, t, copy in self._copies if not _same(t, copy)), "")
+
+    def restore(self) -> None:
+        """Undo what has changed."""
+        for _, t, copy in self._copies:
+            if t.shape != copy.shape or t.dtype != copy.dtype:
+                t.data = copy.clone()
+            elif not same_bytes(t, copy):
+                t.data.copy_(copy)  # `data`, so that a graph that has saved the tensor does not see a change
+
+
+def _same(t: Tensor, copy: Tensor) -> bool:
+    return t.shape == copy.shape and t.dtype == copy.dtype and same_bytes(t, copy)
+
+
+def restorable(tensors: Iterable[HeldTensor]) -> list[HeldTensor]:
+    """Return those tensors among the attributes of a layer that a recomputation can replace by copies."""
+    return [
+        (owner, key, t)
+        for owner, key, t in tensors
+        if type(t) is Tensor and isinstance(owner, nn.Module) and not t.requires_grad and not t.is_inference()
+        and t.layout is torch.strided and t.numel() <= MOST_COPIED
+    ]  # fmt: skip
+
+
+def why_not_written(layer: nn.Module, name: str, arguments: Any, state: PythonState, t: Tensor) -> str:
+    """Return why a layer must not write into a tensor that was there before; empty if it can be undone.
+
+    Args:
+        layer: The layer.
+        name: Its name, for messages.
+        arguments: Its arguments.
+        state: Its attributes.
+        t: The tensor, or a view of it.
+    """
+
+    def shared(other: Any) -> bool:
+        return isinstance(other, Tensor) and any(address_of(part) == address_of(t) for part in plain_parts(other))
+
+    held = [each for each in state.tensors if shared(each[2])]
+    what, remedy = "a tensor outside of its modules and arguments", "register it as a buffer of the layer"
+    if path := next((path for path, weight in layer.named_parameters() if shared(weight)), ""):
+        what = f"its weight {path}"
+        remedy = "compute with a changed copy, or change weights between steps, for example in on_train_batch_start"
+    elif _can_be_undone(held, {id(buffer) for buffer in layer.buffers()}):
+        return ""
+    elif any(map(shared, tree_leaves(arguments))):
+        what, remedy = "a tensor that it gets as an argument", "write into a copy, and return it"
+    elif held:
+        what = f"{name_of(*held[0][:2])}, which is no buffer"
+    return f"{name} writes into {what}, and a recomputation would write again: {remedy}"
+
+
+def _can_be_undone(held: Collection[HeldTensor], buffers: Collection[int]) -> bool:
+    """Return whether what is written into a storage can be undone.
+
+    Args:
+        held: The tensors with this storage among the attributes of a layer.
+        buffers: Ids of the layer's buffers, which are restored in place.
+    """
+    found = {id(t): t for _, _, t in held}
+    if found.keys() <= set(buffers):
+        return bool(found)
+    # A recomputation replaces other tensors by copies, which share nothing with each other.
+    replaced = restorable(held)
+    return len(found) == 1 and len(replaced) == len(held) and _is_whole(replaced[0][2])
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Return whether a tensor is all of its storage."""
+    return t.nbytes == t.untyped_storage().nbytes()

@@ -1,0 +1,280 @@
+"""Runs modules on fake tensors, which have shapes but no values, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memo.engine.forward.cut_tokens import token_dim_of
+from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.forward.python_state import PythonState, name_of
+from lightning_memo.engine.saved_tensors.side_effects import (
+    LIFTS,
+    KeptStorages,
+    address_of,
+    kept_elsewhere,
+    written_by,
+)
+from lightning_memo.engine.saved_tensors.tensor_attributes import why_not_written
+from lightning_memo.engine.token_locality.kept_constants import KeptConstants
+from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, refuse
+from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed
+from lightning_memo.engine.token_locality.token_tracker import TokenTracker
+from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
+from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.utils.user_errors import RefusedAtAnyLength
+
+# An attribute: the dotted name of its module, and its own.
+Place = tuple[str, str]
+Result = TypeVar("Result")
+
+
+class TrialMode(FakeTensorMode):
+    """Makes fake tensors, and notes what runs on them leave behind.
+
+    Attributes:
+        written: The tensors with values into which an operation would have written. Their values are as before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.written: list[Tensor] = []
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
+        self._stand_for: dict[int, Tensor] = {}  # tensors with values by the address of the fake one
+        self._made = KeptStorages()
+        self._constants = KeptConstants()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func not in LIFTS:
+            args, kwargs = tree_map_only(Tensor, self._fake_of, (args, kwargs))
+        for t in written_by(func, args, kwargs):
+            if address_of(t) in self._stand_for:
+                self.written.append(self._stand_for[address_of(t)])
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._constants.note(func, args, kwargs, result)
+        for t in tree_leaves(result):
+            if isinstance(t, FakeTensor):
+                self._made.add(t)
+        return result
+
+    def input(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a fake tensor that stands for an input, and is no constant."""
+        with self:
+            made = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self._constants.forget(made)
+        return made
+
+    def buffer(self, t: Tensor) -> Tensor:
+        """Return a fake tensor that stands for a buffer, which may be written."""
+        made = self.from_tensor(t)
+        self._note_stand_in(t, made)
+        return made
+
+    def set_data(self, t: Tensor, data: Tensor) -> bool:
+        """Note `t.data = data`, and return whether it must be left out, because `t` has values."""
+        if isinstance(t, FakeTensor):
+            return False
+        if self._stand_for.get(address_of(data)) is not t:
+            self.written.append(t)
+        return True
+
+    def settle(self, name: str) -> bool:
+        """Give constants that something has kept their values, and return whether there are any.
+
+        Args:
+            name: Name of what ran, for messages.
+
+        Raises:
+            RefusedAtAnyLength: Something has kept tensors that are no constants.
+        """
+        self._stand_ins.clear()
+        alive = self._made.alive()
+        if not alive:
+            return False
+        kept = [t for t in gc.get_objects() if type(t) is FakeTensor and address_of(t) in alive]
+        if not all(t in self._constants for t in kept):
+            raise RefusedAtAnyLength(kept_elsewhere(name))
+        for t, real in zip(kept, self._constants.values_of(kept), strict=True):
+            # Whatever refers to the tensor is not known, so that the tensor itself becomes the other one.
+            vars(t).clear()
+            t.__class__ = Tensor
+            torch._C._swap_tensor_impl(t, real)  # type: ignore[attr-defined]
+        return bool(kept)
+
+    def _fake_of(self, t: Tensor) -> Tensor:
+        if type(t) not in (Tensor, nn.Parameter):
+            return t
+        if id(t) not in self._stand_ins:
+            made = self.from_tensor(t.detach())
+            self._stand_ins[id(t)] = t, made
+            self._stand_for[address_of(made)] = t
+            self._note_stand_in(t, made)
+        return self._stand_ins[id(t)][1]
+
+    def _note_stand_in(self, t: Tensor, made: Tensor) -> None:
+        self._made.add(made)
+        self._constants.give(made, t)
+
+
+def trial(name: str, run: Callable[[TrialMode], Result]) -> Result:
+    """Run something on fake tensors, of which none is left behind, and return its result, which holds no tensors.
+
+    Constants that it keeps elsewhere get values. It then runs once more, as it does from then on.
+
+    Args:
+        name: Name of what runs, for messages.
+        run: Runs it.
+
+    Raises:
+        RefusedAtAnyLength: It keeps tensors elsewhere that are no constants.
+    """
+    result = run(mode := TrialMode())
+    if mode.settle(name):
+        result = run(mode := TrialMode())
+        mode.settle(name)
+    return result
+
+
+@contextlib.contextmanager
+def running(
+    call: LayerCall,
+    tracker: TokenTracker | None,
+    mode: TrialMode,
+    unused: Collection[Place],
+    attend: Callable[..., Tensor],
+    on_leaving: Callable[[str], None] = refuse,
+) -> Iterator[LocalFunctions]:
+    """Inside this context, a layer runs on fake tensors and leaves no trace.
+
+    Args:
+        call: The layer and its arguments.
+        tracker: Knows where tensors hold tokens; `None` if that is not followed.
+        mode: Makes fake tensors.
+        unused: Attributes without which the layer has to do.
+        attend: Answers attention calls.
+        on_leaving: Told why, if the layer computes an attention call itself.
+
+    Raises:
+        TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
+        RefusedAtAnyLength: The layer writes into a tensor for which this cannot be undone.
+    """
+    with (
+        _disable_current_modes(),  # a user's, which count operations, for example
+        torch.enable_grad(),
+        _without_log(),
+        _without_autocast_cache(),
+        _prepared(call, tracker, mode, unused),
+        handling(attend, on_leaving=on_leaving),
+        call.mode(TokenRange(0, call.tokens, Action.KEEP)),
+        without_parameter_hooks(call.layer),
+        _without_gradients(call.layer),
+        LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
+    ):
+        yield functions
+
+
+def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor) -> Tensor:
+    """Return a fake tensor in which another number of tokens replaces that of the call."""
+    n = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards)
+    dims: list[Dim] = [tracker.sizes.without_tokens(size) for size in t.shape]
+    if n is not None:
+        dims[n] = tracker.sizes.of_size(t.shape[n] // call.tokens * tracker.sizes.tokens)
+    return tracker.mark(mode.input(list(map(tracker.sizes.size, dims)), t), tuple(dims))
+
+
+def trial_error(error: Exception) -> str:
+    """Return why a run on fake tensors that ended with an error proves nothing."""
+    return f"a trial run with other numbers of tokens, and without values, ended with: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep PyTorch from logging that an operation does not run on tensors without values."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep autocast from giving later forwards the fake copies of weights."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _without_gradients(layer: nn.Module) -> Iterator[None]:
+    """Keep autograd functions that run a backward of their own from adding to the gradients of weights."""
+    before = [(p, p.grad) for p in layer.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
+
+
+@contextlib.contextmanager
+def _prepared(
+    call: LayerCall, tracker: TokenTracker | None, mode: TrialMode, unused: Collection[Place]
+) -> Iterator[None]:
+    """Give the modules of a layer what fake tensors need, and undo that and what a forward writes."""
+    before = PythonState(call.layer, ())
+    try:
+        for path, name in unused:
+            vars(call.layer.get_submodule(path))[name] = Unusable()
+        for m in call.layer.modules():
+            m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
+            if (forward := forward_in_shape(m, tracker)) is not None:
+                m.forward = forward
+        known = PythonState(call.layer, (call.args, call.kwargs))
+        try:
+            yield
+            if written := known.first_written() or _first_of(mode.written, call, known):
+                raise TokensMixed(f"writes to {written}")
+        finally:
+            known.restore()
+    finally:
+        before.restore()
+
+
+def _first_of(written: Collection[Tensor], call: LayerCall, state: PythonState) -> str:
+    """Return the name of the first of some tensors that a layer writes into; empty if there is none.
+
+    Raises:
+        RefusedAtAnyLength: It cannot be undone.
+    """
+    for t in written:
+        if why := why_not_written(call.layer, call.name, (call.args, call.kwargs), state, t):
+            raise RefusedAtAnyLength(why)
+    held = ((name_of(owner, key), address_of(t)) for owner, key, t in state.tensors)
+    addresses = set(map(address_of, written))
+    return next((name for name, address in held if address in addresses), "")
