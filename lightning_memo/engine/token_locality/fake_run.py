@@ -257,8 +257,11 @@ def _prepared(
                 m.forward = forward
         known = PythonState(call.layer, (call.args, call.kwargs))
         try:
-            yield
-            if written := known.first_written() or _first_of(mode.written, call, known):
+            try:
+                yield
+            finally:  # also if tokens were mixed
+                written = _first_of(mode.written, call, known)
+            if written := known.first_written() or written:
                 raise TokensMixed(f"writes to {written}")
         finally:
             known.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +157,21 @@ def test_arguments_that_are_changed_unseen_are_refused() -> None:
     run = Recording(lambda: Writing([kind() for _ in range(3)]))
     with pytest.raises(ValueError, match="Acting writes into a tensor that it gets as an argument"):
         fit(MemoStrategy(alpha=0.0), run, batches([make_batch(2, 24)]), max_steps=1)
+
+
+@pytest.mark.parametrize(("acts", "message"), [(scales_its_weight, WRITES), (appends, KEEPS)])
+def test_a_single_layer_that_does_so_is_found(acts: Callable[..., Any], message: str) -> None:
+    """Other layers of its class are probed in its place."""
+    numbers = itertools.count()
+
+    def number(block: Any) -> None:
+        block.number = next(numbers)
+
+    def acts_in_one(block: Any, x: Tensor) -> Tensor:
+        x = x + x.mean(1, keepdim=True)
+        if block.number == 2:
+            acts(block, x)
+        return x
+
+    with pytest.raises(ValueError, match=message):
+        fit(MemoStrategy(), Recording(blocks(block_that(acts_in_one, number))), batches([make_batch(2, 24)]))
