@@ -82,7 +82,8 @@ def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
     loss.backward()
     assert engine.memory is not None
     assert engine.memory.stats.peak_host_bytes == engine.host_bytes == sum(swapped[:-2])
-    assert len(set(swapped)) == 2
+    least = 2 if all(p.requires_grad for p in model.parameters()) else 3  # no gradient goes through the first layer
+    assert len(set(swapped)) == least
     under_test.assert_as_planned()
     under_test.assert_empty()
     assert_as_good(case, Step(loss.detach(), gradients_of(model)))

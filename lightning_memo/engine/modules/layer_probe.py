@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attention.attention_sinks import merge_sinks
+from lightning_memo.engine.forward.asked_gradients import NotedQuestions
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.forward.known_tensor import as_function_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import split_output
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
@@ -44,6 +48,7 @@ class LayerTraits:
         key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
         changing: Names of the buffers that a forward changes.
         chooses: Whether the layer chooses indices by values, as a router chooses experts.
+        asks: Whether the layer asks if gradients go through a tensor.
         locality: The proof that the layer keeps tokens apart.
     """
 
@@ -54,6 +59,7 @@ class LayerTraits:
     key_value_gradient_bytes: int = 0
     changing: tuple[str, ...] = ()
     chooses: bool = False
+    asks: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
     @property
@@ -77,7 +83,8 @@ class _Recorder:
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         backend = self._backend_of(q, k, v, spec)
-        result = merge_sinks(backend.forward(q, k, v, spec), spec.sinks)
+        with torch.no_grad():
+            result = merge_sinks(backend.forward(q, k, v, spec), spec.sinks)
         self.specs.append(spec)
         if not backend.blocks:
             self.why_no_blocks = _why_no_blocks(q)
@@ -85,7 +92,7 @@ class _Recorder:
             self.saved.append(SavedBytes(kind, t.nbytes))
         self.gradient_bytes += (k.numel() + v.numel()) * sums_dtype(k).itemsize
         self.outputs.append((result.out, RngState.capture(q.device)))
-        return result.out
+        return as_function_of(result.out, q, k, v, spec.sinks)
 
     def note_own(self, why: str) -> None:
         self.why_own = why
@@ -100,16 +107,15 @@ class _Recorder:
         def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             out, after = next(known)
             after.restore()
-            if part.tokens == tokens:  # also if queries are not tokens
-                return out
-            return take_tokens(out, 2, tokens, part.start, part.stop)
+            if part.tokens != tokens:  # otherwise, queries may be no tokens
+                out = take_tokens(out, 2, tokens, part.start, part.stop)
+            return as_function_of(out, q, k, v, spec.sinks)
 
         return answer
 
 
-@torch.no_grad()
 def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
-    """Run a layer twice without gradients, and check that it gives the same output. The layer's state is restored.
+    """Run a layer twice, and check that it gives the same output. The layer's state is restored.
 
     Args:
         call: The layer and its arguments.
@@ -139,8 +145,10 @@ def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> La
         before = LayerState(call, x.device)
         arguments = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad)
         effects = SideEffects([x, *arguments], before.why_not_written)
+        part = x.detach().narrow(call.token_dim, 0, tokens).requires_grad_(x.requires_grad)
+        is_leaf = x.requires_grad and x.is_leaf
         try:
-            traits = _traits_of(call, x.narrow(call.token_dim, 0, tokens), _Recorder(backend_of), before, effects)
+            traits = _traits_of(call, part, _Recorder(backend_of), before, effects, is_leaf)
         finally:
             before.restore()
     if effects.keeps_tensors():
@@ -148,20 +156,28 @@ def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> La
     return traits
 
 
+@contextlib.contextmanager
+def _in_training(call: LayerCall) -> Iterator[None]:
+    """Let a layer find gradients enabled, as layers may ask for that, without keeping what autograd saves."""
+    saved = saved_tensors_hooks(lambda t: None, lambda _: refuse_inner_backward(call.name))
+    with torch.enable_grad(), refusing_transforms(call.name), saved:
+        yield
+
+
 def _traits_of(
-    call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState, effects: SideEffects
+    call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState, effects: SideEffects, is_leaf: bool
 ) -> LayerTraits:
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
-    with (
-        effects.watching(),
-        handling(effects.outside(recorder.whole), call.layout, recorder.note_own),
-        call.mode(everything),
-        NotedChoices(recorder.note_choice),
-    ):
-        # On a copy, because a layer may change its input in place.
-        copy = x.clone()
-        hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
+    with effects.watching(), _in_training(call):
+        copy = x.clone()  # because a layer may change its input in place
+        with (
+            handling(effects.outside(recorder.whole), call.layout, recorder.note_own),
+            call.mode(everything),
+            NotedChoices(recorder.note_choice),
+            NotedQuestions(call.name, copy if is_leaf else None) as questions,
+        ):
+            hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
     recorder.changes_input = copy._version > 0
     sketch = _sketch(hidden, x)
     del hidden, copy
@@ -186,8 +202,9 @@ def _traits_of(
     why_nest = _why_nest(call, recorder)
     why = _why_whole(call, recorder, not why_nest, changing, rewritten)
     return LayerTraits(
-        why, why_nest, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses
-    )
+        why, why_nest, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses,
+        questions.asked,
+    )  # fmt: skip
 
 
 def _why_nest(call: LayerCall, recorder: _Recorder) -> str:
@@ -210,6 +227,7 @@ def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, pa
     tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
     errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
     with (
+        _in_training(call),
         handling(recorder.known(part, tokens), call.layout),
         call.mode(part),
         contextlib.suppress(StopIteration, *errors),
@@ -237,6 +255,7 @@ def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: 
     return ""
 
 
+@torch.no_grad()
 def _sketch(hidden: Tensor, x: Tensor) -> Tensor:
     """Return what a layer added to its input, projected on a few directions: `[batch, tokens, 8]`, which is small."""
     generator = torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.intercept import handling
+from lightning_memo.engine.forward.known_tensor import as_function_of
 from lightning_memo.engine.forward.matrix_products import AnsweredProduct, MeasuredProduct, ProductMode
 from lightning_memo.engine.forward.repeated_choices import RepeatedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
@@ -125,7 +126,7 @@ class _Recomputation:
         part, run = self._part, self._part.run
         run.begin_backward()
         run.meter.mark("recompute_begin")
-        x = self._input().requires_grad_()
+        x = self._input().requires_grad_(run.states.x_requires_grad)
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
@@ -141,7 +142,7 @@ class _Recomputation:
                 stack.enter_context(RepeatedChoices(part.choices, run.arguments))
             if on_product := self._on_product():
                 stack.enter_context(ProductMode(run.call.layer, on_product))
-            run.arguments.restored_call().run(_Known.apply(x, x), part.range)
+            run.arguments.restored_call().run(as_function_of(x, x), part.range)
         run.meter.mark("recompute_end")
         if not self._enough:
             raise RuntimeError(
@@ -203,8 +204,7 @@ class _Recomputation:
         self._stop_if_enough()
         part.rng_after_attention[number].restore()
         known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
-        out: Tensor = _Known.apply(known, q, k, v, spec.sinks)
-        return out
+        return as_function_of(known, q, k, v, spec.sinks)
 
     def _on_product(self) -> Callable[[str, Callable[[], Tensor]], Tensor] | None:
         profile = self._part.run.engine.profile
@@ -254,18 +254,6 @@ class RecomputedKeysValues:
         assert part is not None
         _, k, v = part.recompute().qkv[self._number]
         return k, v
-
-
-class _Known(torch.autograd.Function):
-    """Makes a known tensor a function of others, so that later operations require grad and may change it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, known: Tensor, *inputs: Tensor | None) -> Tensor:
-        return known.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dknown: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError("a recomputed graph is never differentiated")
 
 
 def _refuse(_: None) -> Tensor:

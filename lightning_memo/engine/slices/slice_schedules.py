@@ -96,10 +96,15 @@ def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[SideValues]]:
 
 
 def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, SideValues]:
-    x = _Fetch.apply(part, x, token)
+    """Run a slice. Its input requires grad if the layer's input does, as layers may ask for that."""
+    before: Tensor | None = None
+    if part.run.states.x_requires_grad:
+        x = _Fetch.apply(part, x, token)
+    else:  # autograd goes back along `before` last, as it is older than all that the slice computes
+        before = _Fetch.apply(part, token, token)
     with part.running(part.attend):
         y, side = _call(part, x)
-    return _Store.apply(part, y), side
+    return _Store.apply(part, y, before), side
 
 
 def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, SideValues]:
@@ -114,10 +119,14 @@ def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, SideValues]:
 def run_nested(run: LayerRun, x: Tensor) -> Any:
     """Run a layer with its slices nested in one attention call, and return what the layer returns."""
     slices = [SliceRun(run, number, tokens, x) for number, tokens in enumerate(run.slices)]
-    x = _Enter.apply(slices, x if x.requires_grad else x.detach().requires_grad_())
+    before: Tensor | None = None
+    if x.requires_grad:
+        x = _Enter.apply(slices, x)
+    else:  # as in `_run_slice`
+        before = _Enter.apply(slices, torch.zeros((), device=x.device, requires_grad=True))
     nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
     nest.run(0)
-    y = _Leave.apply(run, torch.cat(nest.outputs, run.call.token_dim))
+    y = _Leave.apply(run, torch.cat(nest.outputs, run.call.token_dim), before)
     return _with_sides(y, nest.sides, run)
 
 
@@ -239,7 +248,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Fetch(torch.autograd.Function):
-    """Passes its input to a slice, and takes the gradient of that input."""
+    """Passes its input to a slice, and takes the gradient of that input, which ends the backward of the slice."""
 
     @staticmethod
     def forward(ctx: Any, part: SliceRun, x: Tensor, token: Tensor) -> Tensor:
@@ -257,7 +266,7 @@ class _Store(torch.autograd.Function):
     """Takes a slice's output, and passes on the gradient of that output."""
 
     @staticmethod
-    def forward(ctx: Any, part: SliceRun, y: Tensor) -> Tensor:
+    def forward(ctx: Any, part: SliceRun, y: Tensor, before: Tensor | None) -> Tensor:
         ctx.part = part
         part.run.states.write_output(part.range, y)
         return torch.zeros((), device=y.device)
@@ -265,7 +274,8 @@ class _Store(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
         ctx.part.begin_backward()
-        return None, ctx.part.run.states.next_output_gradient()
+        before = token if ctx.needs_input_grad[2] else None
+        return None, ctx.part.run.states.next_output_gradient(), before
 
 
 class _Gather(torch.autograd.Function):
@@ -310,7 +320,7 @@ class _Leave(torch.autograd.Function):
     """Returns the output of a nested run. Its backward begins the backward of the layer."""
 
     @staticmethod
-    def forward(ctx: Any, run: LayerRun, y: Tensor) -> Tensor:
+    def forward(ctx: Any, run: LayerRun, y: Tensor, before: Tensor | None) -> Tensor:
         ctx.run = run
         run.end_forward()
         return y.view_as(y)
@@ -318,4 +328,4 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         ctx.run.begin_backward()
-        return None, dy
+        return None, dy, torch.zeros((), device=dy.device) if ctx.needs_input_grad[2] else None

@@ -171,7 +171,7 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
 
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
-    fake_x = make(x).requires_grad_()
+    fake_x = make(x).requires_grad_(x.requires_grad)
     with running(fake_call, None, mode, unused, attend), mode, log:
         fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))
     return log.steps
@@ -188,7 +188,7 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     attend = functools.partial(attend_in_shape, tracker, call.shards)
     with running(fake_call, tracker, mode, unused, attend, tracker.refuse) as functions:
-        fake_x = make(x).requires_grad_()
+        fake_x = make(x).requires_grad_(x.requires_grad)
         with mode, tracker, _first_reason(tracker):
             output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))  # it may change its input
         hidden, sides = split_output(output, fake_x, call.layer)
@@ -228,10 +228,12 @@ def _check_backward(outputs: Sequence[Tensor], x: Tensor, layer: nn.Module, trac
     """
     gradients = [tracker.mark(torch.empty_like(t), tracker.dims(t)) for t in outputs]
     weights = [p for p in layer.parameters() if p.requires_grad]
-    dx, *of_weights = torch.autograd.grad(outputs, [x, *weights], gradients, allow_unused=True)
+    inputs = [x, *weights] if x.requires_grad else weights
+    found = list(torch.autograd.grad(outputs, inputs, gradients, allow_unused=True))
+    dx = found.pop(0) if x.requires_grad else None
     if dx is not None and (tracker.dims(dx) != tracker.dims(x) or tracker.is_sum(dx)):
         raise TokensMixed("the gradient of the input does not hold its tokens")
-    for gradient in of_weights:
+    for gradient in found:
         if gradient is not None and holds_tokens(tracker.dims(gradient)):
             raise TokensMixed("the gradient of a weight holds tokens")
 

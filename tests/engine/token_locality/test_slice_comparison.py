@@ -101,7 +101,7 @@ DIFFERENCES = {
 
 
 def compared(block: Opening, tokens: int = 48, dtype: torch.dtype = torch.float32, turn: int = 0) -> str:
-    x = torch.randn(2, 60, 32).to(dtype)
+    x = torch.randn(2, 60, 32).to(dtype).requires_grad_()
     call = LayerCall(block, block.forward, (), {}, 60, 2)
     places = (TokenPlace(1, 1, 1),) if block.at == "side" else ()
     return difference_in_slices(call, x, places, 5, tokens, turn)
