@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -263,6 +265,94 @@ def write_large(model: nn.Module, between: bool) -> None:
 @torch.no_grad()
 def write_bias(model: nn.Module, between: bool) -> None:
     model.blocks[1].out.bias.fill_(3.0 if between else 1.0)
+
+
+SCALE = ContextVar("SCALE", default=1.0)
+
+
+class InContext(PlainBlock):
+    """Reads a context variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * SCALE.get())
+
+
+class Inner(nn.Linear):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.factor)
+
+
+class OfClass(PlainBlock):
+    """Reads an attribute of its class, and has a part that does."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x * type(self).factor))
+
+
+class Around(Recording):
+    """Sets a context variable and attributes of classes around the forward, others in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        token = SCALE.set(2.0 + batch_idx)
+        OfClass.factor = Inner.factor = SCALE.get()
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            SCALE.reset(token)
+            OfClass.factor, Inner.factor = 1.0, 3.0
+
+
+@slow_if(lambda kind, settings: kind is InContext and settings["alpha"] == 1.0)
+@pytest.mark.parametrize(
+    "settings", [*({"alpha": a} for a in ALPHAS), {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"}], ids=str
+)
+@pytest.mark.parametrize("kind", [InContext, OfClass])
+def test_what_is_set_around_a_forward(kind: type[nn.Module], settings: dict[str, Any]) -> None:
+    compare(blocks(kind), {"check_slices": False} | settings, Around)
+    assert (SCALE.get(), OfClass.factor, Inner.factor) == (1.0, 1.0, 3.0)
+
+
+class CountingOnClass(PlainBlock):
+    """Counts the forwards of all blocks."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountingOnClass.calls += 1
+        return super().forward(x * (1 + 0.1 * (self.calls % 3)))
+
+
+class CountingInContext(PlainBlock):
+    """Sets a context variable, which it does not read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SCALE.set(SCALE.get() + 1)
+        return super().forward(x)
+
+
+def reset_counts(model: nn.Module, between: bool) -> None:
+    if not between:
+        CountingOnClass.calls = 0
+        SCALE.set(1.0)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("kind", [CountingOnClass, CountingInContext])
+def test_counts_of_classes_and_contexts(kind: type[nn.Module], alpha: float) -> None:
+    told = pytest.warns(UserWarning, match="class attribute CountingOnClass.calls|sets a context variable")
+    with told if alpha == 0.5 else nullcontext():
+        compare(blocks(kind), {"alpha": alpha}, lambda build: Between(build, reset_counts))
+    assert kind is not CountingOnClass or CountingOnClass.calls == 3
+    assert kind is not CountingInContext or SCALE.get() == 4.0
+    SCALE.set(1.0)
 
 
 CHANGED = [

@@ -9,7 +9,7 @@ import functools
 import operator
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ _READ_TABLES = (
     *("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
+_PYTHONS_OWN = "_abc_impl"  # attribute of classes
 _DEPTH = 3  # of containers and objects within those that a module holds
 LONGEST = 1024  # containers that hold more are not looked into
 MOST_COPIED = 2**16  # values of a tensor or array of which a copy is kept
@@ -144,8 +145,50 @@ def attributes_of(value: object) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
+class ClassAttributes:
+    """What classes hold, which users may set for a part of a step. Objects that they hold are not looked into.
+
+    Args:
+        kinds: The classes.
+    """
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._before = {kind: dict(vars(kind)) for kind in kinds}
+
+    def changed(self) -> list[tuple[type, str]]:
+        """Return the classes and the names of attributes that have changed."""
+        return [
+            (kind, name)
+            for kind, before in self._before.items()
+            for name in before.keys() | vars(kind).keys()
+            if vars(kind).get(name, _NOTHING) is not before.get(name, _NOTHING)
+            and not (name.startswith("__") or name == _PYTHONS_OWN)
+        ]
+
+    def present(self) -> ClassAttributes:
+        """Return what the same classes hold now."""
+        return ClassAttributes(self._before)
+
+    def restore(self) -> None:
+        """Undo what has changed."""
+        for kind, name in self.changed():
+            value: Any = self._before[kind].get(name, _NOTHING)
+            if value is _NOTHING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _classes_of(kind: type) -> tuple[type, ...]:
+    """Return a class and those from which it is derived, apart from those of libraries."""
+    return tuple(c for c in kind.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
+
+
 class PythonState:
-    """What the attributes of a layer's modules hold, and the containers and objects among these and its arguments.
+    """What the attributes of a layer's modules and of their classes hold.
+
+    Also what the containers and objects among its modules' attributes and among its arguments hold.
 
     Args:
         layer: The layer.
@@ -161,8 +204,11 @@ class PythonState:
         self._held: list[Held] = []
         self._empty: list[tuple[nn.Module, dict[str, Any]]] = []
         self._seen = set(map(id, layer.modules()))
+        kinds: dict[type, None] = {}
         for module in layer.modules():
             self._note_module(module, _DEPTH)
+            kinds.update(dict.fromkeys(_classes_of(type(module))))
+        self._classes = ClassAttributes(kinds)
         self._look_into(arguments, "an argument", "", _DEPTH)
 
     def _note_module(self, module: nn.Module, depth: int) -> None:
@@ -236,11 +282,13 @@ class PythonState:
 
     def first_written(self) -> str:
         """Return the name of something that has changed; empty if nothing has."""
-        added = (name_of(module, next(iter(table))) for module, table in self._empty if table)
+        added = [name_of(module, next(iter(table))) for module, table in self._empty if table]
+        added += [f"the class attribute {kind.__name__}.{name}" for kind, name in self._classes.changed()]
         return next(filter(None, (*(held.first_changed for held in self._held), *added)), "")
 
     def restore(self) -> None:
         """Undo what has changed."""
+        self._classes.restore()
         for _, table in self._empty:
             table.clear()
         for held in self._held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -111,7 +112,9 @@ class LayerClasses:
             was_cut = any(not traits.why_whole for traits in by_form.values())
             before = by_form.get(form)
             with collecting_nothing():
-                by_form[form] = self._find(call, x, (attributes.modules, form), attributes.inner, form is _ANY_OTHER)
+                kind, any_other = (attributes.modules, form), form is _ANY_OTHER
+                # A layer may set context variables.
+                by_form[form] = copy_context().run(self._find, call, x, kind, attributes.inner, any_other)
             if before is not None and by_form[form].locality is before.locality:  # they decide nothing: not counted
                 self._numbers[id(call.layer)] = numbers, self._numbers[id(call.layer)][1] - 1
             if was_cut and by_form[form].why_whole and call.tokens > 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ class ForwardContext:
         buffers: The values that the layer's changing buffers had before the forward.
         state: What the forward read apart from its inputs; `None` if nothing is recomputed.
         autocast: A factory of the autocast context that was active in the forward.
+        variables: The context variables (`contextvars`) of the forward. In the backward on a GPU, which has a thread of
+            its own, they would have their defaults.
     """
 
     rng: RngState
     buffers: MutatedBuffers
     state: ForwardState | None
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    variables: Context = field(default_factory=copy_context)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[list[tuple[Tensor, Tensor]]]:

@@ -135,7 +135,7 @@ class ForwardState(PythonState):
         changed = [held for held in self._held if held.changed]
         present = [(held.container, copied(held.container)) for held in changed]
         present += [(table, dict(table)) for _, table in self._empty if table]
-        trained = [(t, t.requires_grad) for t, _ in self._trained]
+        trained, classes = [(t, t.requires_grad) for t, _ in self._trained], self._classes.present()
         self.restore()
         _train(self._trained)
         try:
@@ -143,6 +143,7 @@ class ForwardState(PythonState):
                 yield copies
         finally:
             self.restore()  # what the recomputation has changed
+            classes.restore()
             for container, values in present:
                 refill(container, values)
             _train(trained)

@@ -229,7 +229,8 @@ class SliceRun:
     def recompute(self) -> Recomputed:
         """Return the results of running the slice's forward again, which happens once."""
         if self._recomputed is None:
-            self._recomputed = run_as_written(recompute, self)
+            variables = self.run.forward_context.variables.copy()  # a recomputation may need that of another slice
+            self._recomputed = variables.run(run_as_written, recompute, self)
         return self._recomputed
 
     def begin_backward(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
@@ -255,7 +256,7 @@ def _prepared(
             m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
             if (forward := forward_in_shape(m, tracker)) is not None:
                 m.forward = forward
-        known = PythonState(call.layer, (call.args, call.kwargs))
+        known, variables = PythonState(call.layer, (call.args, call.kwargs)), copy_context()
         try:
             try:
                 yield
@@ -263,6 +264,8 @@ def _prepared(
                 written = _first_of(mode.written, call, known)
             if written := known.first_written() or written:
                 raise TokensMixed(f"writes to {written}")
+            if any(value is not variables.get(variable) for variable, value in copy_context().items()):
+                raise TokensMixed("sets a context variable")
         finally:
             known.restore()
     finally:
