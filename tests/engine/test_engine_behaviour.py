@@ -8,6 +8,7 @@ import io
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -789,7 +790,10 @@ def test_layer_that_overwrites_its_input_which_found_no_room(alpha: float) -> No
     ("returned", "message"),
     [
         ({"hidden": None}, "Returning returned dict with no tensor for an input of shape "),
-        ({"hidden": torch.ones(2, TOKENS, 32)}, "Returning got dict as its first argument: "),  # the second one
+        (
+            SimpleNamespace(hidden=torch.ones(2, TOKENS, 32)),
+            "Returning returned SimpleNamespace with no tensor for an ",
+        ),
     ],
 )
 def test_layers_without_hidden_states_are_refused(returned: object, message: str) -> None:

@@ -82,8 +82,19 @@ class Counting(nn.Module):
         return self.block(x) * (1 + 0.1 * self.forwards)
 
 
+class Noisy(nn.Module):
+    """A block with a random generator of its own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.chance = block, torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + torch.empty_like(x).normal_(generator=self.chance)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("kind", [Delayed, Replaced, Normalised, Counting])
+@pytest.mark.parametrize("kind", [Delayed, Replaced, Normalised, Counting, Noisy])
 def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float) -> None:
     """Probing, profiling and recomputing layers leave no trace, and a recomputation sees the buffers of the forward.
 
@@ -131,17 +142,6 @@ class TokenwiseState(Delayed):
         return self.block(x) + x / scale
 
 
-class Noisy(nn.Module):
-    """A block with a random generator of its own."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block, self.chance = block, torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) + torch.empty_like(x).normal_(generator=self.chance)
-
-
 class CountingOutside(Counting):
     """Counts where no module sees it."""
 
@@ -152,16 +152,9 @@ class CountingOutside(Counting):
         return self.block(x) * (1 + 0.1 * self.total[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Noisy, r"Noisy draws random numbers from a torch\.Generator of its own"),
-        (CountingOutside, "CountingOutside gives another output for the same input"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(kind: type[nn.Module], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        fit(MemoStrategy(alpha=0.0), module(kind))
+def test_what_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(ValueError, match="CountingOutside gives another output for the same input") as caught:
+        fit(MemoStrategy(alpha=0.0), module(CountingOutside))
     assert "\n" not in str(caught.value)
 
 

@@ -176,7 +176,8 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
             'model with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )
-    if not isinstance(mask, MaskPattern) or mask.window != window:
+    # A module may leave its window to the mask (Qwen2-MoE).
+    if not isinstance(mask, MaskPattern) or window not in (None, mask.window):
         raise RefusedAtAnyLength(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
             'with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'

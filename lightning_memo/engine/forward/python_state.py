@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
@@ -14,11 +15,13 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_memo.utils.class_names import class_name
 
 Array = np.ndarray[Any, Any]
+Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
 # The owner of a tensor (the name of one that is no module), its attribute, and the tensor.
 HeldTensor = tuple[nn.Module | str, str, Tensor]
@@ -197,6 +200,7 @@ class PythonState:
     Attributes:
         tensors: The tensors among all these. Those that a tuple or a set holds, and in which no other can be put in
             their place, have the name of an owner.
+        generators: The generators of random numbers that are held.
     """
 
     def __init__(self, layer: nn.Module, arguments: Any) -> None:
@@ -204,6 +208,7 @@ class PythonState:
         self._held: list[Held] = []
         self._empty: list[tuple[nn.Module, dict[str, Any]]] = []
         self._seen = set(map(id, layer.modules()))
+        self.generators: list[Generator] = []
         kinds: dict[type, None] = {}
         for module in layer.modules():
             self._note_module(module, _DEPTH)
@@ -258,6 +263,8 @@ class PythonState:
             self._note(owner, key, attributes)
             inner = attributes.values()
         else:
+            if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):
+                self.generators.append(value)
             return None
         self._seen.add(id(value))
         if issubclass(kind, (tuple, set)):

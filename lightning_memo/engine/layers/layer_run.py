@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.forward.python_state import PythonState
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
@@ -22,6 +23,7 @@ from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
 from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
 from lightning_memo.kernels import AttentionSpec, RngState
 from lightning_memo.planner.token_slices import Action, TokenRange
 
@@ -216,16 +218,21 @@ def run_of_call(
         on_host = policy.memory if policy.states_on_host else None
         states = SlicedStates(call, x, slices, position.layer, on_host)
     attended = [part.gathered(call.shards) for part in slices]
-    buffers = MutatedBuffers(call.layer, traits.changing)
-    recomputes = any(part.action is Action.RECOMPUTE for part in slices)
     return LayerRun(
         engine, slices, meter, arguments, storage, states,
         CallAttention(engine, position.layer, attended, policy.per_slice),
-        ForwardContext(
-            RngState.capture(x.device), buffers,
-            ForwardState(call.layer, (call.args, call.kwargs), buffers.ids, rewritten=bool(traits.why_whole))
-            if recomputes else None,
-            ambient_autocast(x.device.type),
-        ),
-        traits,
+        _forward_context(call, x, slices, traits), traits,
     )  # fmt: skip
+
+
+def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits) -> ForwardContext:
+    buffers, arguments = MutatedBuffers(call.layer, traits.changing), (call.args, call.kwargs)
+    recomputes = any(part.action is Action.RECOMPUTE for part in slices)
+    state = None
+    if recomputes:
+        state = ForwardState(call.layer, arguments, buffers.ids, rewritten=bool(traits.why_whole))
+    generators = OtherGenerators(())
+    if recomputes or len(slices) > 1:  # otherwise, the layer draws once
+        generators = OtherGenerators.of(call.layer, state or PythonState(call.layer, arguments))
+    rng, autocast = RngState.capture(x.device), ambient_autocast(x.device.type)
+    return ForwardContext(rng, generators, buffers, state, autocast)

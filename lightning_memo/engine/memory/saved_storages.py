@@ -35,6 +35,12 @@ def span(t: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
 
 
+def byte_range(t: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the end of its bytes."""
+    start = t.storage_offset() * t.itemsize
+    return start, start + span(t) * t.itemsize
+
+
 def flat(t: Tensor) -> Tensor:
     """View the storage range that a dense tensor covers as one dimension."""
     return torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())
@@ -85,7 +91,7 @@ class Registry(Generic[Value]):
 
     def find(self, t: Tensor) -> tuple[Value, int] | None:
         """Return the value of the range that contains `t`, and the offset of `t` in that range in bytes, or `None`."""
-        start, stop = self._range(t)
+        start, stop = byte_range(t)
         for entry in self._entries.get(t.untyped_storage()._cdata, ()):
             if not entry.storage.expired() and entry.covers(start, stop, t):
                 return entry.value, start - entry.start
@@ -94,15 +100,10 @@ class Registry(Generic[Value]):
     def add(self, t: Tensor, value: Value) -> None:
         """Register the storage range of `t`."""
         """Register the storage range of `t`."""
-        start, stop = self._range(t)
+        start, stop = byte_range(t)
         layout = None if is_dense(t) else (t.shape, t.stride())
         entry = _Entry(StorageWeakRef(t.untyped_storage()), start, stop, layout, version_of(t), value)
         self._entries.setdefault(t.untyped_storage()._cdata, []).append(entry)
 
     def clear(self) -> None:
         self._entries.clear()
-
-    @staticmethod
-    def _range(t: Tensor) -> tuple[int, int]:
-        start = t.storage_offset() * t.itemsize
-        return start, start + span(t) * t.itemsize

@@ -101,7 +101,8 @@ def read_call(
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{class_name(layer)} got {type(x).__name__} as its first argument: layers get their hidden states "
-            'there, as a tensor; change its forward, or name other layers: MemoStrategy(layers="...")'
+            "there, as a tensor or in a tuple, dict or list; change its forward, or name other layers: "
+            'MemoStrategy(layers="...")'
         )
     if is_functorch_wrapped_tensor(x):
         raise ValueError(

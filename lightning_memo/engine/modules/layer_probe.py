@@ -21,6 +21,7 @@ from lightning_memo.engine.forward.layer_output import split_output
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
+from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.token_locality.prove_locality import Locality
 from lightning_memo.engine.token_locality.user_code import without_hooks
@@ -71,8 +72,8 @@ class LayerTraits:
 class _Recorder:
     """Answers attention calls, and records them."""
 
-    def __init__(self, backend_of: BackendOf) -> None:
-        self._backend_of = backend_of
+    def __init__(self, backend_of: BackendOf, writes: HiddenWrites) -> None:
+        self._backend_of, self.writes = backend_of, writes
         self.specs: list[AttentionSpec] = []
         self.why_no_blocks = ""  # why an attention kernel needs all tokens at once
         self.saved: list[SavedBytes] = []
@@ -85,6 +86,8 @@ class _Recorder:
         backend = self._backend_of(q, k, v, spec)
         with torch.no_grad():
             result = merge_sinks(backend.forward(q, k, v, spec), spec.sinks)
+        for t in (q, k, v, result.out):
+            self.writes.note(t)
         self.specs.append(spec)
         if not backend.blocks:
             self.why_no_blocks = _why_no_blocks(q)
@@ -148,7 +151,8 @@ def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> La
         part = x.detach().narrow(call.token_dim, 0, tokens).requires_grad_(x.requires_grad)
         is_leaf = x.requires_grad and x.is_leaf
         try:
-            traits = _traits_of(call, part, _Recorder(backend_of), before, effects, is_leaf)
+            recorder = _Recorder(backend_of, HiddenWrites(call))
+            traits = _traits_of(call, part, recorder, before, effects, is_leaf)
         finally:
             before.restore()
     if effects.keeps_tensors():
@@ -157,9 +161,14 @@ def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> La
 
 
 @contextlib.contextmanager
-def _in_training(call: LayerCall) -> Iterator[None]:
-    """Let a layer find gradients enabled, as layers may ask for that, without keeping what autograd saves."""
-    saved = saved_tensors_hooks(lambda t: None, lambda _: refuse_inner_backward(call.name))
+def _in_training(call: LayerCall, on_saved: Callable[[Tensor], None] = lambda t: None) -> Iterator[None]:
+    """Let a layer find gradients enabled, as layers may ask for that, without keeping what autograd saves.
+
+    Args:
+        call: The layer and its arguments.
+        on_saved: Called with each tensor that autograd saves.
+    """
+    saved = saved_tensors_hooks(on_saved, lambda _: refuse_inner_backward(call.name))
     with torch.enable_grad(), refusing_transforms(call.name), saved:
         yield
 
@@ -169,23 +178,29 @@ def _traits_of(
 ) -> LayerTraits:
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
-    with effects.watching(), _in_training(call):
+    with effects.watching(), _in_training(call, recorder.writes.note):
         copy = x.clone()  # because a layer may change its input in place
+        recorder.writes.note(copy)  # another layer may have saved it
         with (
             handling(effects.outside(recorder.whole), call.layout, recorder.note_own),
             call.mode(everything),
             NotedChoices(recorder.note_choice),
             NotedQuestions(call.name, copy if is_leaf else None) as questions,
+            recorder.writes,
         ):
             hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
     recorder.changes_input = copy._version > 0
     sketch = _sketch(hidden, x)
     del hidden, copy
-    before.refuse_unrepeatable()
+    if recorder.writes.found:
+        raise ValueError(
+            f"{call.name} writes through .data into its input, or into a tensor that autograd has saved, and what is "
+            "swapped are the values before that: write into a copy (t = t.clone())"
+        )
     changing, rewritten = before.buffers.changed(), before.tensors.changed()
 
     def repeats(part: TokenRange) -> bool:
-        before.rng.restore()
+        before.restore_random()
         before.python.restore()
         before.tensors.restore()
         before.buffers.restore(changing)
@@ -196,8 +211,8 @@ def _traits_of(
     if not (repeats(TokenRange(0, max(1, tokens // 2), Action.KEEP)) or repeats(everything)):
         raise ValueError(
             f"{call.name} gives another output for the same input: its forward depends on something "
-            "besides inputs, weights, attributes and torch's random state (a global variable, a generator of its own): "
-            "make it a function of these, or train this model without MemoStrategy"
+            "besides inputs, weights, attributes and random states (a global variable, a generator inside another "
+            "object): make it a function of these, or train this model without MemoStrategy"
         )
     why_nest = _why_nest(call, recorder)
     why = _why_whole(call, recorder, not why_nest, changing, rewritten)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
 from lightning_memo.kernels import RngState
 
 
@@ -22,6 +23,7 @@ class ForwardContext:
 
     Attributes:
         rng: The random state before the forward.
+        generators: States of other generators before the forward.
         buffers: The values that the layer's changing buffers had before the forward.
         state: What the forward read apart from its inputs; `None` if nothing is recomputed.
         autocast: A factory of the autocast context that was active in the forward.
@@ -30,10 +32,16 @@ class ForwardContext:
     """
 
     rng: RngState
+    generators: OtherGenerators
     buffers: MutatedBuffers
     state: ForwardState | None
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     variables: Context = field(default_factory=copy_context)
+
+    def restore_random(self) -> None:
+        """Let the next slice draw the random numbers that the first one drew."""
+        self.rng.restore()
+        self.generators.restore()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -44,7 +52,7 @@ class ForwardContext:
         """
         assert self.state is not None
         with (
-            self.rng.replayed(), self.state.replayed() as copies, self.buffers.replayed(), torch.enable_grad(),
-            self.autocast(),
+            self.rng.replayed(), self.generators.replayed(), self.state.replayed() as copies, self.buffers.replayed(),
+            torch.enable_grad(), self.autocast(),
         ):  # fmt: skip
             yield copies

@@ -21,6 +21,7 @@ from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArgumen
 from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
 from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
 from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
@@ -134,13 +135,14 @@ def _run_of_slice(
     meter = CallMeter(engine, position, slices=1)
     policy = StoragePolicy(engine.memory, swap=True, per_slice=True)
     attended = [part.gathered(call.shards) for part in sequence.slices]
+    state = ForwardState(call.layer, ()) if sequence.slice.action is Action.RECOMPUTE else None
+    generators = OtherGenerators(()) if state is None else OtherGenerators.of(call.layer, state)
     return LayerRun(
         engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
         CallStorage(engine.offload_groups, policy, meter, call, x, slices[0]), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
         ForwardContext(
-            sequence.capture_rng(x.device), MutatedBuffers(call.layer, ()),
-            ForwardState(call.layer, ()) if sequence.slice.action is Action.RECOMPUTE else None,
+            sequence.capture_rng(x.device), generators, MutatedBuffers(call.layer, ()), state,
             ambient_autocast(x.device.type),
         ),
         LayerTraits("", chooses=any(traits.chooses for traits in engine.layer_classes)),

@@ -188,8 +188,8 @@ class _Recomputation:
         if part.sums is not None and not part.sums.alike(number, t):
             raise RuntimeError(
                 f"{part.run.call.name} was recomputed with other values than in its forward: it reads something "
-                "besides inputs, weights, attributes and torch's random state (a global variable, for example, or a "
-                "generator) that has changed since: change it after the backward only"
+                "besides inputs, weights, attributes and random states (a global variable, for example) that has "
+                "changed since: change it after the backward only"
             )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

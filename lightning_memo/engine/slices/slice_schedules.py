@@ -68,7 +68,7 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
     parts, sides = [], []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         part = SliceRun(run, number, tokens, x_part)
-        run.forward_context.rng.restore()
+        run.forward_context.restore_random()
         with part.running(part.attend):
             y, side = _call(part, x_part)
         run.states.write_output(part.range, y)
@@ -88,7 +88,7 @@ def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[SideValues]]:
         with run.meter.computing_slice(number):
             part = SliceRun(run, number, tokens, x_part)
             if not run.whole:
-                run.forward_context.rng.restore()
+                run.forward_context.restore_random()
             token, side = _run_slice(part, x_part, token)
             sides.append(side)
             part.end_forward()
@@ -139,12 +139,13 @@ class _Nest:
         self._qkv: list[tuple[Tensor, Tensor, Tensor]] = []
         self._attended: tuple[Tensor, ...] = ()
         self._after_attention: RngState | None = None
+        self._generators = slices[0].run.forward_context.generators
         self.outputs: list[Tensor] = [inputs[0]] * len(inputs)
         self.sides: list[SideValues] = [SideValues((), lambda y, _: y)] * len(inputs)
 
     def run(self, number: int) -> None:
         part = self._slices[number]
-        part.run.forward_context.rng.restore()
+        part.run.forward_context.restore_random()
 
         def handler(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             return self._attend(number, q, k, v, spec)
@@ -163,9 +164,11 @@ class _Nest:
             flat = [t for parts in zip(*self._qkv, strict=True) for t in parts]
             self._attended = _NestedAttention.apply(self._slices, detached(spec), spec.sinks, *flat)
             self._after_attention = RngState.capture(q.device)
+            self._generators = self._generators.present()
         assert self._after_attention is not None
         self._slices[number].rng_after_attention.append(self._after_attention)
         self._after_attention.restore()
+        self._generators.restore()
         return self._attended[number]
 
     def _check_mask(self, spec: AttentionSpec) -> None:

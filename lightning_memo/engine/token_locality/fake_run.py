@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from lightning_memo.engine.token_locality.kept_constants import KeptConstants
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, refuse
 from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
-from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
+from lightning_memo.engine.token_locality.user_code import refusing_python_draws, without_parameter_hooks
 from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
@@ -256,16 +255,15 @@ def _prepared(
             m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
             if (forward := forward_in_shape(m, tracker)) is not None:
                 m.forward = forward
-        known, variables = PythonState(call.layer, (call.args, call.kwargs)), copy_context()
+        known = PythonState(call.layer, (call.args, call.kwargs))
         try:
             try:
-                yield
+                with refusing_python_draws(call.layer, known):
+                    yield
             finally:  # also if tokens were mixed
                 written = _first_of(mode.written, call, known)
             if written := known.first_written() or written:
                 raise TokensMixed(f"writes to {written}")
-            if any(value is not variables.get(variable) for variable, value in copy_context().items()):
-                raise TokensMixed("sets a context variable")
         finally:
             known.restore()
     finally:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextvars import copy_context
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+
+from lightning_memo.engine.forward.python_state import PythonState
+from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
+from lightning_memo.engine.token_locality.token_dims import TokensMixed
 
 # Packages whose hooks and backward functions treat each token by itself.
 _LIBRARIES = (
@@ -58,6 +64,28 @@ def without_parameter_hooks(layer: nn.Module) -> Iterator[None]:
     finally:
         for table, before in removed:
             table.update(before)
+
+
+@contextlib.contextmanager
+def refusing_python_draws(layer: nn.Module, state: PythonState) -> Iterator[None]:
+    """Refuse a proof of code that draws numbers outside of torch or sets context variables; undo the draws.
+
+    Args:
+        layer: The layer.
+        state: What its modules and arguments hold.
+
+    Raises:
+        TokensMixed: The layer does so: another number may lead it another way, and each slice would set the variable.
+    """
+    generators, variables = OtherGenerators.of(layer, state), copy_context()
+    try:
+        yield
+        if drawn := [g for g in generators.drawn() if not isinstance(g, torch.Generator)]:
+            raise TokensMixed(f"draws numbers of {type(drawn[0]).__module__}.{type(drawn[0]).__name__}")
+        if any(value is not variables.get(variable) for variable, value in copy_context().items()):
+            raise TokensMixed("sets a context variable")
+    finally:
+        generators.restore()
 
 
 def hooked_parameter(model: nn.Module) -> str:

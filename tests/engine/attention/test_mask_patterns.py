@@ -13,7 +13,7 @@ from support.harness import EngineUnderTest
 from torch import Tensor
 from transformers import masking_utils as masks
 
-from lightning_memo.engine.attention.hugging_face import _Host, _mask, _pattern
+from lightning_memo.engine.attention.hugging_face import _check_among_processes, _Host, _mask, _pattern
 from lightning_memo.engine.attention.mask_patterns import MaskPattern
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.attention_kernel import block_mask
@@ -224,6 +224,15 @@ def test_other_masks_are_refused_if_tokens_are_divided(mask: MaskFunction) -> No
     with pytest.raises(ValueError, match="neither causal, nor a sliding window, nor full") as caught:
         _mask(_Host(current, False), BATCH, TOKENS, TOKENS, mask_function=mask)
     assert "\n" not in str(caught.value)
+
+
+def test_modules_that_name_another_window_than_their_mask_are_refused() -> None:
+    module = torch.nn.Identity()
+    for mask in (MaskPattern(None, None), MaskPattern(None, 7), None):
+        with pytest.raises(ValueError, match="neither causal, nor a sliding window, nor full"):
+            _check_among_processes(module, object(), mask, 5)
+    for window in (None, 5):
+        _check_among_processes(module, object(), MaskPattern(None, 5), window)
 
 
 @pytest.mark.parametrize(

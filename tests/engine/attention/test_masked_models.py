@@ -56,6 +56,15 @@ def modernbert() -> nn.Module:
     return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES, **special, local_attention=16))
 
 
+def qwen2_moe() -> nn.Module:
+    """Its attention has windows by its masks only."""
+    config = transformers.Qwen2MoeConfig(
+        **DECODER, use_sliding_window=True, sliding_window=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )  # fmt: skip
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
 def bigbird_pegasus() -> nn.Module:
     config = transformers.BigBirdPegasusConfig(**PEGASUS, attention_type="original_full")
     return transformers.BigBirdPegasusForCausalLM(config)
@@ -222,6 +231,12 @@ def test_steps_with_and_without_images(images: tuple[bool, bool]) -> None:
         expected = plain_training(gemma3, batch)
         found = gradient_errors(trained.gradients[step], expected.gradients[step])
         assert max(found.values()) < BOUND, (step, found)
+
+
+def test_windows_by_masks_only_in_slices_of_the_model() -> None:
+    result = train(qwen2_moe, [text(), text()], alpha=0.5, slice_tokens=32, schedule="slice")
+    found = errors(result, plain_training(qwen2_moe, text))
+    assert max(found.values()) < BOUND, found
 
 
 def refusal(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -273,23 +271,6 @@ class Spending(PlainBlock):
         return super().forward(x)
 
 
-def drawing(draw: Callable[[], float]) -> Callable[[], nn.Module]:
-    class Drawing(PlainBlock):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if draw() < 0.1 else super().forward(x)
-
-    return blocks(Drawing)
-
-
-class OwnGenerator(PlainBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand((), generator=self.generator) < 0.1 else super().forward(x)
-
-
 class Leaky(PlainBlock):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + F.rrelu(x, training=True)
@@ -303,9 +284,6 @@ def fit_one(build: Callable[[], nn.Module], settings: dict[str, Any], batch: Bat
     ("build", "message"),
     [
         (Writing, "Spending writes into a tensor that it gets as an argument"),
-        (drawing(random.random), "draws random numbers from Python's random"),
-        (drawing(np.random.random), r"draws random numbers from numpy\.random"),
-        (blocks(OwnGenerator), r"draws random numbers from a torch\.Generator of its own"),
         (blocks(Leaky), "calls rrelu, which fills a tensor after autograd has saved it"),
     ],
 )

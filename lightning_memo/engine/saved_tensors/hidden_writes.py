@@ -1,0 +1,89 @@
+"""Finds writes to saved tensors that autograd does not notice: through `t.data`, which counts changes by itself.
+
+Plain training then computes with what was written. A tensor that was swapped has the values that were saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.memory.saved_storages import byte_range
+
+
+class _Saved(NamedTuple):
+    """The bytes of a saved tensor.
+
+    Attributes:
+        storage: Its storage, which must not live longer than without this.
+        start: Its first byte.
+        stop: The end of its bytes.
+        counter: A tensor without bytes that counts the changes of the saved one.
+        version: The number of changes when it was saved.
+    """
+
+    storage: StorageWeakRef
+    start: int
+    stop: int
+    counter: Tensor
+    version: int
+
+
+class HiddenWrites(TorchDispatchMode):
+    """Notes writes inside this context that autograd does not notice.
+
+    Args:
+        call: The layer and its arguments, whose parameters, buffers and arguments are left out.
+    """
+
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        held = [*call.layer.parameters(), *call.layer.buffers(), *tree_leaves((call.args, call.kwargs))]
+        self._held = {t.untyped_storage()._cdata for t in held if _is_plain(t)}
+        self._saved: dict[int, list[_Saved]] = {}
+        self._written: list[_Saved] = []
+
+    def note(self, t: Tensor) -> None:
+        """Note that autograd saves a tensor."""
+        if not _is_plain(t) or t.is_inference() or (key := t.untyped_storage()._cdata) in self._held:
+            return
+        counter = t.detach()
+        counter.data = t.new_empty(0)
+        saved = _Saved(StorageWeakRef(t.untyped_storage()), *byte_range(t), counter, t._version)
+        self._saved.setdefault(key, []).append(saved)
+
+    @property
+    def found(self) -> bool:
+        """Whether a saved tensor was written that counts no change."""
+        return any(saved.counter._version == saved.version for saved in self._written)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for t in _written_by(func, args, kwargs or {}):
+            start, stop = byte_range(t)
+            for saved in self._saved.get(t.untyped_storage()._cdata, ()):
+                if saved.start < stop and start < saved.stop and not saved.storage.expired():
+                    self._written.append(saved)
+        return func(*args, **kwargs or {})
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Iterate over the tensors that an operator writes to."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if _is_plain(t) and t.numel())
+
+
+def _is_plain(t: Any) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided

@@ -1,0 +1,99 @@
+"""Generators of random numbers besides torch's default ones: Python's, NumPy's, and those of a layer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_memo.engine.forward.python_state import Generator, PythonState
+
+
+class OtherGenerators:
+    """States of generators, by which these can be restored.
+
+    Args:
+        generators: The generators.
+    """
+
+    def __init__(self, generators: Iterable[Generator]) -> None:
+        self._states = [(generator, _state_of(generator)) for generator in generators]
+
+    @classmethod
+    def of(cls, layer: nn.Module, state: PythonState) -> OtherGenerators:
+        """Return the present states of all generators from which a layer is known to be able to draw.
+
+        Args:
+            layer: The layer.
+            state: What its modules and arguments hold.
+        """
+        named = [names[name] for kind in {type(m) for m in layer.modules()} for names, name in _named_generators(kind)]
+        return cls([random._inst, np.random.mtrand._rand, *state.generators, *named])
+
+    def drawn(self) -> list[Generator]:
+        """Return the generators that have been used since."""
+        return [generator for generator, state in self._states if not _same(_state_of(generator), state)]
+
+    def present(self) -> OtherGenerators:
+        """Return the present states of the same generators."""
+        return OtherGenerators(generator for generator, _ in self._states)
+
+    def restore(self) -> None:
+        """Make these states the present ones."""
+        for generator, state in self._states:
+            _set_state(generator, state)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Use these states inside this context, and restore the present ones afterwards."""
+        present = self.present()
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()
+
+
+@functools.lru_cache(maxsize=1024)
+def _named_generators(kind: type[nn.Module]) -> tuple[tuple[dict[str, Any], str], ...]:
+    """Return the global variables with generators that the forward of a class names."""
+    forward = inspect.unwrap(kind.forward)
+    names: dict[str, Any] = getattr(forward, "__globals__", {})
+    used = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple((names, name) for name in used if isinstance(names.get(name), Generator))
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_same(value, other[name]) for name, value in state.items())
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else bool(state == other)

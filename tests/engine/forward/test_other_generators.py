@@ -1,0 +1,145 @@
+"""Layers that draw random numbers from other generators than torch's default ones have plain training's gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention.recorded_training import Recording, compare
+from support.families import VOCABULARY, PlainBlock, PlainModel
+from support.markers.slow import slow_if
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+ALPHAS = [0.0, 0.5, 1.0]
+SLICES = {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"}
+OF_MODULE = np.random.default_rng(1)
+
+
+class Drawn(Recording):
+    """Trains from fixed states of all generators, and notes where those of the process end."""
+
+    ends: list[Any] = []  # noqa: RUF012
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        random.seed(7)
+        np.random.seed(7)
+        OF_MODULE.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+    def on_train_end(self) -> None:
+        self.ends.append((random.random(), np.random.random(), OF_MODULE.random()))
+
+
+def assert_like_plain(build: Callable[[], nn.Module], settings: dict[str, Any]) -> None:
+    Drawn.ends.clear()
+    compare(build, settings, Drawn)
+    assert Drawn.ends[0] == Drawn.ends[1]
+
+
+class Generators(PlainBlock):
+    def __init__(self, index: int, draw: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.index, self.draw = index, draw
+        self.of_torch, self.of_python = torch.Generator().manual_seed(index), random.Random(index)
+        self.of_numpy = {"inside": np.random.default_rng(index)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.draw(self, x))
+
+
+class Dropped(Generators):
+    """Drops the layer, more often in deeper layers; the first one never draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = self.index and self.draw(self, x) < 0.3 * self.index
+        return x if dropped else PlainBlock.forward(self, x)
+
+
+class NamesGenerator(PlainBlock):
+    """Draws from a generator that is a global variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * OF_MODULE.random())
+
+
+def drawing(kind: type[Generators], draw: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
+    return lambda: PlainModel([kind(index, draw) for index in range(3)])
+
+
+DRAWS: dict[str, Callable[[], nn.Module]] = {
+    "python": drawing(Dropped, lambda layer, x: random.random()),
+    "numpy": drawing(Dropped, lambda layer, x: np.random.random()),
+    "own torch": drawing(Dropped, lambda layer, x: torch.rand((), generator=layer.of_torch)),
+    "own python": drawing(Dropped, lambda layer, x: layer.of_python.random()),
+    "own numpy": drawing(Generators, lambda layer, x: layer.of_numpy["inside"].random()),
+    "each token": drawing(Generators, lambda layer, x: torch.empty_like(x).normal_(generator=layer.of_torch)),
+    "global variable": lambda: PlainModel([NamesGenerator() for _ in range(3)]),
+}
+
+
+@slow_if(lambda draws, alpha: alpha != 0.0 and draws != "python")
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("draws", DRAWS)
+def test_layers_that_run_whole(draws: str, alpha: float) -> None:
+    told = pytest.warns(UserWarning, match=r"draws numbers of|draws random numbers for each|a trial run with other")
+    with told if alpha == 0.5 else nullcontext():
+        assert_like_plain(DRAWS[draws], {"alpha": alpha})
+
+
+class GivesGenerator(PlainModel):
+    """Gives its layers a generator."""
+
+    def __init__(self, blocks: Any) -> None:
+        super().__init__(blocks)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, self.generator)
+        loss = F.cross_entropy(self.head(x)[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
+        return CausalLMOutput(loss=loss)
+
+
+class Gated(PlainBlock):
+    """Draws one number for all tokens, before attention and behind it."""
+
+    causal = True
+
+    def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        x = x * (1 + torch.rand((), generator=generator))
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+        return x + self.out(y) * (1 + torch.rand((), generator=generator))
+
+
+class GatedNest(Gated):
+    """Its slices are nested."""
+
+    causal = False
+
+
+@slow_if(lambda settings: settings["alpha"] == 1.0)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*((kind, {"alpha": alpha}) for kind in (Gated, GatedNest) for alpha in ALPHAS), (Gated, SLICES)],
+    ids=str,
+)
+@pytest.mark.filterwarnings("error:.*layers run as one slice")
+def test_one_number_for_all_slices(kind: type[nn.Module], settings: dict[str, Any]) -> None:
+    assert_like_plain(lambda: GivesGenerator([kind() for _ in range(3)]), settings)
+
+
+def test_settings_that_need_slices() -> None:
+    with pytest.raises(ValueError, match=r"Generators .*: draws numbers of random\.Random: set host_backed") as caught:
+        compare(drawing(Generators, lambda layer, x: layer.of_python.random()), SLICES)
+    assert "\n" not in str(caught.value)
