@@ -151,8 +151,7 @@ def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> La
         part = x.detach().narrow(call.token_dim, 0, tokens).requires_grad_(x.requires_grad)
         is_leaf = x.requires_grad and x.is_leaf
         try:
-            recorder = _Recorder(backend_of, HiddenWrites(call))
-            traits = _traits_of(call, part, recorder, before, effects, is_leaf)
+            traits = _traits_of(call, part, _Recorder(backend_of, HiddenWrites(call)), before, effects, is_leaf)
         finally:
             before.restore()
     if effects.keeps_tensors():
@@ -178,9 +177,10 @@ def _traits_of(
 ) -> LayerTraits:
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
-    with effects.watching(), _in_training(call, recorder.writes.note):
+    note = effects.outside(recorder.writes.note)
+    with effects.watching(), _in_training(call, note):
         copy = x.clone()  # because a layer may change its input in place
-        recorder.writes.note(copy)  # another layer may have saved it
+        note(copy)  # another layer may have saved it
         with (
             handling(effects.outside(recorder.whole), call.layout, recorder.note_own),
             call.mode(everything),

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+Result = TypeVar("Result")
 
 _aten = torch.ops.aten
 # Write the same again when they run again: layers of Gemma 3n keep a weight within bounds so.
@@ -122,18 +124,19 @@ class SideEffects(TorchDispatchMode):
             yield
         self.refuse()
 
-    def outside(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def outside(self, compute: Callable[..., Result]) -> Callable[..., Result]:
         """Return a function of the package that is not watched: kernels may write into memory that they reuse."""
 
         @functools.wraps(compute)
-        def unwatched(*args: Any, **kwargs: Any) -> Tensor:
+        def unwatched(*args: Any, **kwargs: Any) -> Result:
             self._paused = True
             try:
                 result = compute(*args, **kwargs)
             finally:
                 self._paused = False
-            for made in (self._made, self._dependent):
-                made.add(result)
+            if isinstance(result, Tensor):
+                self._made.add(result)
+                self._dependent.add(result)
             return result
 
         return unwatched
@@ -183,7 +186,7 @@ class SideEffects(TorchDispatchMode):
 
     def _check_set(self, t: Tensor, data: Tensor) -> None:
         # Classes of libraries for weights convert their bytes when they are first used.
-        if type(t) in (Tensor, nn.Parameter) and address_of(t) != address_of(data):
+        if not self._paused and type(t) in (Tensor, nn.Parameter) and address_of(t) != address_of(data):
             self._check(t)
 
 

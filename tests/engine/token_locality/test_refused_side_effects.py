@@ -45,10 +45,6 @@ def keeps_in_slots(block: Any, x: Tensor) -> None:
     block.slots.aux = x.mean(1)
 
 
-def keeps_in_the_class(block: Any, x: Tensor) -> None:
-    type(block).aux = x.mean(1)
-
-
 def scales_its_weight(block: Any, x: Tensor) -> None:
     block.out.weight.data.mul_(0.9)
 
@@ -102,7 +98,6 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
     appends_detached: KEEPS,
     appends_tokens: KEEPS,
     keeps_in_slots: KEEPS,
-    keeps_in_the_class: KEEPS,
     scales_its_weight: WRITES,
     scales_a_row: WRITES,
     scales_weights_together: "writes into its weight out.bias",

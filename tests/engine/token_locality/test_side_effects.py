@@ -74,6 +74,11 @@ def keeps_in_the_parent(block: Any, x: Tensor) -> Tensor:
     return keeps_in(block.home[0], x)
 
 
+def keeps_in_the_class(block: Any, x: Tensor) -> Tensor:
+    type(block).aux = x * 2  # type: ignore[attr-defined]
+    return x + type(block).aux  # type: ignore[attr-defined]
+
+
 def keeps_in_a_config(block: Any, x: Tensor) -> Tensor:
     return keeps_in(block.config, x)
 
@@ -100,6 +105,7 @@ WHOLE: dict[Callable[[Any, Tensor], Tensor | None], str] = {
     keeps_in_the_argument: "aten.mean computes along the tokens",
     keeps_in_the_parent: "aten.mean computes along the tokens",
     keeps_in_a_config: "aten.mean computes along the tokens",
+    keeps_in_the_class: "writes to the class attribute Acting.aux",
     relates_and_keeps_tokens: "aten.arange makes a tensor by the number of tokens",
 }
 
