@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,19 +184,19 @@ class NoLayers(LanguageModel):
         super().__init__(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
 
 
-class PassesDicts(LanguageModel):
-    """Layers that give their hidden states to the next layer in a dict."""
+class PassesObjects(LanguageModel):
+    """Layers that give their hidden states to the next layer in an object."""
 
     class Block(PlainBlock):
         def forward(self, x):
-            return {"hidden": super().forward(x["hidden"] if isinstance(x, dict) else x)}
+            return SimpleNamespace(hidden=super().forward(x.hidden if isinstance(x, SimpleNamespace) else x))
 
     class Model(PlainModel):
         def forward(self, input_ids, labels):
             x = self.embed(input_ids)
             for block in self.blocks:
                 x = block(x)
-            logits = self.head(x["hidden"])[:, :-1]
+            logits = self.head(x.hidden)[:, :-1]
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
     def __init__(self):
@@ -243,7 +244,7 @@ IN_FIT = {
         left_padded,
         ("not on the right", "padding_side"),
     ),
-    "hidden states in a dict": ({}, PassesDicts, None, ("dict", "hidden states")),
+    "hidden states in an object": ({}, PassesObjects, None, ("SimpleNamespace", "hidden states")),
 }
 
 

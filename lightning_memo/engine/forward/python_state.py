@@ -263,7 +263,8 @@ class PythonState:
             self._note(owner, key, attributes)
             inner = attributes.values()
         else:
-            if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):
+            # Not `isinstance`, which asks the object for its class: stand-ins of a proof must not be used.
+            if issubclass(kind, Generator) and not issubclass(kind, random.SystemRandom):
                 self.generators.append(value)
             return None
         self._seen.add(id(value))

@@ -184,6 +184,8 @@ class _Comparison:
         inputs += [_Value("the gradient of attention", t, self._by_head) for t in attended]
         inputs += [_Value(f"the gradient of {name}", t, None) for name, t in self._weights.items()]
         inputs = [value for value in inputs if value.t.requires_grad]
+        if not (inputs and outputs):  # frozen layers, in slices of the model
+            return
         found = torch.autograd.grad([v.t for v in outputs], [v.t for v in inputs], given, allow_unused=True)
         gradients = zip(inputs, found, strict=True)
         values.gradients = [_Value(v.name, local_part(t), v.place) for v, t in gradients if t is not None]

@@ -168,8 +168,18 @@ def _in_training(call: LayerCall, on_saved: Callable[[Tensor], None] = lambda t:
         on_saved: Called with each tensor that autograd saves.
     """
     saved = saved_tensors_hooks(on_saved, lambda _: refuse_inner_backward(call.name))
-    with torch.enable_grad(), refusing_transforms(call.name), saved:
-        yield
+    # What a layer adds to in place must not become a function of a probe.
+    tables = [table for module in call.layer.modules() for table in (module._buffers, vars(module))]
+    held = [(table, name, t, t.detach()) for table in tables for name, t in table.items() if isinstance(t, Tensor)]
+    for table, name, _, alias in held:
+        table[name] = alias
+    try:
+        with torch.enable_grad(), refusing_transforms(call.name), saved:
+            yield
+    finally:
+        for table, name, t, alias in held:
+            if table.get(name) is alias:
+                table[name] = t
 
 
 def _traits_of(
