@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any, Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
+from lightning_memo.artifacts.layer_costs import LayerCosts
 
 Place = Literal["keep", "swap", "spill"]
 """Where a tensor is stored: on the device, in host memory, or on NVMe."""
@@ -177,6 +178,25 @@ class StorageCosts:
         places = {key: place for place, key in enumerate(alike)}
         classes = tuple(_typical(members) for members in alike.values())
         return cls(classes=classes, call_classes=tuple(places[key] for key in keys), **step)
+
+    @classmethod
+    def of_step(cls, calls: Sequence[CallCosts], step: LayerCosts) -> StorageCosts:
+        """Group the layer calls of a step, see `of_calls`.
+
+        Args:
+            calls: Costs of the layer calls, in execution order.
+            step: All other costs of the step.
+        """
+        return cls.of_calls(
+            calls,
+            tokens=step.tokens,
+            outside_seconds=step.outside_seconds,
+            offload_bytes_per_second=step.offload_bytes_per_second,
+            prefetch_bytes_per_second=step.prefetch_bytes_per_second,
+            fixed_device_bytes=step.fixed_device_bytes,
+            transient_device_bytes=step.working_bytes(1.0),
+            recomputed_device_bytes=step.working_bytes(1.0) - step.working_bytes(0.0),
+        )
 
     @property
     def calls(self) -> int:

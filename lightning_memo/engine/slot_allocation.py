@@ -8,11 +8,11 @@ import torch
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
-from lightning_memo.engine.layers.storage_plan_slices import why_not_stored
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.planner.storage.storage_plan_slices import why_not_stored
 from lightning_memo.utils.units import format_bytes
 
 

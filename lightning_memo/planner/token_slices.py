@@ -80,6 +80,15 @@ class SavedBytes:
     per_token: bool = True
 
 
+def tile_of(tokens: int) -> int:
+    """Number of tokens whose multiples are the bounds of slices of a sequence.
+
+    Args:
+        tokens: Length of the sequence.
+    """
+    return TILE_TOKENS if tokens >= TILED_FROM_TOKENS else 1
+
+
 def swapped_tokens(tokens: int, alpha: float) -> int:
     """Number of tokens, counted from the first, that are swapped: `alpha * tokens`, in whole tiles for long sequences.
 
@@ -87,7 +96,7 @@ def swapped_tokens(tokens: int, alpha: float) -> int:
         tokens: Length of the sequence.
         alpha: Fraction of the tokens to swap.
     """
-    tile = TILE_TOKENS if tokens >= TILED_FROM_TOKENS else 1
+    tile = tile_of(tokens)
     return tokens if alpha >= 1.0 else int(alpha * tokens / tile + 1e-9) * tile
 
 

@@ -96,16 +96,7 @@ def measured_storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCo
     """
     attention = profile.seconds_of("attention")
     calls = [_call_costs(call, costs, n, attention[n]) for n, call in enumerate(profile.in_order())]
-    return StorageCosts.of_calls(
-        calls,
-        tokens=costs.tokens,
-        outside_seconds=costs.outside_seconds,
-        offload_bytes_per_second=costs.offload_bytes_per_second,
-        prefetch_bytes_per_second=costs.prefetch_bytes_per_second,
-        fixed_device_bytes=costs.fixed_device_bytes,
-        transient_device_bytes=costs.working_bytes(1.0),
-        recomputed_device_bytes=costs.working_bytes(1.0) - costs.working_bytes(0.0),
-    )
+    return StorageCosts.of_step(calls, costs)
 
 
 def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_seconds: float) -> CallCosts:

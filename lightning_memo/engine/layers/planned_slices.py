@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.engine.layers.storage_plan_slices import stored_slices
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
+from lightning_memo.planner.storage.storage_plan_slices import stored_slices
 from lightning_memo.planner.token_slices import Action, TokenRange
 
 

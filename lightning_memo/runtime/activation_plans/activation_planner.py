@@ -19,6 +19,7 @@ from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.spill_file import SpillError
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.parallel.run_on_ranks import on_first_rank
+from lightning_memo.planner.choose_plan import Seconds, choose_plan
 from lightning_memo.profiler.measured_costs import (
     available_budget,
     estimated_working_set,
@@ -215,26 +216,19 @@ class ActivationPlanner(MetersSteps):
         storage, by_kind = self._engine.settings.storage, None
         if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
             by_kind = plan_by_kind(step, self._ranks, everyone, self._measures_device, optional=storage == "auto")
-        if by_kind is not None and (storage == "kinds" or by_kind.swap.mode == "plain"):
+        if by_kind is not None and storage == "kinds":
             return by_kind
-        try:
-            by_alpha = plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone)
-        except ValueError:  # the host is too small for a single alpha
-            if by_kind is None:
-                raise
-            return by_kind
-        return by_alpha if by_kind is None else self._faster(by_kind, by_alpha, everyone)
 
-    def _faster(self, by_kind: Plan, by_alpha: Plan, everyone: bool) -> Plan:
-        """The plan by which the slowest process is faster, if a single alpha fits.
+        def slowest(seconds: Seconds) -> Seconds:
+            of_kind, of_alpha = zip(*self._ranks.gather(seconds, everyone), strict=True)
+            return max(of_kind), max(of_alpha)
 
-        Plans by kind leave more of the device free, for which they may recompute attention. Alpha 0 fits where no limit
-        was given, whatever is expected of it: the profiled step has just run by it.
-        """
-        fits = not by_alpha.device_excess_bytes or (self._measures_device and by_alpha.swap.alpha == 0.0)
-        known = (by_kind.step_seconds, by_alpha.step_seconds if fits else math.inf)
-        of_kind, of_alpha = map(max, zip(*self._ranks.gather(known, everyone), strict=True))
-        return by_alpha if of_alpha < of_kind else by_kind
+        return choose_plan(
+            by_kind,
+            lambda: plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone),
+            device_measured=self._measures_device,
+            slowest=slowest,
+        )
 
     @property
     def _measures_device(self) -> bool:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
-from lightning_memo.artifacts.storage_plan import StoragePlan
-from lightning_memo.artifacts.swap_plan import StoredBytes
-from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.layers.storage_plan_slices import stored_bytes, stored_slices
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
-from lightning_memo.planner.token_slices import TILE_TOKENS, TILED_FROM_TOKENS
+from lightning_memo.planner.storage.storage_plan_slices import stored_bytes_of_calls
+from lightning_memo.planner.token_slices import tile_of
 from lightning_memo.profiler.measured_costs import measured_storage_costs
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
@@ -44,11 +41,16 @@ def plan_by_kind(
     limits = with_spare_device(budget, costs) if device_measured else budget
     own = measured_storage_costs(profile, costs), StorageBudget.of(limits, costs)
     problem, storage_budget = common_problem(ranks.gather(own, everyone)) or own
-    tile = TILE_TOKENS if profile.tokens >= TILED_FROM_TOKENS else 1
+    saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
     plan, error = None, None
     try:
         plan = plan_kinds(
-            costs, problem, storage_budget, label, tile_tokens=tile, stored_bytes=lambda p: _bytes_of(p, profile)
+            costs,
+            problem,
+            storage_budget,
+            label,
+            tile_tokens=tile_of(profile.tokens),
+            stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, profile.tokens),
         )
     except ValueError as refused:
         error = refused
@@ -57,15 +59,3 @@ def plan_by_kind(
     ranks.raise_together(error, everyone)
     assert plan is not None
     return plan
-
-
-def _bytes_of(plan: StoragePlan, profile: StepProfile) -> StoredBytes:
-    swapped, spilled, kept = [], [], []
-    for number, call in enumerate(profile.in_order()):
-        saved = [*call.saved, *(product.saved for product in call.products)]
-        slices = stored_slices(plan, number, profile.tokens)
-        swapped.append(stored_bytes(saved, profile.tokens, slices, "swap"))
-        spilled.append(stored_bytes(saved, profile.tokens, slices, "spill"))
-        kept.append(stored_bytes(saved, profile.tokens, slices, "keep"))
-    slot = max(map(sum, zip(swapped, spilled, strict=True)))
-    return StoredBytes(slot=slot, host=sum(swapped[:-2]), kept=sum(kept), spill=tuple(spilled))

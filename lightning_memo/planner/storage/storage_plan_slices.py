@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.artifacts.swap_plan import StoredBytes
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, share
 
@@ -50,6 +51,24 @@ def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[Toke
         for item in saved
         if part.place(item.kind) == place and (size := share(item, part.tokens, tokens))
     )
+
+
+def stored_bytes_of_calls(plan: StoragePlan, calls: Sequence[Sequence[SavedBytes]], tokens: int) -> StoredBytes:
+    """Return the bytes that all layer calls store by a plan.
+
+    Args:
+        plan: The plan.
+        calls: For each layer call, the tensors that it saves, and the outputs of its matrix products.
+        tokens: Number of tokens that `calls` were measured for.
+    """
+    swapped, spilled, kept = [], [], []
+    for number, saved in enumerate(calls):
+        slices = stored_slices(plan, number, tokens)
+        swapped.append(stored_bytes(saved, tokens, slices, "swap"))
+        spilled.append(stored_bytes(saved, tokens, slices, "spill"))
+        kept.append(stored_bytes(saved, tokens, slices, "keep"))
+    slot = max(map(sum, zip(swapped, spilled, strict=True)))
+    return StoredBytes(slot=slot, host=sum(swapped[:-2]), kept=sum(kept), spill=tuple(spilled))
 
 
 def why_not_stored(plan: StoragePlan) -> str:
