@@ -24,6 +24,7 @@ from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.planner.device_budget import usable_device_bytes
 from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
 from lightning_memo.profiler.memory_meter import WorkingSet
 
@@ -33,8 +34,6 @@ _BANDWIDTH_SECONDS = 0.2
 # The rest of the host memory is left to the data loader, checkpoints and the system.
 _USABLE_HOST_SHARE = 0.9
 _USABLE_DISK_SHARE = 0.9
-# The rest of the free device memory is left to workspaces of kernels and to what the allocator rounds up and fragments.
-_USABLE_DEVICE_SHARE = 0.96
 # Kinds of tensors that a slice recomputes if it is not swapped.
 _RECOMPUTED = ("query", "key", "value", "other")
 
@@ -238,7 +237,7 @@ def available_budget(
     limit = config.device_memory_bytes
     if limit is None:
         free_bytes = free_device_bytes(device) // (processes if device.type == "cpu" else 1)
-        limit = fixed_device_bytes + int(_USABLE_DEVICE_SHARE * free_bytes)
+        limit = usable_device_bytes(fixed_device_bytes, free_bytes)
     return Budget(
         device_bytes=limit,
         host_bytes=host_budget(config, held_host_bytes, processes),

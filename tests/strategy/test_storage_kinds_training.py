@@ -18,7 +18,8 @@ from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.config import MemoConfig
-from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
+from lightning_memo.planner.device_budget import with_spare_device
+from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds
 from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.runtime.activation_plans import activation_planner

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
 from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
@@ -21,8 +21,6 @@ from lightning_memo.utils.units import format_bytes, format_seconds
 _ATTEMPTS: Final = 10
 # Bounce buffers are never smaller than the bytes that a layer call spills.
 _LEAST_BOUNCE_SHARE: Final = 1.0
-# Share of the free device memory to use: allocators fragment, and libraries need workspaces.
-_USABLE_DEVICE_SHARE: Final = 0.9
 
 
 def plan_kinds(
@@ -59,18 +57,6 @@ def plan_kinds(
         reason=_reason(storage),
         storage_costs=storage_costs,
     )
-
-
-def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
-    """Reserve a part of the free device memory for fragmentation and workspaces.
-
-    Args:
-        budget: All free memory.
-        costs: Costs whose fixed and working bytes every plan needs.
-    """
-    always = costs.fixed_device_bytes + costs.working_bytes(1.0)
-    room = max(budget.device_bytes - always, 0)
-    return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_DEVICE_SHARE * room))
 
 
 def common_problem(problems: Sequence[tuple[StorageCosts, StorageBudget]]) -> tuple[StorageCosts, StorageBudget] | None:

@@ -6,7 +6,8 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.alpha.plain_training import plain_plan
-from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds, with_spare_device
+from lightning_memo.planner.device_budget import with_spare_device
+from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds
 from lightning_memo.planner.storage.storage_plan_slices import stored_bytes_of_calls
 from lightning_memo.planner.token_slices import tile_of
 from lightning_memo.profiler.measured_costs import measured_storage_costs
