@@ -149,7 +149,7 @@ def _choices(memo: Estimate) -> tuple[str, str]:
         return "-", "-"
     parallel = memo.parallel
     sizes = f"{parallel.tp} / {parallel.cp} / {parallel.dp}, {parallel.zero_stage}"
-    return format_alpha(memo.alpha, memo.device_bytes), sizes
+    return format_alpha(memo.alpha, memo.device_bytes, memo.storage), sizes
 
 
 def _answers(sweep: Sweep) -> Iterator[tuple[str, Mapping[str, Estimate]]]:

@@ -114,7 +114,7 @@ def format_parallelism(parallel: Parallelism) -> str:
 def _add_row(table: Table, answer: Estimate, remark: str) -> None:
     parallel = answer.parallel
     sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.zero_stage)
-    alpha = format_alpha(answer.alpha, answer.device_bytes)
+    alpha = format_alpha(answer.alpha, answer.device_bytes, answer.storage)
     table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
 
 

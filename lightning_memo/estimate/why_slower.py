@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_memo.estimate.request.estimate_request import Estimate, Question
-from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
-from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds, layer_times
 from lightning_memo.estimate.step.planner_inputs import device_budget
+from lightning_memo.estimate.times.layer_times import data_parallel_seconds, layer_times
+from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic", "data-parallel traffic"
@@ -46,17 +46,12 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
     parallel, times = answer.parallel, layer_times(question, answer.parallel)
     layers = question.shape.layers // parallel.pp
     sequences = question.batch_size // parallel.dp
-    if answer.hfu == answer.mfu:
-        again = 0.0
-    elif METHOD_TRAITS[question.method].recomputes == "all":
-        again = times.recompute_all
-    else:
-        again = (1 - (answer.alpha or 0.0)) * times.recompute
+    again = (answer.recompute_seconds or 0.0) / sequences / layers
     in_layers = layers * times.computing
-    computing = in_layers + head_seconds(question, parallel)
+    computing = in_layers + outside_seconds(question, parallel)
     passing = layers * (times.tensor_parallel + times.context_parallel + again)
     parts = {
-        "computing": sequences * computing,
+        "computing": sequences * computing + optimizer_seconds(question, parallel),
         "recomputing": sequences * layers * again,
         _TENSOR: sequences * layers * times.tensor_parallel,
         _CONTEXT: sequences * layers * times.context_parallel,

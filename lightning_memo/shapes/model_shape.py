@@ -137,9 +137,20 @@ class ModelShape:
         return self.multiplied_in_a_layer if self.adapters is None else self.adapter_parameters
 
     @property
+    def recomputed_in_a_layer(self) -> int:
+        """Number of these weights, without adapters, that recomputation needs.
+
+        The output of the last projection is unused. If it has an adapter, which is computed behind it, it runs
+        nevertheless.
+        """
+        last = 0 if self.adapts("down") else self.active_experts * self.hidden * self.ffn
+        return self.multiplied_in_a_layer - self.adapter_parameters - last
+
+    @property
     def multiplied_again(self) -> int:
-        """Number of these weights that recomputation needs. The output of the last projection is unused."""
-        return self.multiplied_in_a_layer - self.active_experts * self.hidden * self.ffn
+        """Number of these weights that recomputation needs, with adapters. Of the last projection's only one does."""
+        unused = self.adapters.rank * self.hidden if self.adapters is not None and self.adapts("down") else 0
+        return self.recomputed_in_a_layer + self.adapter_parameters - unused
 
     @property
     def multiplied_parameters(self) -> int:

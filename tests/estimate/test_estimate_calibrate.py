@@ -18,7 +18,7 @@ from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasu
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.request.estimate_request import Question
+from lightning_memo.estimate.request.estimate_request import Method, Question
 from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
 from lightning_memo.planner import plan_swap
 
@@ -33,10 +33,10 @@ TRUE = replace(
 COMMAND = ["python", "-m", "lightning_memo.estimate"]
 
 
-def costs(tokens: int, constants: Constants = TRUE) -> LayerCosts:
+def costs(tokens: int, constants: Constants = TRUE, method: Method = "memo") -> LayerCosts:
     """The costs that a machine with these constants would measure."""
     question = Question(
-        shape=SHAPE, cluster=CLUSTER, constants=constants, method="memo", gpus=1, seq_len=tokens, batch_size=1
+        shape=SHAPE, cluster=CLUSTER, constants=constants, method=method, gpus=1, seq_len=tokens, batch_size=1
     )
     return estimated_layer_costs(question, Parallelism())
 
@@ -72,7 +72,7 @@ def test_what_no_constants_explain_is_told() -> None:
 
 def test_whole_steps_keep_the_ratio_of_attentions_forward_and_backward() -> None:
     def step(tokens: int) -> StepMeasurement:
-        exact = costs(tokens)
+        exact = costs(tokens, method="plain")
         seconds = sum(exact.forward_seconds) + sum(exact.backward_seconds) + exact.outside_seconds
         return StepMeasurement(origin="step", shape=SHAPE, batch=3, tokens=tokens, seconds=3 * seconds)
 
@@ -110,7 +110,7 @@ def save_plan(path: Path, tokens: int) -> None:
 
 def save_benchmark(path: Path, tokens: int) -> None:
     """Results of `benchmarks/engine.py`."""
-    exact = costs(tokens)
+    exact = costs(tokens, method="plain")
     seconds = sum(exact.forward_seconds) + sum(exact.backward_seconds) + exact.outside_seconds
     model = {"layers": 8, "hidden": 256, "ffn": 688, "heads": 8, "kv_heads": 8, "vocab": 264, "batch": 1}
     rows = [{"method": {"name": "plain"}, "median_seconds": seconds}, {"method": {"name": "alpha=0"}}]

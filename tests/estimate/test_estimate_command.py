@@ -24,8 +24,9 @@ from lightning_memo.shapes.hf_config import _FAMILIES, shape_of
 from lightning_memo.utils.units import read_length
 
 KEYS = [
-    "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "step_seconds", "mfu", "hfu",
-    "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "disk_bytes", "slices", "limits",
+    "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "storage", "step_seconds",
+    "recompute_seconds", "mfu", "hfu", "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "disk_bytes",
+    "slices", "limits",
 ]  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_an_answer(run):
     none = answer_of(run("model=llama3_70b", "gpus=1", "batch_size=1", "seq_len=max", "output=json"))
     assert none["status"] == "oom"
     assert "No sequence length fits with this parallelism." in none["limits"]
-    assert "The model state alone needs 1.0 TiB, but 71.3 GiB are usable: give more gpus," in none["limits"][-1]
+    assert "The model state alone needs 1.0 TiB, but 76.8 GiB are usable: give more gpus," in none["limits"][-1]
     shown = run("model=llama3_8b", "gpus=8", "seq_len=4M")
     assert "does not fit: out of device and host memory" in shown[1]
     assert "TiB of the 1.5 TiB usable on each node" in shown[1]
@@ -477,7 +478,8 @@ def test_presets_are_listed_where_a_name_is_unknown():
 def test_a_cluster_of_ones_own():
     settings = {
         "name": "mine", "device": "GPU", "peak_flops": 1e14, "device_bytes": "24GiB", "devices_per_node": 2,
-        "host_bytes": "64GiB", "host_bandwidth": "25GB", "host_bandwidth_shared": 1.2e10, "node_bandwidth": "25GB",
+        "host_bytes": "64GiB", "memory_bandwidth": "900GB",
+        "host_bandwidth": "25GB", "host_bandwidth_shared": 1.2e10, "node_bandwidth": "25GB",
         "network_bandwidth": "1GB",
     }  # fmt: skip
     cluster = cluster_of(settings)

@@ -26,8 +26,8 @@ from lightning_memo.estimate import (
 )
 from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of
 from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.step.streamed_times import tokens_read
 from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
+from lightning_memo.estimate.times.streamed_times import tokens_read
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.models import CausalLM
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha

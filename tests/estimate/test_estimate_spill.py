@@ -85,16 +85,19 @@ def test_a_disk_is_used_where_the_host_is_full_and_only_as_fast_as_it_is() -> No
 def test_a_disk_that_is_too_slow_is_waited_for() -> None:
     """If even inputs and attention outputs do not fit in host memory, the step waits for the disk."""
     cluster = replace(ask().cluster, host_bytes=24 * 2**30)
-    fast, slow = (
-        estimate(ask(cluster=replace(cluster, disk_write_bandwidth=speed, disk_read_bandwidth=speed)), Parallelism())
-        for speed in (100.0 * GB, 0.5 * GB)
-    )
+    disks = [
+        replace(cluster, disk_write_bandwidth=speed, disk_read_bandwidth=speed) for speed in (100.0 * GB, 0.5 * GB)
+    ]
+    fast, slow = (estimate(ask(cluster=disk, alpha=0.0), Parallelism()) for disk in disks)
     assert fast.step_seconds is not None and slow.step_seconds is not None
     assert slow.disk_bytes > 0
     written = slow.disk_bytes / (0.5 * GB)
     assert slow.step_seconds > max(written, 1.2 * fast.step_seconds)
     assert any("wait for the disk" in limit for limit in slow.limits)
-    assert estimate(replace(ask(cluster=cluster), spill_bytes=0), Parallelism()).status == "oohm"
+    free = estimate(ask(cluster=disks[1]), Parallelism())
+    assert free.step_seconds is not None and free.storage is not None
+    assert free.disk_bytes < slow.disk_bytes and free.step_seconds < slow.step_seconds  # it need not store as much
+    assert estimate(replace(ask(cluster=cluster, alpha=0.0), spill_bytes=0), Parallelism()).status == "oohm"
 
 
 def test_devices_of_a_node_share_its_disk() -> None:

@@ -14,7 +14,8 @@ from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.constants import Constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.step.layer_times import LayerTimes, head_seconds, layer_times
+from lightning_memo.estimate.times.layer_times import LayerTimes, layer_times
+from lightning_memo.estimate.times.outside_times import head_seconds, loss_seconds
 from lightning_memo.planner.alpha.step_time import steady
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -72,11 +73,15 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A measured time, and the times of its parts at the peak, in seconds."""
+    """A measured time, and the times of its parts, in seconds."""
 
     what: str
     at_peak: dict[int, float]
+    """Parts whose efficiency is fitted, at the peak."""
+
     seconds: float
+    known: float
+    """Part whose efficiency is known: memory-bound operations."""
 
 
 def fit(
@@ -110,7 +115,7 @@ def fit(
         Residual(
             what=row.what,
             measured_seconds=row.seconds,
-            fitted_seconds=sum(value * slowness[column] for column, value in row.at_peak.items()),
+            fitted_seconds=row.known + sum(value * slowness[column] for column, value in row.at_peak.items()),
         )
         for row in rows
     )
@@ -138,7 +143,8 @@ def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
     if ratio_of is not None:
         ratio = ratio_of.attention_forward_efficiency / ratio_of.attention_backward_efficiency
         free = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, ratio]])
-    values = [float(value) for value in free @ np.linalg.lstsq(relative @ free, np.ones(len(rows)), rcond=None)[0]]
+    fitted = np.array([1.0 - row.known / row.seconds for row in rows])
+    values = [float(value) for value in free @ np.linalg.lstsq(relative @ free, fitted, rcond=None)[0]]
     for name, value in zip(EFFICIENCIES, values, strict=True):
         if value < 1.0:
             raise ValueError(
@@ -150,37 +156,47 @@ def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
 
 def _rows(measurement: Measurement, cluster: Cluster, base: Constants) -> Iterator[_Row]:
     if isinstance(measurement, StepMeasurement):
-        times, head = _at_peak(measurement.shape, cluster, base, measurement.tokens)
+        times, head, loss = _at_peak(measurement.shape, cluster, base, measurement.tokens)
         calls = measurement.shape.layers * measurement.batch
         terms = {
             _DENSE: 3 * calls * times.dense + measurement.batch * head,
             _ATTENTION_FORWARD: calls * times.attention_forward,
             _ATTENTION_BACKWARD: calls * times.attention_backward,
         }
-        yield _Row(f"{measurement.origin}, step", terms, measurement.seconds)
+        known = calls * (times.memory_bound + times.memory_bound_backward) + measurement.batch * loss
+        yield _Row(f"{measurement.origin}, step", terms, measurement.seconds, known)
         return
     costs = steady(measurement.costs)
-    times, _ = _at_peak(measurement.shape, cluster, base, costs.tokens)
-    by_part: dict[str, tuple[tuple[float, ...], dict[int, float]]] = {
-        "forward": (costs.forward_seconds, {_DENSE: times.dense, _ATTENTION_FORWARD: times.attention_forward}),
-        "backward": (
-            costs.backward_seconds,
-            {_DENSE: times.dense_backward, _ATTENTION_BACKWARD: times.attention_backward},
+    times, *_ = _at_peak(measurement.shape, cluster, base, costs.tokens)
+    forward = {_DENSE: times.dense, _ATTENTION_FORWARD: times.attention_forward}
+    backward = {_DENSE: times.dense_backward, _ATTENTION_BACKWARD: times.attention_backward}
+    copied = 2 * (costs.input_bytes[0] + costs.attention_bytes[0]) / costs.batch  # into a slot
+    by_part: dict[str, tuple[tuple[float, ...], dict[int, float], float]] = {
+        "forward": (
+            costs.forward_seconds,
+            forward,
+            times.memory_bound + copied / (cluster.memory_bandwidth * base.memory_efficiency),
         ),
-        "recomputation": (costs.recompute_seconds, {_DENSE: times.recomputed_dense}),
+        "backward": (costs.backward_seconds, backward, times.memory_bound_backward),
+        "recomputation": (
+            costs.recompute_seconds,
+            {_DENSE: times.recomputed_dense},
+            times.recomputed_memory_bound,
+        ),
     }
-    for part, (seconds, terms) in by_part.items():
+    for part, (seconds, terms, known) in by_part.items():
         of_batch = {column: costs.batch * value for column, value in terms.items()}
-        yield _Row(f"{measurement.origin}, {part} of a layer", of_batch, median(seconds))
+        yield _Row(f"{measurement.origin}, {part} of a layer", of_batch, median(seconds), costs.batch * known)
 
 
-def _at_peak(shape: ModelShape, cluster: Cluster, base: Constants, tokens: int) -> tuple[LayerTimes, float]:
-    """Times of a layer and of the head at the peak of the cluster."""
+def _at_peak(shape: ModelShape, cluster: Cluster, base: Constants, tokens: int) -> tuple[LayerTimes, float, float]:
+    """Times of a layer and of the head at the peak of the cluster, and the time of the loss."""
     ideal = _with_efficiencies(base, [1.0] * len(EFFICIENCIES))
     question = Question(
         shape=shape, cluster=cluster, constants=ideal, method="memo", gpus=1, seq_len=tokens, batch_size=1
     )
-    return layer_times(question, Parallelism()), head_seconds(question, Parallelism())
+    one = Parallelism()
+    return layer_times(question, one), head_seconds(question, one), loss_seconds(question, one)
 
 
 def _host_efficiency(layers: Sequence[LayerMeasurement], cluster: Cluster) -> float:

@@ -9,6 +9,9 @@ from lightning_memo.artifacts.json_documents import check_range
 
 MAX_DEVICES: Final = 64
 DISK: Final = ("disk_write_bandwidth", "disk_read_bandwidth")
+BANDWIDTHS: Final = (
+    "memory_bandwidth", "host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,9 @@ class Cluster:
 
     device_bytes: int
     """Device memory that a process can use."""
+
+    memory_bandwidth: float
+    """Of device memory, reads and writes together."""
 
     devices_per_node: int
     host_bytes: int
@@ -55,7 +61,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_range(self, {"devices_per_node": 1, "device_bytes": 1, "peak_flops": 1})
-        for name in ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK):
+        for name in BANDWIDTHS:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value!r} must be more than 0")

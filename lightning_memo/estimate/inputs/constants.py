@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range, read_json
 
-VERSION: Final = 1
+VERSION: Final = 2
 _FOLDER: Final = Path(__file__).parent / "calibrated"
 _DEFAULT: Final = "default"
 
@@ -32,6 +32,9 @@ class Constants:
 
     attention_backward_efficiency: float
     """Fraction of the peak FLOP/s in the backward of attention, which has 2.5 times the FLOPs of the forward."""
+
+    memory_efficiency: float
+    """Fraction of `Cluster.memory_bandwidth` that memory-bound operations reach."""
 
     host_efficiency: float
     """Fraction of `Cluster.host_bandwidth_of` that copies reach during computation."""
@@ -69,8 +72,8 @@ class Constants:
     def __post_init__(self) -> None:
         check_range(self, {})
         for name in (
-            "dense_efficiency", "attention_forward_efficiency", "attention_backward_efficiency", "host_efficiency",
-            "device_share", "host_share",
+            "dense_efficiency", "attention_forward_efficiency", "attention_backward_efficiency",
+            "memory_efficiency", "host_efficiency", "device_share", "host_share",
         ):  # fmt: skip
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0 and at most 1")

@@ -10,14 +10,13 @@ from typing import Any, Final
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
-from lightning_memo.estimate.inputs.cluster import DISK, Cluster
+from lightning_memo.estimate.inputs.cluster import BANDWIDTHS, DISK, Cluster
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import load_shape, shape_of
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.units import parse_bytes
 
 _SIZES: Final = ("device_bytes", "host_bytes")
-_BANDWIDTHS: Final = ("host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK)
 _TEXTS: Final = ("name", "device")
 _COUNT: Final = "devices_per_node"
 
@@ -114,7 +113,7 @@ def _cluster_value(name: str, value: Any) -> Any:
         return str(value)
     if name in _SIZES:
         return parse_bytes(value)
-    if name in _BANDWIDTHS and isinstance(value, str):
+    if name in BANDWIDTHS and isinstance(value, str):
         return float(parse_bytes(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r} is not a number")

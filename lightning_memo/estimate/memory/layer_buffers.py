@@ -6,6 +6,7 @@ are left out. Norms, for example, need temporary buffers that are never larger t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,19 +98,24 @@ class LayerBuffers:
         """Allocates autocast's copy of weights, which is empty without autocast."""
         return b.make(weights * self.sizes.product if self.autocast else 0)
 
-    def run(self, b: Buffers) -> None:
-        """Records the forward up to its peak. The layer's input already exists, and attention's output stays."""
+    def run(self, b: Buffers, saves: bool = True) -> None:
+        """Records the forward up to its peak. The layer's input already exists.
+
+        Args:
+            b: Buffers, to which those of the layer are added.
+            saves: Whether attention's output stays.
+        """
         normed = [b.make(self.stream), b.make(self.gathered)]
         query = self._run(b, "query", self._query)
         key, value = (self._run(b, name, self._key) for name in ("key", "value"))
         rotated_query = self._rotate(b, self._query)
         rotated_key = self._rotate(b, self._key)
         b.free(query, key)
-        b.make(self._query)  # attention's output, which is saved
+        attended = b.make(self._query)
         if self.ring:
             b.free(b.make(4 * self._key))  # keys and values of two other devices: one is used, one is received
         projected = self._run(b, "output", self.product(self.shape.hidden))
-        b.free(rotated_query, rotated_key, value, *normed)
+        b.free(rotated_query, rotated_key, value, *normed, *(() if saves else (attended,)))
         b.make(self.stream)  # residual
         b.free(projected)
         b.make(self.stream)  # output of the norm
@@ -159,19 +165,29 @@ class LayerBuffers:
         if made is not None:
             b.free(made)
 
-    def differentiate(self, b: Buffers, dy: int) -> None:
+    def differentiate(
+        self, b: Buffers, dy: int, recomputed: Collection[str] | None = None, others_bytes: int = 0
+    ) -> None:
         """Records the recomputation and the backward of the layer, including gradients of its weights.
 
         Args:
             b: Buffers, to which those of the layer are added.
             dy: Number of the buffer with the gradient of the layer's output, which is freed.
+            recomputed: Names of the saved tensors that are recomputed; None for all but layer inputs and attention.
+            others_bytes: Bytes that earlier slices make when the backward of attention needs their keys and values.
         """
-        recomputed = saved_tensors(self.shape, kernels="llama", sizes=self.sizes)
-        saved = {t.name: b.make(self.tokens * t.bytes_per_token) for t in recomputed if t.kind == "other"}
+        tensors = saved_tensors(self.shape, kernels="llama", sizes=self.sizes)
+        saved = {
+            t.name: b.make(self.tokens * t.bytes_per_token)
+            for t in tensors
+            if (t.kind == "other" if recomputed is None else t.name in recomputed)
+        }
         attention_input = b.make(self.gathered)
         feed_forward_input = b.make(self.gathered)
         d_residual, copies = self._backward_of_feed_forward(b, dy, saved, feed_forward_input)
+        b.make(others_bytes)
         self._backward_of_attention(b, d_residual, copies, attention_input)
+        self._backward_of_input_norm(b, saved)
 
     def _backward_of_feed_forward(
         self, b: Buffers, dy: int, saved: dict[str, int], gathered: int
@@ -240,6 +256,17 @@ class LayerBuffers:
         if self.tensor_parallel > 1:
             b.free(b.make(2 * self.gathered))
         b.free(d_residual, d_value, gathered, *rotated, *copies)
+
+    def _backward_of_input_norm(self, b: Buffers, saved: dict[str, int]) -> None:
+        """Records the end of a slice's backward, in which queries, keys and values are still alive."""
+        names = [
+            "input norm",
+            "input norm unweighted",
+            *(f"input norm for {name}" for name in ("query", "key", "value")),
+        ]
+        b.free(*(saved.pop(name) for name in names if name in saved))
+        b.make(self.stream)  # gradient of the residual
+        b.free(*[b.make(self.tokens * self.shape.hidden * _FP32) for _ in range(5)])
 
 
 def has_known_buffers(shape: ModelShape) -> bool:

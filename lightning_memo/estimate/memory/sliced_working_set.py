@@ -46,7 +46,7 @@ class SlicedStep(HuggingFaceStep):
     def layers_bytes(self) -> int:
         """Highest peak in the backward of layers, in a slice whose gradients add to those of the slice before."""
         if self.slices.schedule == "slice":
-            b = self._shared(self.shape.layers)
+            b = self.shared(self.shape.layers)
             b.make(self._arguments)  # arguments of the next slice
             self._part().differentiate(b, b.make(self._part().stream))
             return b.lower_bound_bytes
@@ -58,14 +58,14 @@ class SlicedStep(HuggingFaceStep):
         return max(self._around_on_host().lower_bound_bytes - missing, self._embedding_bytes)
 
     def _around_on_device(self) -> Buffers:
-        b = self._shared(self.shape.layers)
+        b = self.shared(self.shape.layers)
         b.make(2 * self.stream)  # gradients of the layer's output and input
         b.make(self.slices.key_value_gradient_bytes(self.shape) * (self._count - 1) * self.slices.tokens)
         self._part().differentiate(b, b.make(0))
         return b
 
     def _around_on_host(self) -> Buffers:
-        b = self._shared(self.shape.layers)
+        b = self.shared(self.shape.layers)
         lengths = [part.tokens for part in slice_tokens_by_alpha(self.tokens, 0.0, self.slices.tokens)]
         # In copies: the gradient of the output of the slice before, and those of the input of two slices after.
         in_copies = max(sum(lengths[max(n - 1, 0) : n]) + sum(lengths[n + 1 : n + 3]) for n in range(len(lengths) - 1))
@@ -92,9 +92,9 @@ class SlicedStep(HuggingFaceStep):
         return self.slices.tokens * (tables_bytes(self.shape, self.sizes) + 2 * _INT64)
 
     @override
-    def _shared(self, calls: int) -> Buffers:
+    def shared(self, calls: int) -> Buffers:
         if self.slices.schedule == "layer" and self.slices.host_backed == "attention":
-            return super()._shared(calls)
+            return super().shared(calls)
         b = Buffers()
         if self.slices.schedule == "slice":  # one generator state for all layers and slices
             b.make(self._arguments if calls else 0)
@@ -108,7 +108,7 @@ class SlicedStep(HuggingFaceStep):
 
     def _first_run(self, count: int) -> int:
         part = self._part(count)
-        b = self._shared(3)
+        b = self.shared(3)
         if self.slices.states_on_host:
             b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
         whole = self.slices.schedule == "layer" and self.slices.host_backed == "attention"
@@ -120,7 +120,7 @@ class SlicedStep(HuggingFaceStep):
     def _run_slice(self) -> int:
         """Peak of the forward of a slice, with the layer's input and output."""
         part = self._part()
-        b = self._shared(self.shape.layers)
+        b = self.shared(self.shape.layers)
         if self.slices.host_backed == "all":
             b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
             b.make(4 * part.stream)  # this slice, the next one, and outputs that are copied to the host
@@ -134,12 +134,12 @@ class SlicedStep(HuggingFaceStep):
     @property
     def _loss_bytes(self) -> int:
         if self.slices.host_backed == "attention":
-            return self._peak_of_loss
+            return self.peak_of_loss
         return max(self._streamed_loss(), self._streamed_norm())
 
     def _streamed_loss(self) -> int:
         """Peak of a chunk of the loss, with hidden states on the host."""
-        b = self._shared(self.shape.layers)
+        b = self.shared(self.shape.layers)
         tokens = self._chunk_tokens
         b.make(6 * tokens * self.shape.hidden * self.sizes.stream)  # the chunk, the next one, and their gradients
         trained = self.shape.adapters is None
@@ -154,7 +154,7 @@ class SlicedStep(HuggingFaceStep):
         return b.lower_bound_bytes
 
     def _streamed_norm(self) -> int:
-        return self._shared(self.shape.layers).lower_bound_bytes + (
+        return self.shared(self.shape.layers).lower_bound_bytes + (
             _NORM_ROWS * self._chunk_tokens * self.shape.hidden * _FP32
         )
 

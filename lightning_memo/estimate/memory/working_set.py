@@ -42,17 +42,34 @@ class HuggingFaceStep(LayerBuffers):
     def outside_bytes(self) -> int:
         """Highest peak in the forward, the loss and the optimizer."""
         optimizer = self._optimizer().lower_bound_bytes
-        return max(self._forward().lower_bound_bytes, self._peak_of_loss, optimizer)
+        return max(self._forward().lower_bound_bytes, self.peak_of_loss, optimizer)
 
     @property
     def layers_bytes(self) -> int:
         """Highest peak in the backward of layers: in the first layer, when all others have their gradients."""
         if self.gradients_stay:
             return self._backward().lower_bound_bytes
+        return self._backward().lower_bound_bytes - self.gradients_missing_in_first_layer
+
+    @property
+    def gradients_missing_in_first_layer(self) -> int:
+        """Bytes of gradients that do not exist yet when the backward of the first layer begins."""
         missing = self.trained_in_a_layer
         if self.shape.adapters is None and not self.shape.tied:
             missing += self._weights[0]
-        return self._backward().lower_bound_bytes - self.sizes.gradient * missing
+        return 0 if self.gradients_stay else self.sizes.gradient * missing
+
+    @property
+    def gradients_missing_in_last_layer(self) -> int:
+        """Bytes of gradients that do not exist yet when the backward of the last layer begins."""
+        return self.gradients_missing_in_first_layer + (
+            0 if self.gradients_stay else self.sizes.gradient * (self.shape.layers - 1) * self.trained_in_a_layer
+        )
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Peak in the optimizer."""
+        return self._optimizer().lower_bound_bytes
 
     @property
     def _weights(self) -> tuple[int, ...]:
@@ -68,7 +85,7 @@ class HuggingFaceStep(LayerBuffers):
         """Number of elements of each weight that gets a gradient."""
         return self._weights if self.shape.adapters is None else self.adapter_weights * self.shape.layers
 
-    def _shared(self, calls: int) -> Buffers:
+    def shared(self, calls: int) -> Buffers:
         """Buffers that live through all layers: positions, their cosines and sines, and generator states."""
         buffers = Buffers()
         buffers.make(self.tokens * _INT64)
@@ -87,7 +104,8 @@ class HuggingFaceStep(LayerBuffers):
         return self._logits > CHUNK_BYTES
 
     @property
-    def _peak_of_loss(self) -> int:
+    def peak_of_loss(self) -> int:
+        """Peak in the loss. In chunks, its gradients are computed in the forward."""
         if self._chunked:
             return self._chunked_loss().lower_bound_bytes
         missing = 0 if self.gradients_stay else self.sizes.gradient * sum(self._trained)
@@ -96,7 +114,7 @@ class HuggingFaceStep(LayerBuffers):
 
     def _loss(self, backward: bool, extra_bytes: int = 0) -> Buffers:
         """Loss of all tokens at once and its backward, without gradients of weights."""
-        b, sizes = self._shared(self.shape.layers), self.sizes
+        b, sizes = self.shared(self.shape.layers), self.sizes
         b.make(extra_bytes)
         for _ in ("output", "unweighted", "normed"):
             b.make(self.stream)
@@ -119,10 +137,10 @@ class HuggingFaceStep(LayerBuffers):
 
     def _chunked_loss(self, extra_bytes: int = 0) -> Buffers:
         """A chunk of the loss, whose gradients are computed in the forward."""
-        b = self._shared(self.shape.layers)
+        b = self.shared(self.shape.layers)
         b.make(extra_bytes)
-        b.make(self.stream)  # output of the last layer
-        b.make(self.stream)  # gradient of this output
+        for _ in ("output of the last layer", "output of the norm", "gradient of this output"):
+            b.make(self.stream)
         trained = self.shape.adapters is None
         if trained:
             b.make(self._weights[0] * _FP32)  # gradient of the head, to which all chunks add
@@ -131,12 +149,14 @@ class HuggingFaceStep(LayerBuffers):
         if self.sizes.product != _FP32:
             b.make(CHUNK_BYTES * self.sizes.product // _FP32)
         if trained:
-            b.make(self._weights[0] * self.sizes.product)  # gradient of the head from this chunk
+            b.make(
+                2 * self._weights[0] * self.sizes.product
+            )  # gradients of the head from this chunk and the one before
         return b
 
     def _optimizer(self) -> Buffers:
         """AdamW, weight by weight: a root and a quotient, which lives until the next weight's."""
-        b = self._shared(0)
+        b = self.shared(0)
         last: list[int] = []
         for elements in self._trained:
             root, quotient = (b.make(elements // self.optimizer_shards * self.sizes.optimizer // 2) for _ in range(2))
@@ -146,13 +166,13 @@ class HuggingFaceStep(LayerBuffers):
 
     def _forward(self) -> Buffers:
         """The engine's first run of a layer, in the first step, with saved tensors on the device."""
-        b = self._shared(_FIRST_RUN_STATES)
+        b = self.shared(_FIRST_RUN_STATES)
         b.make(self.stream)  # embeddings, referenced by the model
         b.make(self.stream)  # the layer's input, which is saved
         self.run(b)
         return b
 
     def _backward(self) -> Buffers:
-        b = self._shared(self.shape.layers)
+        b = self.shared(self.shape.layers)
         self.differentiate(b, b.make(self.stream))
         return b

@@ -16,6 +16,11 @@ from lightning_memo.shapes.model_shape import ModelShape
 Status = Literal["ok", "oom", "oohm"]
 """Whether training fits ("ok"), the device is out of memory ("oom"), or the host is out of memory ("oohm")."""
 
+Storage = dict[str, dict[str, float]]
+"""Shares of the tokens for which each kind of tensor is kept on the device ("keep"), swapped to the host ("swap"),
+spilled to a disk ("spill") and recomputed ("recompute"). Kinds are "input", "attention", the outputs of matrix products
+by the names of their modules, and "all" for all other tensors."""
+
 Method = Literal["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
 
 
@@ -88,10 +93,16 @@ class Estimate:
     """Parallel sizes of the estimate."""
 
     alpha: float | None
-    """Fraction of the tokens whose activations are swapped, or None if the method does not swap."""
+    """Fraction of the tokens all of whose activations are swapped, or None if the method does not swap."""
+
+    storage: Storage | None
+    """What becomes of each kind of tensor, or None if alpha decides for all of them."""
 
     step_seconds: float | None
     """Time of an optimizer step."""
+
+    recompute_seconds: float | None
+    """Part of it in which activations are recomputed."""
 
     mfu: float | None
     """Model FLOPs utilization in percent: causal attention, without recomputation."""

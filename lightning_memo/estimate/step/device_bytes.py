@@ -13,7 +13,7 @@ from lightning_memo.estimate.inputs.precision_bytes import ElementBytes, program
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
-from lightning_memo.estimate.step.layer_times import (
+from lightning_memo.estimate.times.layer_times import (
     BF16,
     FP32,
     device_parameters,

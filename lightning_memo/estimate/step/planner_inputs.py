@@ -12,7 +12,7 @@ from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
 from lightning_memo.estimate.memory.sliced_working_set import SlicedStep
 from lightning_memo.estimate.memory.working_set import HuggingFaceStep
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels, runs_here
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels, runs_here
 from lightning_memo.estimate.step.device_bytes import (
     backward_bytes,
     device_state_bytes,
@@ -20,8 +20,9 @@ from lightning_memo.estimate.step.device_bytes import (
     logits_bytes,
     loss_bytes,
 )
-from lightning_memo.estimate.step.layer_times import has_whole_logits, head_seconds, layer_times
-from lightning_memo.estimate.step.streamed_times import streamed_seconds
+from lightning_memo.estimate.times.layer_times import has_whole_logits, layer_times, memory_rate
+from lightning_memo.estimate.times.outside_times import outside_seconds
+from lightning_memo.estimate.times.streamed_times import streamed_seconds
 
 
 def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
@@ -40,6 +41,8 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     forward, backward = times.forward, times.backward
     if question.sliced is not None:
         forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
+    if METHOD_TRAITS[question.method].recomputes == "alpha" and runs_here(question):
+        forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(question)  # copied into a slot
     # All devices of a node share its disk.
     write, read = (getattr(question.cluster, name) or 0.0 for name in DISK) if question.spill_bytes else (0.0, 0.0)
     return LayerCosts(
@@ -51,7 +54,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
         forward_seconds=(forward,) * calls,
         backward_seconds=(backward,) * calls,
         recompute_seconds=(times.recompute,) * calls,
-        outside_seconds=head_seconds(question, parallel),
+        outside_seconds=outside_seconds(question, parallel),
         offload_bytes_per_second=bandwidth,
         prefetch_bytes_per_second=bandwidth,
         fixed_device_bytes=round(device_state_bytes(question, parallel).total + gathered_bytes(question, parallel)),
@@ -64,30 +67,40 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
 
 def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int) -> tuple[int, int]:
     """Peaks of transient memory outside the backward of layers, and inside it without recomputed activations."""
-    if not (runs_here(question) and has_known_buffers(question.shape)) or has_whole_logits(question):
+    if not has_known_step(question):
         outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
         return outside, backward_bytes(question, parallel)
+    step = known_step(question, parallel)
+    return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
+
+
+def has_known_step(question: Question) -> bool:
+    """Whether the buffers of a step are known one by one."""
+    return runs_here(question) and has_known_buffers(question.shape) and not has_whole_logits(question)
+
+
+def known_step(question: Question, parallel: Parallelism) -> HuggingFaceStep:
+    """Return the buffers of a step whose layers are recomputed, see `has_known_step`."""
     ranks, sequences = parallel.dp * parallel.cp, question.batch_size // parallel.dp
+    stays, shards = ranks > 1 or sequences > 1, ranks if parallel.zero_stage else 1
     if question.sliced is not None:
-        sliced = SlicedStep(
+        return SlicedStep(
             shape=question.shape,
             sizes=element_bytes(question),
             tokens=question.seq_len,
-            gradients_stay=ranks > 1 or sequences > 1,
-            optimizer_shards=ranks if parallel.zero_stage else 1,
+            gradients_stay=stays,
+            optimizer_shards=shards,
             slices=question.sliced,
         )
-        return sliced.outside_bytes, max(sliced.layers_bytes - recomputed_bytes, 0)
-    step = HuggingFaceStep(
+    return HuggingFaceStep(
         shape=replace(question.shape, layers=question.shape.layers // parallel.pp),
         sizes=element_bytes(question),
         tokens=question.seq_len // (parallel.tp * parallel.cp),
         tensor_parallel=parallel.tp,
         ring=parallel.cp > 1,
-        gradients_stay=ranks > 1 or sequences > 1,
-        optimizer_shards=ranks if parallel.zero_stage else 1,
+        gradients_stay=stays,
+        optimizer_shards=shards,
     )
-    return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
 
 
 def device_budget(question: Question, parallel: Parallelism) -> Budget:

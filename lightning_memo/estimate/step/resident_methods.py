@@ -8,12 +8,20 @@ from typing import Final
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.memory.planned_step import PlannedSlice, PlannedStep
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
-from lightning_memo.estimate.step.layer_times import FP32, layer_times
 from lightning_memo.estimate.step.layers_estimate import LayersEstimate
-from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs, sequences_in_flight
+from lightning_memo.estimate.step.plan_bytes import all_but_input
+from lightning_memo.estimate.step.planner_inputs import (
+    device_budget,
+    estimated_layer_costs,
+    has_known_step,
+    known_step,
+    sequences_in_flight,
+)
+from lightning_memo.estimate.times.layer_times import FP32, layer_times
 from lightning_memo.planner.alpha.step_time import step_seconds
 from lightning_memo.utils.units import format_bytes
 
@@ -40,6 +48,8 @@ def estimate_resident(question: Question, parallel: Parallelism) -> LayersEstima
     """Estimate a method that copies nothing to the host."""
     traits = METHOD_TRAITS[question.method]
     costs = estimated_layer_costs(question, parallel)
+    if traits.recomputes == "all" and has_known_step(question) and parallel.pp == 1:
+        return _outcome(question, parallel, costs, _checkpointed_bytes(question, parallel, costs), 0)
     kept = costs.input_bytes[0] if traits.recomputes == "all" else costs.skeletal_bytes // costs.calls
     activations = kept * costs.calls
     recomputed_bytes = costs.attention_bytes[0] + costs.other_bytes[0] if traits.recomputes == "all" else 0
@@ -74,6 +84,24 @@ def estimate_fpdt(question: Question, parallel: Parallelism) -> LayersEstimate:
         "gathered": round(gathered_bytes(question, parallel)),
     }
     return _outcome(question, parallel, costs, device_bytes, costs.calls * hidden_states)
+
+
+def _checkpointed_bytes(question: Question, parallel: Parallelism, costs: LayerCosts) -> dict[str, int]:
+    """Bytes of a step that keeps layer inputs, and computes each layer again."""
+    kept = costs.input_bytes[0]
+    step = PlannedStep(
+        step=known_step(question, parallel),
+        slices=[PlannedSlice(tokens=costs.tokens, made=all_but_input(question))],
+        kept_bytes=kept,
+        checkpointed=True,
+    )
+    activations = costs.calls * kept
+    return {
+        "activations": activations,
+        "transients": step.peak_bytes - activations,
+        "logits": 0,
+        "gathered": round(gathered_bytes(question, parallel)),
+    }
 
 
 def _loss_bytes(question: Question, parallel: Parallelism) -> int:
@@ -125,11 +153,16 @@ def _outcome(
             f"{format_bytes(host_bytes)} of host memory are needed per device, but "
             f"{format_bytes(room.host_bytes)} are usable."
         )
+    recomputes = METHOD_TRAITS[question.method].recomputes == "all"
+    shape, tokens = question.shape, question.seq_len
+    flops = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
     return LayersEstimate(
         status="oohm" if host_bytes > room.host_bytes else "ok",
         alpha=None,
         seconds=_seconds(question, parallel, costs) + reorganised,
-        recomputed=float(METHOD_TRAITS[question.method].recomputes == "all"),
+        recomputed=float(recomputes),
+        recomputed_flops=shape.layers * flops if recomputes else 0.0,
+        recompute_seconds=costs.calls * layer_times(question, parallel).recompute_all if recomputes else 0.0,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         limits=limits,

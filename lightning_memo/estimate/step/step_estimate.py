@@ -15,7 +15,6 @@ from lightning_memo.estimate.request.training_methods import (
 )
 from lightning_memo.estimate.step.activation_fractions import activations_sentence
 from lightning_memo.estimate.step.device_bytes import device_state_bytes
-from lightning_memo.estimate.step.layer_times import data_parallel_seconds, head_seconds
 from lightning_memo.estimate.step.layers_estimate import LayersEstimate
 from lightning_memo.estimate.step.planner_inputs import (
     device_budget,
@@ -24,6 +23,8 @@ from lightning_memo.estimate.step.planner_inputs import (
 )
 from lightning_memo.estimate.step.resident_methods import estimate_fpdt, estimate_resident
 from lightning_memo.estimate.step.swapping_methods import estimate_swapping
+from lightning_memo.estimate.times.layer_times import data_parallel_seconds
+from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
 from lightning_memo.utils.units import format_bytes
 
 
@@ -41,22 +42,13 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
     else:
         outcome = estimate_fpdt(question, parallel) if traits.streamed else estimate_resident(question, parallel)
     device_bytes = _device_bytes(question, parallel, outcome)
-    room = device_budget(question, parallel)
-    limits = [*outcome.limits, *_precision_notes(question)]
-    status: Status = outcome.status
-    if status == "ok" and device_bytes["total"] > room.device_bytes:
-        status = "oom"
-    if status == "oom":
-        limits = [
-            f"{format_bytes(device_bytes['total'])} of device memory are needed, but {format_bytes(room.device_bytes)} "
-            "are usable.",
-            *limits,
-        ]
+    status, limits = _fit(question, parallel, outcome, device_bytes["total"])
     seconds = step_seconds_of(question, parallel, outcome) if status == "ok" else None
     peak = question.cluster.peak_flops * question.gpus
     tokens = question.seq_len * question.batch_size
     model_flops = question.batch_size * question.shape.model_flops(question.seq_len)
-    hardware_flops = model_flops + question.batch_size * _recomputed_flops(question, outcome)
+    hardware_flops = model_flops + question.batch_size * outcome.recomputed_flops
+    again = question.batch_size // parallel.dp * outcome.recompute_seconds
     return Estimate(
         status=status,
         method=question.method,
@@ -65,7 +57,9 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         gpus=question.gpus,
         parallel=parallel,
         alpha=outcome.alpha,
+        storage=outcome.storage,
         step_seconds=seconds,
+        recompute_seconds=None if seconds is None else again,
         mfu=None if seconds is None else 100 * model_flops / seconds / peak,
         hfu=None if seconds is None else 100 * hardware_flops / seconds / peak,
         tokens_per_gpu_per_second=None if seconds is None else tokens / seconds / question.gpus,
@@ -75,6 +69,16 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         host_bytes=outcome.host_bytes * devices_per_host(question) * sequences_in_flight(question, parallel),
         limits=[activations_sentence(traits, outcome), *limits],
     )
+
+
+def _fit(question: Question, parallel: Parallelism, outcome: LayersEstimate, total: int) -> tuple[Status, list[str]]:
+    """Whether training fits, and sentences about its limits."""
+    usable = device_budget(question, parallel).device_bytes
+    limits = [*outcome.limits, *_precision_notes(question)]
+    if outcome.status == "oohm" or total <= usable:
+        return outcome.status, limits
+    needed = f"{format_bytes(total)} of device memory are needed, but {format_bytes(usable)} are usable."
+    return "oom", [needed, *limits]
 
 
 def _refuse(question: Question, parallel: Parallelism) -> None:
@@ -110,18 +114,10 @@ def _device_bytes(question: Question, parallel: Parallelism, outcome: LayersEsti
 def step_seconds_of(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> float:
     """Return the time of a step. Pipeline stages interleave: during fill and drain, each stage waits for one layer."""
     sequences = question.batch_size // parallel.dp
-    layer = (outcome.seconds - head_seconds(question, parallel)) * parallel.pp / question.shape.layers
+    layer = (outcome.seconds - outside_seconds(question, parallel)) * parallel.pp / question.shape.layers
     computing = sequences * outcome.seconds + (parallel.pp - 1) * layer
-    return computing + data_parallel_seconds(question, parallel, computing)
-
-
-def _recomputed_flops(question: Question, outcome: LayersEstimate) -> float:
-    """FLOPs of recomputation for one sequence. Methods that swap do not recompute attention and the last product."""
-    shape, tokens = question.shape, question.seq_len
-    if METHOD_TRAITS[question.method].recomputes == "all":
-        forward = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
-        return outcome.recomputed * shape.layers * forward
-    return outcome.recomputed * shape.recomputed_flops(tokens)
+    synchronizing = data_parallel_seconds(question, parallel, computing)
+    return computing + synchronizing + optimizer_seconds(question, parallel)
 
 
 def _precision_notes(question: Question) -> list[str]:

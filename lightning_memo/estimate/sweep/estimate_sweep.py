@@ -73,7 +73,7 @@ def _cells(job: JobEstimate) -> list[str]:
         answer["status"],
         "{tp}/{cp}/{dp}/{pp}".format(**answer["parallel"]),
         str(answer["parallel"]["zero_stage"]),
-        format_alpha(answer["alpha"], answer["device_bytes"]),
+        format_alpha(answer["alpha"], answer["device_bytes"], answer["storage"]),
         *("-" if answer[name] is None else form.format(answer[name]) for name, form in numbers.items()),
         format_bytes(answer["device_bytes"]["total"]),
         format_bytes(answer["host_bytes"]),

@@ -86,7 +86,7 @@ def _flat(answer: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in answer.items():
         if isinstance(value, dict):
-            flat.update({f"{name}.{key}": item for key, item in value.items()})
+            flat.update({f"{name}.{key}": item for key, item in _flat(value).items()})
         else:
             flat[name] = " ".join(value) if isinstance(value, list) else value
     return flat

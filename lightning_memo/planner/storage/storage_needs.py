@@ -53,7 +53,7 @@ def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[Ca
     """
     parts = list(zip(costs.classes, calls, strict=True))
     compute = [
-        (call.forward_seconds, call.backward_seconds + _recompute_seconds(call, plan, costs.tokens))
+        (call.forward_seconds, call.backward_seconds + recompute_seconds(call, plan, costs.tokens))
         for call, plan in parts
     ]
     copies = [_copy_seconds(costs, budget, call, plan) for call, plan in parts]
@@ -65,7 +65,14 @@ def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[Ca
     return seconds
 
 
-def _recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
+def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
+    """Seconds that a layer call recomputes.
+
+    Args:
+        call: Costs of the call.
+        plan: What the call stores.
+        tokens: Tokens of the call.
+    """
     whole = plan.tokens(ALL)
     again = sum(product.seconds * (tokens - whole - plan.tokens(product.name)) for product in call.products)
     dropped = call.attention_share(tokens - plan.tokens(ATTENTION), tokens) * call.attention_seconds

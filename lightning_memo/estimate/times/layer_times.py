@@ -1,4 +1,4 @@
-"""Times of a layer, of the head and of data-parallel communication, for one sequence on one device."""
+"""Times of a layer and of data-parallel communication, for one sequence on one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Final
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels
+from lightning_memo.estimate.times.memory_bound import traffic_of_layer
 from lightning_memo.shapes.model_shape import ModelShape
 
 BF16: Final = 2
@@ -34,7 +35,13 @@ class LayerTimes:
     """Backward of these products: gradients of their inputs and of trained weights."""
 
     recomputed_dense: float
-    """Recomputation of these products. The output of the last one is not needed again."""
+    """Recomputation of these products. The output of the last one is not needed again, unless an adapter follows."""
+
+    memory_bound: float
+    """Forward of all else but attention: norms, positions, activation functions, casts and adapters."""
+
+    memory_bound_backward: float
+    recomputed_memory_bound: float
 
     attention_forward: float
     attention_backward: float
@@ -50,13 +57,14 @@ class LayerTimes:
     @property
     def forward(self) -> float:
         """Forward, with an all-gather before and a reduce-scatter after both attention and feed-forward."""
-        return self.dense + self.attention_forward + _FORWARD_COLLECTIVES * self.collective + self.context
+        computing = self.dense + self.memory_bound + self.attention_forward
+        return computing + _FORWARD_COLLECTIVES * self.collective + self.context
 
     @property
     def backward(self) -> float:
         """Backward without recomputation. The inputs of both parts are gathered again for the gradients of weights."""
         communication = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
-        return self.dense_backward + self.attention_backward + communication
+        return self.dense_backward + self.memory_bound_backward + self.attention_backward + communication
 
     @property
     def tensor_parallel(self) -> float:
@@ -76,7 +84,7 @@ class LayerTimes:
     @property
     def recompute(self) -> float:
         """Recomputation of everything but attention and the last product, for all tokens."""
-        return self.recomputed_dense + 3 * self.collective
+        return self.recomputed_dense + self.recomputed_memory_bound + 3 * self.collective
 
     @property
     def recompute_all(self) -> float:
@@ -86,7 +94,8 @@ class LayerTimes:
 def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     """Compute the times of a layer call.
 
-    Matrix products and attention run at a fraction of the device's peak, collectives at the bandwidth of the links.
+    Matrix products and attention run at a fraction of the device's peak, all other operations at a fraction of the
+    bandwidth of its memory, collectives at the bandwidth of the links.
     """
     shape, cluster, constants = question.shape, question.cluster, question.constants
     tokens, divided = question.seq_len, parallel.tp * parallel.cp
@@ -100,10 +109,17 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
     collective = hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp)
     exchanging, merging = _context_seconds(question, parallel, attention_forward)
+    traffic = traffic_of_layer(shape, kernels=layer_kernels(question), sizes=sizes)
+    moving = tokens / divided / memory_rate(question)
+    adapters = shape.adapter_parameters  # whose products are bound by memory
+    trained = shape.multiplied_in_a_layer if shape.adapters is None else 0
     return LayerTimes(
-        dense=2 * tokens * shape.multiplied_in_a_layer / dense_rate,
-        dense_backward=2 * tokens * (shape.multiplied_in_a_layer + shape.trained_in_a_layer) / dense_rate,
-        recomputed_dense=2 * tokens * shape.multiplied_again / dense_rate,
+        dense=2 * tokens * (shape.multiplied_in_a_layer - adapters) / dense_rate,
+        dense_backward=2 * tokens * (shape.multiplied_in_a_layer - adapters + trained) / dense_rate,
+        recomputed_dense=2 * tokens * shape.recomputed_in_a_layer / dense_rate,
+        memory_bound=traffic.forward * moving,
+        memory_bound_backward=traffic.backward * moving,
+        recomputed_memory_bound=traffic.again * moving,
         attention_forward=attention_forward,
         attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
         collective=collective,
@@ -111,6 +127,11 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
         network=(4 * collective if parallel.tp > cluster.devices_per_node else 0.0)
         + (exchanging if parallel.tp * parallel.cp > cluster.devices_per_node else 0.0),
     )
+
+
+def memory_rate(question: Question) -> float:
+    """Return the bytes per second that memory-bound operations read and write."""
+    return question.cluster.memory_bandwidth * question.constants.memory_efficiency
 
 
 def ring_bandwidth(cluster: Cluster, devices: int, stride: int = 1) -> float:
@@ -145,14 +166,6 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
     steps = parallel.cp - 1
     exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
     return exposed, steps * output / question.constants.merged_bytes_per_second
-
-
-def head_seconds(question: Question, parallel: Parallelism) -> float:
-    """Return the time of the head's forward and backward for one sequence."""
-    shape = question.shape
-    products = 3 if shape.adapters is None else 2  # the weight needs no gradient
-    flops = 2 * products * question.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
-    return flops / (question.cluster.peak_flops * element_bytes(question).rate * question.constants.dense_efficiency)
 
 
 def has_whole_logits(question: Question) -> bool:

@@ -6,7 +6,7 @@ from lightning_memo.estimate.memory.activations import LayerActivations
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes
-from lightning_memo.estimate.step.layer_times import LayerTimes
+from lightning_memo.estimate.times.layer_times import LayerTimes
 
 
 def streamed_seconds(

@@ -1,0 +1,118 @@
+"""Costs of each kind of tensor, for plans that name a place for each of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lightning_memo.artifacts.layer_costs import LayerCosts
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.storage_plan import CallPlan
+from lightning_memo.artifacts.tensor_kind_costs import (
+    ALL,
+    ATTENTION,
+    INPUT,
+    PLACES,
+    CallCosts,
+    Product,
+    StorageCosts,
+)
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.memory.slice_settings import saved_bytes
+from lightning_memo.estimate.request.estimate_request import Question, Storage
+from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
+from lightning_memo.estimate.times.layer_products import layer_products
+from lightning_memo.estimate.times.layer_times import layer_times, memory_rate
+from lightning_memo.estimate.times.memory_bound import layer_traffic
+from lightning_memo.planner.token_slices import SavedBytes
+
+_KERNEL_SECONDS: Final = 3e-6
+"""Time of a kernel in addition to its operations. Without it, products with inputs of equal width would be equally good
+to store, per byte, and a plan would choose arbitrarily among them."""
+
+
+def estimated_storage_costs(question: Question, costs: LayerCosts) -> StorageCosts:
+    """Compute what a first step measures for each kind of tensor of a layer that runs on a whole sequence.
+
+    Args:
+        question: Question that was asked.
+        costs: Costs of the layers of the step.
+    """
+    times = layer_times(question, Parallelism())
+    products = recomputed_products(question)
+    call = CallCosts(
+        input_bytes=costs.input_bytes[0],
+        attention_bytes=costs.attention_bytes[0],
+        other_bytes=costs.other_bytes[0],
+        products=products,
+        forward_seconds=costs.forward_seconds[0],
+        backward_seconds=costs.backward_seconds[0],
+        attention_seconds=times.attention_forward,
+        elementwise_seconds=max(times.recompute - sum(product.seconds for product in products), 0.0),
+        window_tokens=question.shape.window,
+    )
+    return StorageCosts.of_step([call] * costs.calls, costs)
+
+
+def recomputed_products(question: Question) -> tuple[Product, ...]:
+    """Return the matrix products that a recomputation computes, with the times of their kernels.
+
+    The products of adapters take as long as their bytes; all others as long as their operations.
+    """
+    shape, sizes, kernels = question.shape, element_bytes(question), layer_kernels(question)
+    tokens = question.seq_len
+    rate = question.cluster.peak_flops * sizes.rate * question.constants.dense_efficiency
+    groups = {group.name: group for group in layer_traffic(shape, kernels=kernels, sizes=sizes) if group.again}
+    products = []
+    for product in layer_products(shape, kernels):
+        name = product.recomputed_name(shape)
+        if not name:
+            continue
+        flops = 2 * tokens * product.inputs * product.outputs
+        products.append(
+            Product(
+                name=name, size_bytes=tokens * sizes.product * product.outputs, seconds=_KERNEL_SECONDS + flops / rate
+            )
+        )
+        for adapter, width in product.adapters(shape):
+            if adapter in groups:
+                seconds = _KERNEL_SECONDS + tokens * groups[adapter].forward / memory_rate(question)
+                products.append(Product(name=adapter, size_bytes=tokens * sizes.product * width, seconds=seconds))
+    return tuple(products)
+
+
+def recomputed_flops(question: Question, stored: CallPlan) -> float:
+    """Count the FLOPs of a layer's recomputation by a plan, without those of adapters."""
+    shape, tokens = question.shape, question.seq_len
+    whole = stored.tokens(ALL)
+    flops = shape.attention_flops(tokens - stored.tokens(ATTENTION))
+    for product in layer_products(shape, layer_kernels(question)):
+        name = product.recomputed_name(shape)
+        if name:
+            flops += 2.0 * product.inputs * product.outputs * (tokens - whole - stored.tokens(name))
+    return flops
+
+
+def shares_by_place(plan: Plan) -> Storage:
+    """Return what becomes of each kind of tensor of a layer call, in shares of the tokens."""
+    storage, costs = plan.swap.storage, plan.storage_costs
+    assert storage is not None and costs is not None
+    (call,), (stored,) = costs.classes, storage.calls
+    places = PLACES if plan.swap.spill_bytes else PLACES[:2]
+    shares: Storage = {}
+    for kind in call.kinds:
+        own: dict[str, float] = {place: stored.tokens(kind, place) / costs.tokens for place in places}
+        product = kind not in (INPUT, ATTENTION, ALL)
+        with_others = stored.tokens(ALL) / costs.tokens if product else 0.0
+        shares[kind] = {**own, "recompute": 1.0 - sum(own.values()) - with_others}
+    return shares
+
+
+def storable_tensors(question: Question, products: tuple[Product, ...]) -> list[SavedBytes]:
+    """Return the tensors of a layer call that a plan may store: those that it saves, and outputs of its products."""
+    saved = saved_bytes(
+        question.shape,
+        kernels=layer_kernels(question),
+        sizes=element_bytes(question),
+        tokens=question.seq_len,
+    )
+    return [*saved, *(SavedBytes(product.name, product.size_bytes) for product in products)]

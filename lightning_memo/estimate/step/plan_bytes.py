@@ -1,0 +1,106 @@
+"""Device memory of a plan by category."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.memory.activations import saved_tensors
+from lightning_memo.estimate.memory.planned_step import PlannedSlice, PlannedStep
+from lightning_memo.estimate.request.estimate_request import Question
+from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
+from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
+from lightning_memo.estimate.step.planner_inputs import has_known_step, known_step
+from lightning_memo.estimate.times.layer_products import layer_products
+from lightning_memo.estimate.times.layer_times import FP32
+from lightning_memo.planner.storage.storage_plan_slices import stored_slices
+from lightning_memo.planner.token_slices import Action, TokenRange, slice_tokens_by_alpha
+
+
+def bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:
+    """Return the bytes of a plan by category, without the model state.
+
+    Where the buffers of a layer are known, their sum is the peak of a step. Otherwise it is what the planner expects,
+    which is an upper bound.
+
+    Args:
+        question: Question that was asked.
+        parallel: Sizes of the parallelism.
+        plan: Plan of a training with this package, or of MEMO's.
+    """
+    swap = plan.swap
+    kept = plan.costs.skeletal_bytes if swap.mode == "plain" else swap.kept_bytes
+    working = plan.working_set_bytes - swap.buffer_bytes - kept
+    if has_known_step(question) and question.sliced is None:
+        if swap.mode == "plain" and element_bytes(question).stream != FP32:
+            kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
+        step = PlannedStep(
+            step=known_step(question, parallel),
+            slices=list(_planned_slices(question, plan)),
+            kept_bytes=kept // swap.calls,
+            buffer_bytes=swap.buffer_bytes,
+            plain=swap.mode == "plain",
+        )
+        working = step.peak_bytes - swap.buffer_bytes - kept
+    return by_category(question, parallel, swap.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
+
+
+def by_category(
+    question: Question, parallel: Parallelism, buffers: int, kept: int, working: int, outside: int
+) -> dict[str, int]:
+    """Return the device memory by category. Logits count only if the peak is outside the layers.
+
+    Args:
+        question: Question that was asked.
+        parallel: Sizes of the parallelism.
+        buffers: Bytes of the rounding buffers.
+        kept: Bytes of activations that stay on the device.
+        working: All other bytes.
+        outside: Bytes of the peak outside the layers.
+    """
+    logits = round(logits_bytes(question, parallel)) if working == outside else 0
+    return {
+        "rounding_buffers": buffers,
+        "activations": kept,
+        "transients": working - logits,
+        "logits": logits,
+        "gathered": round(gathered_bytes(question, parallel)),
+    }
+
+
+def all_but_input(question: Question) -> frozenset[str]:
+    """Return the names of all tensors that a layer saves, except its input."""
+    tensors = saved_tensors(question.shape, kernels=layer_kernels(question), sizes=element_bytes(question))
+    return frozenset(tensor.name for tensor in tensors if tensor.kind != "input")
+
+
+def _planned_slices(question: Question, plan: Plan) -> Iterator[PlannedSlice]:
+    """The slices of a layer call, each with what it recomputes."""
+    swap, tokens = plan.swap, plan.costs.tokens
+    if swap.mode == "plain":
+        yield PlannedSlice(tokens=tokens, made=all_but_input(question))
+        return
+    stored = swap.storage is not None and stored_slices(swap.storage, 0, tokens)
+    for part in stored or slice_tokens_by_alpha(tokens, swap.alpha):
+        yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(question, part)))
+
+
+def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:
+    """Names of the saved tensors that a slice computes again. Outputs of stored products are not copied."""
+    if part.action is not Action.RECOMPUTE:
+        return
+    shape, kernels = question.shape, layer_kernels(question)
+    known = set()
+    for product in layer_products(shape, kernels):
+        adapters = product.adapters(shape)
+        name, saved = (
+            (adapters[0][0], f"within the adapter of {product.role}") if adapters else (product.name, product.role)
+        )
+        if part.places is not None and part.place(name) is not None:
+            known.add(saved)
+    dropped = part.places is not None and part.place("out") is None
+    for tensor in saved_tensors(shape, kernels=kernels, sizes=element_bytes(question)):
+        wanted = tensor.kind == "other" or (tensor.kind == "attention" and dropped)
+        if wanted and tensor.name not in known:
+            yield tensor.name

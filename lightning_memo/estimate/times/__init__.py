@@ -1,0 +1,1 @@
+"""Times of the parts of a training step: layers, what is around them, and communication."""
