@@ -48,18 +48,19 @@ def simulated(device: str, host_bytes: int, changes: dict[str, float]) -> dict[s
         host_bytes: Memory of the host.
         changes: Numbers that replace those of the file.
     """
-    described = _described(device)
-    numbers = {name: float(value) for name, value in described["numbers"].items()}
+    content = described(device)
+    numbers = {name: float(value) for name, value in content["numbers"].items()}
     return {
         "EMULATED_CUDA_SIMULATE": "1",
-        "EMULATED_CUDA_NAME": described["name"],
-        "EMULATED_CUDA_MEMORY_MIB": str(parse_bytes(described["device_bytes"]) >> 20),
+        "EMULATED_CUDA_NAME": content["name"],
+        "EMULATED_CUDA_MEMORY_MIB": str(parse_bytes(content["device_bytes"]) >> 20),
         "EMULATED_CUDA_MACHINE": json.dumps({**numbers, **changes, "host_bytes": host_bytes}),
         "OMP_NUM_THREADS": "1",
     }
 
 
-def _described(device: str) -> Any:
+def described(device: str) -> Any:
+    """Return the content of a file in benchmarks/rehearsal."""
     return OmegaConf.to_container(OmegaConf.load(DEVICES / f"{device}.yaml"))
 
 
@@ -92,7 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("program", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     options = parser.parse_args()
-    known = [*_described(options.device)["numbers"], "host_scale", "queue_length"]
+    known = [*described(options.device)["numbers"], "host_scale", "queue_length"]
     for name, _ in options.set:
         if name not in known:
             parser.error(f"argument --set: {options.device} has no number {name!r}: give one of {', '.join(known)}")

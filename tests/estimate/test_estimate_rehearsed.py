@@ -1,0 +1,72 @@
+"""Estimates agree with rehearsals at full size on a simulated GPU (benchmarks/results/rehearsed)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.benchmark_modules import benchmark_modules, load
+
+SECONDS, DEVICE, HOST = 10.0, 2.0, 2.0
+"""Bounds of the errors in percent."""
+
+
+@pytest.fixture(scope="module")
+def agreement() -> Iterator[Any]:
+    with benchmark_modules():
+        yield load("agreement")
+
+
+@pytest.fixture(scope="module")
+def found(agreement: Any) -> list[Any]:
+    return agreement.comparisons()
+
+
+def test_the_default_and_checkpointing_agree(found: list[Any]) -> None:
+    shown = [c for c in found if c.cell.method in ("memo_auto_unplanned", "checkpointing")]
+    fitting = [c for c in shown if c.fits]
+    assert len(fitting) >= 20
+    assert {(c.cell.model, c.cell.tuning) for c in fitting} == {
+        ("llama3_8b", "lora"), ("llama3_8b", "full"), ("llama3_2_1b", "full"),
+    }  # fmt: skip
+    _check(fitting)
+
+
+def test_given_alphas_agree(found: list[Any]) -> None:
+    given = [c for c in found if c.cell.method.startswith("memo_alpha") and c.fits]
+    assert len(given) >= 20
+    _check(given)
+
+
+def test_rehearsals_that_the_estimate_was_not_compared_with_before_agree(agreement: Any) -> None:
+    further = agreement.comparisons("rehearsed_further")
+    known = [c for c in further if c.cell.model.startswith("llama")]
+    assert len(known) >= 20
+    _check(known)
+    others = [c for c in further if c not in known]  # whose buffers are not modelled one by one
+    assert others
+    _check(others, device=4.0)
+    assert all((c.estimated.status == "ok") == c.fits for c in further)
+
+
+def _check(comparisons: list[Any], device: float = DEVICE) -> None:
+    wrong = {
+        (c.host, c.cell.model, c.cell.tuning, c.cell.tokens, c.cell.method): c.errors
+        for c in comparisons
+        if any(abs(error) > bound for error, bound in zip(c.errors, (SECONDS, device, HOST), strict=True))
+    }
+    assert not wrong
+
+
+def test_what_fits_is_told(found: list[Any]) -> None:
+    wrong = [c for c in found if (c.estimated.status == "ok") != c.fits]
+    assert not wrong
+
+
+def test_the_table_of_the_page_is_up_to_date(
+    agreement: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agreement.py", "--check"])
+    assert agreement.main() == 0, capsys.readouterr().err
