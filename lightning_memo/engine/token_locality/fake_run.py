@@ -176,6 +176,7 @@ def running(
     with (
         _disable_current_modes(),  # a user's, which count operations, for example
         torch.enable_grad(),
+        _without_saved_tensors_hooks(),
         _without_log(),
         _without_autocast_cache(),
         _prepared(call, tracker, mode, unused),
@@ -205,6 +206,24 @@ def trial_error(error: Exception) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type."""
     return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+@contextlib.contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """Keep hooks of users, which may keep what autograd saves, from being called.
+
+    Hooks that return the tensors would not do: with them, an operation that saves its output is never freed.
+    """
+    hooks = torch._C._autograd
+    found = []
+    while pair := hooks._top_saved_tensors_default_hooks(True):
+        hooks._pop_saved_tensors_default_hooks()
+        found.append(pair)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(found):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextlib.contextmanager

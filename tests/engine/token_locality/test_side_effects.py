@@ -10,10 +10,11 @@ import pytest
 import torch
 from support.architectures.acting_blocks import block_that, home
 from support.attention.recorded_training import Recording, blocks, compare
-from support.families import PlainBlock, make_batch
+from support.families import FAMILIES, PlainBlock, make_batch
 from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 
@@ -156,6 +157,27 @@ def computes_in_place(block: Any, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("error:.*as one slice")
 def test_tensors_that_a_layer_has_made_are_its_own() -> None:
     compare(blocks(block_that(computes_in_place)), {"alpha": 0.5})
+
+
+class Hooked(Recording):
+    """Saves what autograd saves in a list, as tools that offload activations do."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        kept: dict[int, Tensor] = {}
+
+        def pack(t: Tensor) -> int:
+            kept[len(kept)] = t
+            return len(kept) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, kept.__getitem__):
+            return super().loss(batch)
+
+
+@pytest.mark.filterwarnings("error:.*as one slice")
+@pytest.mark.parametrize("family", ["llama", "block"])
+def test_hooks_of_users_that_keep_what_autograd_saves(family: str) -> None:
+    compare(FAMILIES[family].build, {"alpha": 0.5, "loss_chunk_tokens": 8}, Hooked)
 
 
 def test_hooks_that_keep_tensors_are_called_once() -> None:
