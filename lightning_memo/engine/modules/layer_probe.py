@@ -24,7 +24,7 @@ from lightning_memo.engine.modules.layer_state import LayerState
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.token_locality.prove_locality import Locality
-from lightning_memo.engine.token_locality.user_code import without_hooks
+from lightning_memo.engine.token_locality.user_code import without_global_hooks, without_hooks
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
@@ -144,7 +144,7 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
 
 
 def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> LayerTraits:
-    with without_hooks(call.layer):
+    with without_hooks(call.layer), without_global_hooks():
         before = LayerState(call, x.device)
         arguments = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad)
         effects = SideEffects([x, *arguments], before.why_not_written)

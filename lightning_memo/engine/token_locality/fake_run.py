@@ -30,7 +30,11 @@ from lightning_memo.engine.token_locality.kept_constants import KeptConstants
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, refuse
 from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
-from lightning_memo.engine.token_locality.user_code import refusing_python_draws, without_parameter_hooks
+from lightning_memo.engine.token_locality.user_code import (
+    refusing_python_draws,
+    without_global_hooks,
+    without_parameter_hooks,
+)
 from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
@@ -177,6 +181,7 @@ def running(
         _disable_current_modes(),  # a user's, which count operations, for example
         torch.enable_grad(),
         _without_saved_tensors_hooks(),
+        without_global_hooks(),
         _without_log(),
         _without_autocast_cache(),
         _prepared(call, tracker, mode, unused),

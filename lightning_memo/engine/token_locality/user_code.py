@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules import module as torch_modules
 
 from lightning_memo.engine.forward.python_state import PythonState
 from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
@@ -64,6 +65,22 @@ def without_parameter_hooks(layer: nn.Module) -> Iterator[None]:
     finally:
         for table, before in removed:
             table.update(before)
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Keep hooks that libraries call for all modules from seeing a trial: PyTorch's counters of FLOPs keep tensors."""
+    tables = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            for number in [number for number, hook in table.items() if is_of_a_library(hook)]:
+                del table[number]
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 @contextlib.contextmanager
