@@ -84,4 +84,5 @@ def _seconds(seconds: float | None) -> str:
 
 def _speedup(group: Group, length: int) -> str:
     other, own = (None if best is None else best[1] for best in (group.best_other(length), group.best_memo(length)))
-    return ratio(other, own, "{:.2f} x")
+    tried = any(group.result(m, length) is not None for m in group.methods if not METHODS[m].is_memo)
+    return "only Memo fits" if tried and other is None and own else ratio(other, own, "{:.2f} x")
