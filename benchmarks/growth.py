@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
-from lightning_memo.engine.bootstrap_plan import streamed_bytes
+from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.profiler.memory_meter import PeakMeter
 from lightning_memo.utils.files import replacing
@@ -133,7 +133,7 @@ def _plan(engine: Engine, options: argparse.Namespace, tokens: int) -> SwapPlan:
     profile = engine.profile
     assert profile is not None
     slices = engine.cutter.cut(tokens, options.alpha, options.slice_tokens)
-    sizes = streamed_bytes(engine, profile.saved_by_calls, slices, "all")
+    sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, "all")
     return SwapPlan(
         mode="memo", alpha=options.alpha, schedule=engine.layer_classes.schedule, slice_tokens=options.slice_tokens,
         calls=options.layers, slot_bytes=sizes.slot, host_backed="all", streamed_host_bytes=sizes.host,

@@ -37,7 +37,7 @@ class ProfiledLayers(Protocol):
     parked: list[SavedBytes]
 
 
-def streamed_bytes(
+def host_backed_bytes(
     engine: ProfiledLayers,
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
@@ -79,7 +79,7 @@ def bootstrap_plan(
     if host_backed == "none":
         by_kind = engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest)
         return _without_attention(plan, saved, traits.tokens, slices, most_host_bytes) if by_kind else plan
-    sizes = streamed_bytes(engine, [(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
+    sizes = host_backed_bytes(engine, [(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
     return replace(
         plan, schedule=engine.layer_classes.schedule,
         host_backed=host_backed, slot_bytes=sizes.slot, streamed_host_bytes=sizes.host,

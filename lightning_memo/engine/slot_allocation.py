@@ -41,8 +41,9 @@ def allocate_slots(
     host_bytes = swap.host_bytes
     if most_host_bytes < host_bytes:
         others = swap.gradient_host_bytes + swap.state_host_bytes + swap.spill_layout.bounce_bytes
-        whole_slots = max(int(most_host_bytes) - others, 0) // max(swap.slot_bytes, 1)
-        host_bytes = others + whole_slots * swap.slot_bytes
+        # Where kinds are stored, and attention outputs found no room, layer inputs are all that is.
+        size = swap.slot_bytes if swap.storage is None else swap.stored_host_bytes // max(swap.swapped_calls, 1)
+        host_bytes = others + max(int(most_host_bytes) - others, 0) // max(size, 1) * size
     return SlotMemory(
         swap.slot_bytes, host_bytes, device, settings.test_mode,
         whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,

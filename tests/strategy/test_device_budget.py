@@ -101,7 +101,10 @@ class FirstStep(Callback):
 
 
 def test_the_first_step_keeps_within_the_host_budget() -> None:
-    """What the host does not hold stays on the device, and is not taken for memory that every step needs."""
+    """Attention outputs that the host does not hold are computed again, and layer inputs stay on the device.
+
+    Neither is taken for memory that every step needs.
+    """
     budgets: dict[str, Any] = {"device_memory": train(device_memory="1GiB")[0].device_bytes - 1, "storage": "kinds"}
     seen = []
     for host_memory in ("1GiB", 2**15, 1):
@@ -112,7 +115,8 @@ def test_the_first_step_keeps_within_the_host_budget() -> None:
     (enough, costs, expected), *limited = seen
     assert enough.host_bytes > 2**15 and enough.device_bytes == 0
     for (first, own, weights), most in zip(limited, (2**15, 1), strict=True):
-        assert first.host_bytes <= most and first.host_bytes + first.device_bytes == enough.host_bytes
+        assert first.host_bytes <= most and 0 < first.host_bytes + first.device_bytes < enough.host_bytes
+        assert (first.host_bytes > 0) == (most > 1)
         for name in ("backward_device_bytes", "transient_device_bytes"):
             assert getattr(own, name) == pytest.approx(getattr(costs, name), rel=0.02), name
         assert all(torch.allclose(t, expected[name], rtol=0, atol=1e-6) for name, t in weights.items())

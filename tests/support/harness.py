@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
-from lightning_memo.engine.bootstrap_plan import streamed_bytes
+from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import TokenRange, slice_slot_bytes, slice_tokens_by_alpha, slot_bytes
@@ -214,7 +214,7 @@ class EngineUnderTest:
     def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
         """Do the same as `load`, and return the bytes of all slices of each layer call."""
         engine = self.engine
-        sizes = streamed_bytes(engine, profile.saved_by_calls, slices, self.host_backed)
+        sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, self.host_backed)
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=self.slice_tokens,
             calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,

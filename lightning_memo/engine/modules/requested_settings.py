@@ -89,10 +89,13 @@ class RequestedSettings:
     def profiled_slice_tokens(self, traits: LayerTraits) -> int | None:
         """Return the longest slice of a profiled step; `None` if its layers run as one slice.
 
+        Where processes share tokens, a batch has been laid out for that before the layers are known.
+
         Args:
             traits: The traits of the first layer.
         """
-        return None if traits.why_whole or traits.why_nest or self.schedule == "nest" else self.slice_tokens
+        whole = traits.why_whole or traits.why_nest or self.schedule == "nest"
+        return None if whole or (self.divided and not self.may_stream) else self.slice_tokens
 
     def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> HostBacked:
         """Return what lives on the host while layers are profiled.

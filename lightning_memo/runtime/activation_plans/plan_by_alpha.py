@@ -6,7 +6,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.swap_plan import StreamedBytes
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.engine.bootstrap_plan import streamed_bytes
+from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.parallel.agree_on_plan import agree_on_plan
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner import plan_swap
@@ -78,4 +78,4 @@ class _AlphaPlanner:
         """Memory at an alpha if slices are swapped one by one."""
         profile = self._step.profile
         slices = self._engine.cutter.cut(profile.tokens, alpha, self._slice_tokens)
-        return streamed_bytes(self._engine, profile.saved_by_calls, slices, self._backing)
+        return host_backed_bytes(self._engine, profile.saved_by_calls, slices, self._backing)
