@@ -37,6 +37,8 @@ _METHODS: Final[dict[str, dict[str, Any]]] = {
     "memo_alpha_1": {"method": "memo", "alpha": 1.0},
 }
 _KERNELS: Final = {"sdpa": "flash", "cudnn": "cudnn"}
+# Longer sequences run in slices, which training chooses only once a step has not fitted. Estimates are for given slices.
+_LONGEST: Final = 256 * 1024
 _SHOWN: Final = {"memo_auto_unplanned": "Memo", "checkpointing": "checkpointing"}
 _USABLE_HOST: Final = 0.9
 """Share of the free host memory that training uses (`lightning_memo.profiler.measured_costs`)."""
@@ -89,7 +91,7 @@ def comparisons(folder: str = "rehearsed") -> list[Comparison]:
         Comparison(host=host.name, cell=cell, rehearsed=result, estimated=_estimate(cell, result["simulated"]))
         for host in sorted((_RESULTS / folder).iterdir())
         for result in load_all(next(path for path in host.iterdir() if path.is_dir()))
-        if (cell := Cell(**result["cell"])).layers is None and cell.method in _METHODS
+        if (cell := Cell(**result["cell"])).layers is None and cell.method in _METHODS and cell.tokens <= _LONGEST
     ]
 
 
