@@ -37,7 +37,7 @@ _METHODS: Final[dict[str, dict[str, Any]]] = {
     "memo_alpha_1": {"method": "memo", "alpha": 1.0},
 }
 _KERNELS: Final = {"sdpa": "flash", "cudnn": "cudnn"}
-# Longer sequences run in slices, which training chooses only once a step has not fitted. Estimates are for given slices.
+# Longer sequences run in slices, which training chooses once a step has not fitted. Estimates are for given slices.
 _LONGEST: Final = 256 * 1024
 _SHOWN: Final = {"memo_auto_unplanned": "Memo", "checkpointing": "checkpointing"}
 _USABLE_HOST: Final = 0.9
