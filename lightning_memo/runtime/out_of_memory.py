@@ -74,10 +74,14 @@ class OutOfMemoryRetry:
             torch.OutOfMemoryError: The device has too little memory. If gradients accumulate, the backward is not run
                 again, because gradients of earlier batches would be lost.
         """
+        weights = list(self._run.model.parameters())
+        adds = self._run.accumulated_batches > 1 or any(p.grad is not None for p in weights)
         try:
             return backward()
         except torch.OutOfMemoryError as error:
-            if self._run.accumulated_batches > 1:
+            for p in () if adds else weights:  # it may have been in the middle of them
+                p.grad = None
+            if adds:
                 raise _explained(
                     error, "its backward is not run again, as gradients of earlier batches would be lost"
                 ) from error

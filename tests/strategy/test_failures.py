@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from support.trainer_harness import (
     plain,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
@@ -149,6 +152,53 @@ def test_out_of_memory_for_good(fails, settings, told):
     assert "shorten the sequence" in str(caught.value)
     assert forwards(module) == []
     assert_usable_again()
+
+
+class Accumulating(Scarce):
+    """Clears gradients in every other step only."""
+
+    @override
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_gradients_that_a_user_accumulates_are_not_added_twice(batch):
+    """A backward that begins without gradients is run again; one that adds to them is not."""
+    module = Accumulating({batch: ["backward"]})
+    if batch == 2:
+        result = fit(MemoStrategy(alpha=1.0), module, max_steps=6)
+        assert result.losses[:4] == fit("auto", Accumulating({}), max_steps=6).losses[:4]
+        return
+    with pytest.raises(torch.OutOfMemoryError, match="gradients of earlier batches would be lost"):
+        make_trainer(MemoStrategy(alpha=1.0)).fit(module, loader())
+
+
+class Starved(nn.Module):
+    """Runs out of memory in a forward, which may be a probe, a comparison or training's."""
+
+    def __init__(self, calls, last):
+        super().__init__()
+        self._calls, self._last = calls, last  # an iterator, which is not restored after a probe
+
+    def forward(self, x):
+        if not isinstance(x, FakeTensor) and next(self._calls) == self._last:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return x
+
+
+@pytest.mark.parametrize("call", range(1, 13, 2))
+def test_out_of_memory_says_nothing_about_a_layer(call):
+    """Layers are cut in later steps, and no line says that they cannot be."""
+    module, calls = LanguageModel("block"), itertools.count(1)
+    for block in module.model.blocks:
+        block.starved = Starved(calls, call)
+        block.forward = lambda x, block=block: block.starved(type(block).forward(block, x))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*one slice")
+        result = fit(MemoStrategy(alpha=0.5), module, max_steps=3)
+    assert result.losses[-3:] == pytest.approx(fit("auto", LanguageModel("block"), max_steps=3).losses, abs=3e-6)
 
 
 @pytest.mark.parametrize("batch", [2, 3])

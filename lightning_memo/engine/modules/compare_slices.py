@@ -86,6 +86,8 @@ def difference_in_slices(
                 whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
             try:
                 parts = [comparison.run(half) for half in halves]
+            except torch.OutOfMemoryError:  # which says nothing about the layer
+                raise
             except (RuntimeError, ValueError, IndexError, AssertionError) as error:
                 return (str(error).splitlines() or [""])[0] or type(error).__name__
         return _difference(whole, parts, precision.full)

@@ -132,6 +132,8 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
     tokens = min(call.tokens, longest or call.tokens)
     try:
         return _probe(call, x, backend_of, tokens)
+    except torch.OutOfMemoryError:  # which says nothing about the layer
+        raise
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:  # models check the sizes of masks
         if tokens == call.tokens:
             raise
@@ -251,15 +253,14 @@ def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, pa
     """Run a layer once more on some tokens, with known attention, and return whether it gives the same output."""
     tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
     errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
-    with (
-        _in_training(call),
-        handling(recorder.known(part, tokens), call.layout),
-        call.mode(part),
-        contextlib.suppress(StopIteration, *errors),
-    ):
-        again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
-        return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
-    return False
+    try:
+        with _in_training(call), handling(recorder.known(part, tokens), call.layout), call.mode(part):
+            again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
+            return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
+    except torch.OutOfMemoryError:
+        raise
+    except (StopIteration, *errors):
+        return False
 
 
 def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...], rewritten: str) -> str:
