@@ -20,6 +20,7 @@ from lightning_memo.engine.forward.python_state import (
     name_of,
     refill,
 )
+from lightning_memo.engine.saved_tensors.mutated_buffers import same_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.utils.class_names import class_name
 
@@ -50,7 +51,12 @@ class _Version(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        return self.rewritten or self.tensor._version != self.number
+        if self.tensor._version != self.number:
+            return True
+        # Only what differs is replaced: libraries tell some tensors from others by identity.
+        t, copy = self.tensor, self.copy
+        differs = copy is not None and (t.shape != copy.shape or t.dtype != copy.dtype or not same_bytes(t, copy))
+        return self.rewritten and differs
 
 
 class ForwardState(PythonState):
