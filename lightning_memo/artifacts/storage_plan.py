@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.storage_budget import StorageBudget
@@ -90,6 +90,10 @@ class StorageNeeds:
         return on_host and self.device_bytes <= budget.device_bytes
 
 
+NO_NEEDS: Final = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+"""Needs of a plan whose time and memory are not known, or do not matter."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoragePlan:
     """Where the tensors of every layer call are stored, and the expected time and memory."""
@@ -118,8 +122,7 @@ class StoragePlan:
     @property
     def executed(self) -> StoragePlan:
         """The plan without measured and expected numbers, to compare what is executed."""
-        nothing = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
-        return replace(self, needs=nothing, bound_seconds=0.0, alpha_seconds=None, prices=())
+        return replace(self, needs=NO_NEEDS, bound_seconds=0.0, alpha_seconds=None, prices=())
 
     def share(self, kind: str, *places: Place) -> float:
         """Fraction of the tokens for which a kind of tensor is stored, over all layer calls.

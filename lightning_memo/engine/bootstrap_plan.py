@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.storage_plan import NO_NEEDS, CallPlan, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import ATTENTION, INPUT
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
@@ -102,10 +102,9 @@ def _without_attention(
     storing = max(int(most_host_bytes) - leaving * inputs, 0) // attention
     tokens = slices[-1].stop
     ranges = tuple(StoredRange(kind=kind, place="swap", start=0, stop=tokens) for kind in (INPUT, ATTENTION))
-    nothing = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
     storage = StoragePlan(
         tokens=tokens, call_classes=tuple(int(storing <= call < leaving) for call in range(plan.calls)),
-        calls=(CallPlan(ranges=ranges), CallPlan(ranges=ranges[:1])), needs=nothing, bound_seconds=0.0,
+        calls=(CallPlan(ranges=ranges), CallPlan(ranges=ranges[:1])), needs=NO_NEEDS, bound_seconds=0.0,
         alpha_seconds=None, prices=(),
     )  # fmt: skip
     return replace(plan, storage=storage, stored_host_bytes=leaving * inputs + storing * attention)

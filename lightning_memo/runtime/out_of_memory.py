@@ -79,12 +79,12 @@ class OutOfMemoryRetry:
         try:
             return backward()
         except torch.OutOfMemoryError as error:
-            for p in () if adds else weights:  # it may have been in the middle of them
-                p.grad = None
             if adds:
                 raise _explained(
                     error, "its backward is not run again, as gradients of earlier batches would be lost"
                 ) from error
+            for p in weights:  # some of them have their gradients already
+                p.grad = None
             raise
 
     def step(self, closure: Callable[[], T]) -> T:

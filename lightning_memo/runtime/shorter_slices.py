@@ -51,5 +51,6 @@ class ShorterSlices:
 
 
 def _tiled(tokens: int, slices: int) -> int:
-    each = -(-tokens // slices)
-    return -(-each // TILE_TOKENS) * TILE_TOKENS if each > TILE_TOKENS else max(each, 1)
+    each = max(-(-tokens // slices), 1)
+    tile = TILE_TOKENS if each > TILE_TOKENS else 1
+    return -(-each // tile) * tile

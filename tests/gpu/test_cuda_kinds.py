@@ -9,7 +9,7 @@ import torch
 from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.storage_plan import NO_NEEDS, CallPlan, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
@@ -18,7 +18,6 @@ from lightning_memo.planner.storage.storage_plan_slices import stored_bytes, sto
 from lightning_memo.utils.find_layers import find_stacks
 
 Row = tuple[str, Place, int, int]
-NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
 BASE: list[Row] = [("input", "swap", 0, TOKENS), ("attention", "swap", 0, TOKENS)]
 MIXED: list[Row] = [
     ("input", "keep", 0, 128),
@@ -35,7 +34,7 @@ MIXED: list[Row] = [
 def load(engine: Engine, rows: list[Row], profile: StepProfile) -> None:
     ranges = tuple(StoredRange(kind=kind, place=place, start=start, stop=stop) for kind, place, start, stop in rows)
     plan = StoragePlan(
-        tokens=TOKENS, call_classes=(0,) * len(engine.layers), calls=(CallPlan(ranges=ranges),), needs=NOTHING,
+        tokens=TOKENS, call_classes=(0,) * len(engine.layers), calls=(CallPlan(ranges=ranges),), needs=NO_NEEDS,
         bound_seconds=0.0, alpha_seconds=None, prices=(),
     )  # fmt: skip
     slices = stored_slices(plan, 0, TOKENS)

@@ -286,7 +286,7 @@ def _sketch(hidden: Tensor, x: Tensor) -> Tensor:
     """Return what a layer added to its input, projected on a few directions: `[batch, tokens, 8]`, which is small."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=generator)
-    return ((hidden.detach() - x.detach()).nan_to_num_() @ directions.to(x)).float()
+    return ((hidden - x).nan_to_num_() @ directions.to(x)).float()
 
 
 def _same(again: Tensor, sketch: Tensor, x: Tensor) -> bool:

@@ -5,7 +5,6 @@ Plain training then computes with what was written. A tensor that was swapped ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.memory.saved_storages import byte_range
+from lightning_memo.engine.saved_tensors.side_effects import written_in_schema
 
 
 class _Saved(NamedTuple):
@@ -67,22 +67,12 @@ class HiddenWrites(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for t in _written_by(func, args, kwargs or {}):
+        for t in filter(_is_plain, written_in_schema(func, args, kwargs or {})):
             start, stop = byte_range(t)
             for saved in self._saved.get(t.untyped_storage()._cdata, ()):
                 if saved.start < stop and start < saved.stop and not saved.storage.expired():
                     self._written.append(saved)
         return func(*args, **kwargs or {})
-
-
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Iterate over the tensors that an operator writes to."""
-    if not func._schema.is_mutable:
-        return
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(value) if _is_plain(t) and t.numel())
 
 
 def _is_plain(t: Any) -> bool:

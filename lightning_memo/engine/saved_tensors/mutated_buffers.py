@@ -24,9 +24,7 @@ class _Buffer:
     @property
     def changed(self) -> bool:
         present = self.owner._buffers.get(self.name)
-        if present is None or present.shape != self.value.shape or present.dtype != self.value.dtype:
-            return True
-        return not same_bytes(present, self.value)
+        return present is None or not same_bytes(present, self.value)
 
     def restore(self) -> None:
         self.tensor.data.copy_(self.value)  # `data`, so that a graph that has saved the buffer does not see a change
@@ -81,7 +79,9 @@ def _noted(layer: nn.Module, name: str) -> _Buffer:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of the same shape and dtype hold the same. NaN equals itself."""
+    """Return whether two tensors have the same shape and dtype, and hold the same. NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     pairs = zip(plain_parts(a), plain_parts(b), strict=True)
     return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -29,18 +30,29 @@ _BOUNDS = (_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.defa
 _BATCH_NORMS = (_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm)
 # Return their argument as a new tensor: what was made outside of operators, for example by `torch.tensor`.
 LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+# Seconds. A thread of a process group lets go of what it has sent some time after the collective.
+_WAITS = (0.01, 0.1, 1.0, 4.0)
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a call of an operator writes into, except those that it only keeps within bounds."""
-    if not isinstance(func, OpOverload) or func in _BOUNDS:
+    """Return the tensors that a call of an operator changes: those in its schema and running statistics.
+
+    Operators that only keep values within bounds are left out.
+    """
+    if func in _BOUNDS:
         return []
-    if func.overloadpacket in _BATCH_NORMS:
+    if isinstance(func, OpOverload) and func.overloadpacket in _BATCH_NORMS:
         running, training = args[3:5], args[5]
         return [t for t in running if t is not None and training]
-    names = _written_arguments(func)
-    values = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
+    return written_in_schema(func, args, kwargs)
+
+
+def written_in_schema(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator's schema says a call of it writes into."""
+    if not isinstance(func, OpOverload):
+        return []
+    values = [args[n] if n < len(args) else kwargs.get(name) for n, name in _written_arguments(func)]
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
@@ -152,6 +164,10 @@ class SideEffects(TorchDispatchMode):
 
     def keeps_tensors(self) -> bool:
         """Return whether anything that depends on the sources is still alive."""
+        for seconds in _WAITS:
+            if not self._dependent.alive():
+                return False
+            time.sleep(seconds)
         return bool(self._dependent.alive())
 
     def __torch_dispatch__(

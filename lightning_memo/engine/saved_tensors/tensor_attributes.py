@@ -30,7 +30,7 @@ class TensorAttributes:
 
     def changed(self) -> str:
         """Return the name of the first attribute whose values have changed; empty if there is none."""
-        return next((name for name, t, copy in self._copies if not _same(t, copy)), "")
+        return next((name for name, t, copy in self._copies if not same_bytes(t, copy)), "")
 
     def restore(self) -> None:
         """Undo what has changed."""
@@ -39,10 +39,6 @@ class TensorAttributes:
                 t.data = copy.clone()
             elif not same_bytes(t, copy):
                 t.data.copy_(copy)  # `data`, so that a graph that has saved the tensor does not see a change
-
-
-def _same(t: Tensor, copy: Tensor) -> bool:
-    return t.shape == copy.shape and t.dtype == copy.dtype and same_bytes(t, copy)
 
 
 def restorable(tensors: Iterable[HeldTensor]) -> list[HeldTensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -37,48 +37,33 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(_of_users, _hook_tables(module)))
 
 
-@contextlib.contextmanager
-def without_hooks(layer: nn.Module) -> Iterator[None]:
-    """Inside this context, a user's hooks on modules inside a layer are not called: they may keep what they see."""
+def without_hooks(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a context without a user's hooks on modules inside a layer: they may keep what they see."""
     tables = [table for module in layer.modules() if module is not layer for table in _hook_tables(module)]
-    removed = [(table, table.copy()) for table in tables if _of_users(table)]
-    try:
-        for table, _ in removed:
-            for number in _of_users(table):
-                del table[number]
-        yield
-    finally:
-        for table, before in removed:
-            table.clear()
-            table.update(before)
+    return _without(tables, lambda hook: not is_of_a_library(hook))
+
+
+def without_parameter_hooks(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Return a context without hooks on the parameters of a layer: they are to see whole gradients only."""
+    return _without([p._backward_hooks for p in layer.parameters() if p._backward_hooks], lambda hook: True)
+
+
+def without_global_hooks() -> contextlib.AbstractContextManager[None]:
+    """Return a context without hooks that libraries call for all modules: PyTorch's counters of FLOPs keep tensors."""
+    return _without([torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks], is_of_a_library)
 
 
 @contextlib.contextmanager
-def without_parameter_hooks(layer: nn.Module) -> Iterator[None]:
-    """Inside this context, hooks on the parameters of a layer are not called: they are to see whole gradients only."""
-    tables = [p._backward_hooks for p in layer.parameters() if p._backward_hooks]
-    removed = [(table, table.copy()) for table in tables]
+def _without(tables: Sequence[dict[int, Any]], leaves_out: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside this context, some of the hooks in the tables are not called."""
+    before = [(table, dict(table)) for table in tables if any(map(leaves_out, table.values()))]
     try:
-        for table in tables:
-            table.clear()
-        yield
-    finally:
-        for table, before in removed:
-            table.update(before)
-
-
-@contextlib.contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Keep hooks that libraries call for all modules from seeing a trial: PyTorch's counters of FLOPs keep tensors."""
-    tables = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
-    before = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            for number in [number for number, hook in table.items() if is_of_a_library(hook)]:
+        for table, hooks in before:
+            for number in [number for number, hook in hooks.items() if leaves_out(hook)]:
                 del table[number]
         yield
     finally:
-        for table, hooks in zip(tables, before, strict=True):
+        for table, hooks in before:
             table.clear()
             table.update(hooks)
 

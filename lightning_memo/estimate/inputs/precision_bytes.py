@@ -7,8 +7,8 @@ from typing import Final, Literal
 
 Precision = Literal["bf16-true", "bf16-mixed", "32-true"]
 
-_BF16: Final = 2
-_FP32: Final = 4
+BF16: Final = 2
+FP32: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +63,16 @@ def bytes_of(precision: Precision, devices: int) -> ElementBytes:
         devices: Number of devices.
     """
     if precision == "bf16-mixed":
-        stream = _FP32 if devices == 1 else _BF16
-        size, product = _FP32, _BF16
+        stream = FP32 if devices == 1 else BF16
+        size, product = FP32, BF16
     else:
-        size = product = stream = _BF16 if precision == "bf16-true" else _FP32
+        size = product = stream = BF16 if precision == "bf16-true" else FP32
     return ElementBytes(
         weight=size,
         gradient=size,
         optimizer=2 * size,
         product=product,
         stream=stream,
-        reduced=_FP32,
+        reduced=FP32,
         whole_copies=devices > 1,
     )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
-from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
 from lightning_memo.shapes.model_shape import Kernels, ModelShape
-
-_FP32: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class _Layer:
         hidden, stream = self.shape.hidden, self.sizes.stream
         separate = self.kernels in ("llama", "qwen3")
         if separate:
-            yield from self._rms_norm(name, hidden, 1, stream, copies=not reads_input or stream != _FP32)
+            yield from self._rms_norm(name, hidden, 1, stream, copies=not reads_input or stream != FP32)
         else:
             if not reads_input:
                 yield SavedTensor("residual", hidden, stream)
@@ -121,7 +119,7 @@ class _Layer:
             yield SavedTensor(name, heads * shape.head_dim, self.sizes.product)
         yield SavedTensor("attention output", shape.heads * shape.head_dim, self.sizes.product, "attention")
         if self.kernels != "fused":  # the paper does not count it
-            yield SavedTensor("log-sum-exp", shape.heads, _FP32, "attention")
+            yield SavedTensor("log-sum-exp", shape.heads, FP32, "attention")
 
     def feed_forward(self) -> Iterator[SavedTensor]:
         """Outputs of the first products, tensors saved by the activation, and the input of the last product."""
@@ -140,7 +138,7 @@ class _Layer:
     ) -> Iterator[SavedTensor]:
         """Tensors that `weight * (x * rsqrt(mean(x^2)))` saves in addition to its output."""
         if copies:
-            yield SavedTensor(f"{name} input in fp32", width, _FP32)
-        yield SavedTensor(f"{name} deviation", rows, _FP32)
+            yield SavedTensor(f"{name} input in fp32", width, FP32)
+        yield SavedTensor(f"{name} deviation", rows, FP32)
         if self.shape.adapters is None:  # needed for the gradient of the weight
             yield SavedTensor(f"{name} unweighted", width, element_bytes)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
 
-from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
 from lightning_memo.shapes.model_shape import ModelShape
-
-_FP32: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +199,7 @@ class LayerBuffers:
         if self.autocast:  # end of the recomputation: the norm's output, and casts of the output and of weights
             ends = [b.make(self.stream), b.make(hidden), self.copy(b, sum(self.layer_weights) + down_weight)]
             if self.shape.adapts("down"):  # peft casts the input of the adapter to fp32
-                ends += [b.make(self._ffn), b.make(self._ffn * _FP32 // self.sizes.product)]
+                ends += [b.make(self._ffn), b.make(self._ffn * FP32 // self.sizes.product)]
             b.free(*ends)
         d_output = b.make(hidden if self.autocast else self.gathered)
         copies = [self.copy(b, down_weight)]
@@ -230,7 +227,7 @@ class LayerBuffers:
         d_residual = b.make(self.stream)
         b.free(d_normed, dy)
         drop("feed-forward norm unweighted")
-        of_norm = [b.make(self.tokens * self.shape.hidden * _FP32) for _ in range(4)]
+        of_norm = [b.make(self.tokens * self.shape.hidden * FP32) for _ in range(4)]
         b.free(*of_norm)
         drop("feed-forward norm input in fp32", "feed-forward norm deviation")
         return d_residual, copies
@@ -241,7 +238,7 @@ class LayerBuffers:
         self._gradients(b, "output", output)
         d_attended = b.make(self._query)
         if self.blocks:  # the sum of the queries' gradients, and the gradients of a block
-            b.free(b.make(self.tokens * self.shape.heads * self.shape.head_dim * _FP32 + self._query + 2 * self._key))
+            b.free(b.make(self.tokens * self.shape.heads * self.shape.head_dim * FP32 + self._query + 2 * self._key))
         if self.ring:
             b.free(b.make(6 * self._key))  # keys and values of another device, and fp32 gradients in communication
         d_query, d_key, d_value = (b.make(size) for size in (self._query, self._key, self._key))
@@ -266,7 +263,7 @@ class LayerBuffers:
         ]
         b.free(*(saved.pop(name) for name in names if name in saved))
         b.make(self.stream)  # gradient of the residual
-        b.free(*[b.make(self.tokens * self.shape.hidden * _FP32) for _ in range(5)])
+        b.free(*[b.make(self.tokens * self.shape.hidden * FP32) for _ in range(5)])
 
 
 def has_known_buffers(shape: ModelShape) -> bool:

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
-from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
@@ -18,7 +18,7 @@ _ROLES: Final = {"input": "input", "query": "query", "key": "key", "value": "val
     "attention output": "out",
     "log-sum-exp": "lse",
 }
-_FP32, _INT64 = 4, 8
+_INT64 = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Slices:
 
     def key_value_gradient_bytes(self, shape: ModelShape) -> int:
         """Bytes per token of the gradients of keys and values, which are accumulated in fp32."""
-        return 2 * shape.kv_heads * shape.head_dim * _FP32
+        return 2 * shape.kv_heads * shape.head_dim * FP32
 
     @property
     def states_on_host(self) -> bool:

@@ -11,13 +11,14 @@ from typing import Final
 
 from typing_extensions import override
 
+from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
 from lightning_memo.estimate.memory.layer_buffers import LayerBuffers
 from lightning_memo.estimate.memory.slice_settings import Slices, tables_bytes
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES, RNG_STATE_BYTES, HuggingFaceStep
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha
 
-_FP32, _INT64 = 4, 8
+_INT64 = 8
 _NORM_ROWS: Final = 12
 """Number of fp32 copies of a chunk of hidden states in the backward of the last norm, if they are on the host."""
 
@@ -144,10 +145,10 @@ class SlicedStep(HuggingFaceStep):
         b.make(6 * tokens * self.shape.hidden * self.sizes.stream)  # the chunk, the next one, and their gradients
         trained = self.shape.adapters is None
         if trained:
-            b.make(self._weights[0] * _FP32)  # gradient of the head, to which all chunks add
+            b.make(self._weights[0] * FP32)  # gradient of the head, to which all chunks add
         self.copy(b, self._weights[0])
-        b.make(tokens * self.shape.vocab * _FP32)
-        if self.sizes.product != _FP32:
+        b.make(tokens * self.shape.vocab * FP32)
+        if self.sizes.product != FP32:
             b.make(tokens * self.shape.vocab * self.sizes.product)
         if trained:
             b.make(self._weights[0] * self.sizes.product)
@@ -155,12 +156,12 @@ class SlicedStep(HuggingFaceStep):
 
     def _streamed_norm(self) -> int:
         return self.shared(self.shape.layers).lower_bound_bytes + (
-            _NORM_ROWS * self._chunk_tokens * self.shape.hidden * _FP32
+            _NORM_ROWS * self._chunk_tokens * self.shape.hidden * FP32
         )
 
     @property
     def _chunk_tokens(self) -> int:
-        return min(self.slices.tokens, CHUNK_BYTES // (self.shape.vocab * _FP32))
+        return min(self.slices.tokens, CHUNK_BYTES // (self.shape.vocab * FP32))
 
     @property
     def _embedding_bytes(self) -> int:
@@ -168,15 +169,15 @@ class SlicedStep(HuggingFaceStep):
         if self.shape.adapters is not None:
             return 0
         part = self._part()
-        summed = _FP32 - self.sizes.gradient  # in addition to the final gradient
+        summed = FP32 - self.sizes.gradient  # in addition to the final gradient
         return self._weights[0] * (self.sizes.gradient + summed) + 4 * part.stream
 
     def _tail(self) -> Buffers:
         """Forward and backward of norm, head and loss of a slice."""
         one_slice = replace(self, tokens=self.slices.tokens)
         extra_bytes = self._arguments  # arguments of the slice before
-        if self.shape.adapters is None and self.sizes.gradient != _FP32:
-            extra_bytes += self._weights[0] * _FP32  # gradient of the head, summed over slices
+        if self.shape.adapters is None and self.sizes.gradient != FP32:
+            extra_bytes += self._weights[0] * FP32  # gradient of the head, summed over slices
         if one_slice._chunked:
             return one_slice._chunked_loss(extra_bytes)
         return one_slice._loss(True, extra_bytes + one_slice.product(self.shape.vocab))  # the model's output has logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
 from lightning_memo.estimate.memory.layer_buffers import LayerBuffers
 
@@ -21,7 +22,7 @@ CHUNK_BYTES: Final = 512 * 2**20
 _FIRST_RUN_STATES: Final = 3
 """Number of generator states that exist when the engine first runs a layer."""
 
-_FP32, _INT64 = 4, 8
+_INT64 = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class HuggingFaceStep(LayerBuffers):
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients, optimizer state with a step count per weight, and rotary frequencies."""
-        sizes, counts = self.sizes, len(self._trained) * _FP32
+        sizes, counts = self.sizes, len(self._trained) * FP32
         trained_bytes = (sizes.gradient + sizes.optimizer) * sum(self._trained) + counts
         return sizes.weight * (sum(self._weights) + self.shape.head_dim) + trained_bytes
 
@@ -97,7 +98,7 @@ class HuggingFaceStep(LayerBuffers):
     @property
     def _logits(self) -> int:
         """Bytes of the logits in fp32. Tensor parallelism divides the vocabulary, not the tokens."""
-        return self.tokens * self.shape.vocab * _FP32
+        return self.tokens * self.shape.vocab * FP32
 
     @property
     def _chunked(self) -> bool:
@@ -118,11 +119,11 @@ class HuggingFaceStep(LayerBuffers):
         b.make(extra_bytes)
         for _ in ("output", "unweighted", "normed"):
             b.make(self.stream)
-        if sizes.stream != _FP32:
-            b.make(self.tokens * self.shape.hidden * _FP32)  # fp32 copy of the norm
+        if sizes.stream != FP32:
+            b.make(self.tokens * self.shape.hidden * FP32)  # fp32 copy of the norm
         self.copy(b, self.tokens * self.shape.hidden + self._weights[0])
         head_output = b.make(self.product(self.shape.vocab))
-        copy = b.make(self._logits) if sizes.product != _FP32 else head_output
+        copy = b.make(self._logits) if sizes.product != FP32 else head_output
         probabilities = b.make(self._logits)
         b.free(*{head_output, copy})
         if not backward:
@@ -130,7 +131,7 @@ class HuggingFaceStep(LayerBuffers):
         picked = b.make(self._logits)  # gradient of each token's loss
         gradient = b.make(self._logits)
         b.free(probabilities, picked)
-        if sizes.product != _FP32:
+        if sizes.product != FP32:
             b.make(self.product(self.shape.vocab))
             b.free(gradient)
         return b
@@ -143,15 +144,14 @@ class HuggingFaceStep(LayerBuffers):
             b.make(self.stream)
         trained = self.shape.adapters is None
         if trained:
-            b.make(self._weights[0] * _FP32)  # gradient of the head, to which all chunks add
+            b.make(self._weights[0] * FP32)  # gradient of the head, to which all chunks add
         self.copy(b, self._weights[0])
         b.make(CHUNK_BYTES)
-        if self.sizes.product != _FP32:
-            b.make(CHUNK_BYTES * self.sizes.product // _FP32)
+        if self.sizes.product != FP32:
+            b.make(CHUNK_BYTES * self.sizes.product // FP32)
         if trained:
-            b.make(
-                2 * self._weights[0] * self.sizes.product
-            )  # gradients of the head from this chunk and the one before
+            # Gradients of the head from this chunk and from the one before.
+            b.make(2 * self._weights[0] * self.sizes.product)
         return b
 
     def _optimizer(self) -> Buffers:

@@ -9,17 +9,11 @@ from typing import Final
 import numpy as np
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.precision_bytes import ElementBytes, program_bytes
+from lightning_memo.estimate.inputs.precision_bytes import BF16, FP32, ElementBytes, program_bytes
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
-from lightning_memo.estimate.times.layer_times import (
-    BF16,
-    FP32,
-    device_parameters,
-    device_trained_parameters,
-    has_whole_logits,
-)
+from lightning_memo.estimate.times.layer_times import device_parameters, device_trained_parameters, has_whole_logits
 from lightning_memo.planner.placement import Problem
 
 PROGRAM: Final = program_bytes()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.estimate.memory.planned_step import PlannedSlice, PlannedStep
 from lightning_memo.estimate.request.estimate_request import Question
@@ -13,7 +14,6 @@ from lightning_memo.estimate.request.training_methods import element_bytes, laye
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.step.planner_inputs import has_known_step, known_step
 from lightning_memo.estimate.times.layer_products import layer_products
-from lightning_memo.estimate.times.layer_times import FP32
 from lightning_memo.planner.storage.storage_plan_slices import stored_slices
 from lightning_memo.planner.token_slices import Action, TokenRange, slice_tokens_by_alpha
 

@@ -8,6 +8,7 @@ from typing import Final
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.planned_step import PlannedSlice, PlannedStep
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
@@ -21,7 +22,7 @@ from lightning_memo.estimate.step.planner_inputs import (
     known_step,
     sequences_in_flight,
 )
-from lightning_memo.estimate.times.layer_times import FP32, layer_times
+from lightning_memo.estimate.times.layer_times import layer_times
 from lightning_memo.planner.alpha.step_time import step_seconds
 from lightning_memo.utils.units import format_bytes
 

@@ -12,9 +12,6 @@ from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, elem
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
 from lightning_memo.shapes.model_shape import ModelShape
 
-BF16: Final = 2
-FP32: Final = 4
-
 BACKWARD_OF_ATTENTION: Final = 2.5
 """FLOPs of attention's backward relative to its forward: five matrix products instead of two."""
 

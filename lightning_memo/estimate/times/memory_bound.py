@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
-from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.times.layer_products import layer_products
 from lightning_memo.shapes.model_shape import Kernels, ModelShape
-
-_FP32: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +70,11 @@ def norm_traffic(width: int, element_bytes: int, *, separate: bool, trained: boo
     e = element_bytes
     if not separate:
         return 2 * e * width, (5 if trained else 3) * e * width
-    casts = 0 if e == _FP32 else 2 * (e + _FP32)
+    casts = 0 if e == FP32 else 2 * (e + FP32)
     # square, mean, times deviation; then times weight
-    forward = 5 * _FP32 + 2 * e + casts
+    forward = 5 * FP32 + 2 * e + casts
     # weight; its gradient (product and sum); 17 operands of the operations above
-    backward = 17 * _FP32 + 2 * e + (4 * e if trained else 0) + casts
+    backward = 17 * FP32 + 2 * e + (4 * e if trained else 0) + casts
     return forward * width, backward * width
 
 
@@ -150,9 +147,9 @@ class _Layer:
         size = self.sizes.product
         for product in layer_products(self.shape, self.kernels):
             width = product.inputs
-            for name, outputs in product.adapters(self.shape):
+            for number, (name, outputs) in enumerate(product.adapters(self.shape)):
                 moved = size * (width + outputs)
-                yield Traffic(name, moved, 2 * moved, again=not product.last or width == product.inputs)
+                yield Traffic(name, moved, 2 * moved, again=not product.last or number == 0)
                 width = outputs
             if self.shape.adapts(product.role):
                 backward = size * (2 * product.outputs + 3 * product.inputs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
-from lightning_memo.estimate.times.layer_times import FP32, device_trained_parameters, has_whole_logits, memory_rate
+from lightning_memo.estimate.times.layer_times import device_trained_parameters, has_whole_logits, memory_rate
 from lightning_memo.estimate.times.memory_bound import norm_traffic
 
 _LOGIT_OPERANDS: Final = 8

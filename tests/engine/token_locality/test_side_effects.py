@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from support.families import FAMILIES, PlainBlock, make_batch
 from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
@@ -157,6 +160,17 @@ def computes_in_place(block: Any, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("error:.*as one slice")
 def test_tensors_that_a_layer_has_made_are_its_own() -> None:
     compare(blocks(block_that(computes_in_place)), {"alpha": 0.5})
+
+
+def sends(block: Any, x: Tensor) -> None:
+    if not isinstance(x, FakeTensor):
+        threading.Thread(target=lambda sent: time.sleep(0.3), args=[x * 2]).start()
+
+
+@pytest.mark.filterwarnings("error:.*as one slice")
+def test_tensors_that_another_thread_still_sends_are_not_kept() -> None:
+    """Process groups hold what a collective has sent until a thread of theirs has seen that it ended."""
+    compare(blocks(block_that(sends)), {"alpha": 0.5})
 
 
 class Hooked(Recording):

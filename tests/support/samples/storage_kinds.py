@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StorageNeeds, StoragePlan, StoredRange
+from lightning_memo.artifacts.storage_plan import NO_NEEDS, CallPlan, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
@@ -21,8 +21,6 @@ from support.harness import (
 )
 
 TOKENS = 56  # not a size of any weight: what is saved is told apart by its shape
-
-NOTHING = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
 
 Rows = dict[str, list[tuple[Place, int, int]]]
 
@@ -40,7 +38,7 @@ def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
         tokens=TOKENS,
         call_classes=tuple(n % len(classes) for n in range(calls)),
         calls=tuple(call_plan(rows) for rows in classes),
-        needs=NOTHING,
+        needs=NO_NEEDS,
         bound_seconds=0.0,
         alpha_seconds=None,
         prices=(),
