@@ -20,6 +20,7 @@ from pages import cpu_page, kernels_page, simulated_page
 from pages.comparison import Group, groups_of, speedups
 from pages.gpu_page import NOT_MEASURED, SPEEDUPS, device_section, speedup_cells
 from pages.markdown import table
+from pages.simulated_page import Rehearsed
 
 from lightning_memo.utils.files import replacing
 
@@ -50,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         devices = load_devices(options.results / "gpu")
-        rehearsed = load_rehearsed(options.results)
+        rehearsed = load_rehearsed(options.results / "rehearsed")
         readme = options.readme.read_text(encoding="utf-8")
         made = {
             options.page: page(options.results, devices, rehearsed),
@@ -71,10 +72,6 @@ def main() -> int:
     return 0
 
 
-Rehearsed = list[tuple[str, str, list[Result]]]
-"""Memory of the host, name of the simulated device, and its results."""
-
-
 def load_devices(results: Path) -> dict[str, list[Result]]:
     """Reads the results of all devices, a folder for each, by device name.
 
@@ -89,13 +86,13 @@ def load_devices(results: Path) -> dict[str, list[Result]]:
     return devices
 
 
-def load_rehearsed(results: Path) -> Rehearsed:
-    """Reads the results of simulated devices.
+def load_rehearsed(folder: Path) -> Rehearsed:
+    """Reads the results of simulated devices, in a folder for each size of the host's memory.
 
     Raises:
         ValueError: A file is not a result.
     """
-    hosts = sorted((results / "rehearsed").glob("*/"))
+    hosts = sorted(folder.glob("*/"))
     return [(host.name, device, found) for host in hosts for device, found in load_devices(host).items()]
 
 
@@ -113,6 +110,7 @@ def page(results: Path, devices: dict[str, list[Result]], rehearsed: Rehearsed) 
     parts += map(kernels_page.section, kernels_page.reports(results))
     parts += [simulated_page.INTRODUCTION] if rehearsed else []
     parts += [simulated_page.section(*each) for each in rehearsed]
+    parts += [simulated_page.longest(longest)] if (longest := load_rehearsed(results / "rehearsed_longest")) else []
     parts += [
         "## Without a GPU",
         *(make(cpu_page.load(results / f"{name}.json")) for name, make in _WITHOUT_GPU.items()),

@@ -23,6 +23,14 @@ A cell is the time of a step, and in brackets the peak of the device and the loc
 device ran out of memory, and "oohm" that the host did. All methods use cuDNN's attention, the loss in chunks and AdamW, in bf16
 on one sequence. The bound is a step without recomputation and waiting, extrapolated from 1 and 2 layers."""  # noqa: E501  lines of the page
 
+_LONGEST = """### The longest sequences
+
+Default settings (memory unplanned). A first step that does not fit with every layer recomputed as a whole is run again
+in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
+
+# Memory of the host, name of the device, and results of all groups.
+Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
+
 _NEGLIGIBLE_BYTES = 1 << 20
 
 
@@ -38,7 +46,21 @@ def section(host: str, device: str, results: Sequence[Result]) -> str:
     return "\n\n".join([title, *map(_group, _whole_models(results))])
 
 
-def summary(rehearsed: Sequence[tuple[str, str, Sequence[Result]]]) -> str:
+def longest(rehearsed: Rehearsed) -> str:
+    """Returns the section of sequences so long that only slices of them fit.
+
+    Args:
+        rehearsed: Memory of the host, name of the device, and results of all groups.
+    """
+    rows = [
+        [r["cell"]["model"], TUNING[r["cell"]["tuning"]], device, host, f"{r['cell']['tokens']:,}", _cell(r)]
+        for host, device, found in rehearsed
+        for r in sorted(found, key=lambda r: r["cell"]["tokens"])
+    ]
+    return f"{_LONGEST}\n\n" + table(["", "", "device", "host memory", "tokens", "a step"], rows)
+
+
+def summary(rehearsed: Rehearsed) -> str:
     """Returns a table of how many times as fast Memo is as the best other method.
 
     Args:

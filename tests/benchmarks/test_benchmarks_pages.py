@@ -37,7 +37,7 @@ def project(tmp_path):
     """A copy of the project's results and README, and a place for pages."""
     results = tmp_path / "results"
     shutil.copytree(
-        ROOT / "benchmarks" / "results", results, ignore=shutil.ignore_patterns("gpu", "rehearsed", "*.png")
+        ROOT / "benchmarks" / "results", results, ignore=shutil.ignore_patterns("gpu", "rehearsed*", "*.png")
     )
     shutil.copy(ROOT / "README.md", tmp_path / "README.md")
     return tmp_path
@@ -165,8 +165,20 @@ def test_a_file_that_is_no_result_is_told(monkeypatch, project, capsys):
     assert "the README needs the lines" in capsys.readouterr().err
 
 
-def test_simulated_results_are_said_to_be_simulated(monkeypatch, project):
+def keep_simulated(folder, made):
     memory = {"peak_allocated_bytes": 2**34, "peak_pinned_bytes": 5}
+    for number, one in enumerate(made):
+        one["device"] = "Some GPU (simulated)"
+        one |= {
+            "memory": one.get("memory", {}) | memory,
+            "swapped_host_bytes": 2**30 * one["cell"]["method"].count("memo"),
+        }
+        path = folder / "64GiB" / "some_gpu" / "group" / f"{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(one))
+
+
+def test_simulated_results_are_said_to_be_simulated(monkeypatch, project):
     made = [
         result("checkpointing", 4096, 3.0, layers=None),
         result("memo_alpha_0", 4096, 2.5, layers=None),
@@ -174,15 +186,7 @@ def test_simulated_results_are_said_to_be_simulated(monkeypatch, project):
         result("memo_kinds", 4096, layers=None, status="oohm"),
         *(result("plain", 4096, seconds, layers=layers) for layers, seconds in ((1, 0.1), (2, 0.15))),
     ]
-    for number, one in enumerate(made):
-        one["device"] = "Some GPU (simulated)"
-        one |= {
-            "memory": one.get("memory", {}) | memory,
-            "swapped_host_bytes": 2**30 * one["cell"]["method"].count("memo"),
-        }
-        path = project / "results" / "rehearsed" / "64GiB" / "some_gpu" / "group" / f"{number}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(one))
+    keep_simulated(project / "results" / "rehearsed", made)
     page, readme = pages(monkeypatch, project)
     assert "Nothing in this section was measured on a GPU" in page and "*simulated*" in readme
     found = rows(page, "**llama3_8b, all weights trained**")
@@ -192,3 +196,12 @@ def test_simulated_results_are_said_to_be_simulated(monkeypatch, project):
     assert found["bound"] == ["1.65 s"]
     assert found["Memo's best: times as fast as the best other"] == ["1.50 x"]
     assert rows(readme, "**Some GPU (simulated)**")["llama3_8b, full, 64GiB of host memory"] == ["1.50 x"]
+
+
+def test_the_longest_sequences_are_in_a_table_of_their_own(monkeypatch, project):
+    folder = project / "results" / "rehearsed_longest"
+    keep_simulated(folder, [result("memo_auto_unplanned", n, 7.0, layers=None) for n in (2**21, 2**20)])
+    page, _ = pages(monkeypatch, project)
+    table = page.partition("### The longest sequences")[2]
+    row = "| llama3_8b | all weights trained | Some GPU (simulated) | 64GiB | {} | 7.00 s (16.0 GiB, 1.0 GiB) |"
+    assert 0 < table.index(row.format("1,048,576")) < table.index(row.format("2,097,152"))
