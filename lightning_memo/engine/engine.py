@@ -22,10 +22,10 @@ from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_layer_in_backward
+from lightning_memo.engine.layers.argument_containers import dicts_apart, taken_apart
 from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
 from lightning_memo.engine.layers.check_token_layout import check_bounds, divided_by_slices
-from lightning_memo.engine.layers.contained_states import taken_apart
 from lightning_memo.engine.layers.layer_run import run_of_call
 from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.plan_limits import PlanLimits
@@ -126,7 +126,7 @@ class Engine:
         """Replace the forward methods of the layers with the engine's."""
         longest, current = self.settings.slice_tokens or 1, self.sharing.current_layout
         self.resting, self._undo = rest_compiled(self._model, self.layers, self.settings.states_on_host)
-        self._undo.extend(replace_forward(layer, taken_apart(self._run)) for layer in self.layers)
+        self._undo.extend(replace_forward(layer, taken_apart(dicts_apart(self._run))) for layer in self.layers)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
         if self.settings.states_on_host:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.layers.contained_states import taken_apart
+from lightning_memo.engine.layers.argument_containers import taken_apart
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
