@@ -93,7 +93,7 @@ class TrialMode(FakeTensorMode):
         """Note `t.data = data`, and return whether it must be left out, because `t` has values."""
         if isinstance(t, FakeTensor):
             return False
-        if self._stand_for.get(address_of(data)) is not t:
+        if address_of(data) != address_of(t) and self._stand_for.get(address_of(data)) is not t:
             self.written.append(t)
         return True
 

@@ -157,6 +157,17 @@ def computes_in_place(block: Any, x: Tensor) -> Tensor:
     return torch.add(total, x @ weight) * rows
 
 
+def casts_a_weight(block: Any, x: Tensor) -> Tensor:
+    """As routers of transformers do, in each forward."""
+    block.out = block.out.to(torch.float32)
+    return x
+
+
+@pytest.mark.filterwarnings("error:.*as one slice")
+def test_casts_to_the_same_dtype_do_not_matter() -> None:
+    compare(blocks(block_that(casts_a_weight)), {"alpha": 0.5})
+
+
 @pytest.mark.filterwarnings("error:.*as one slice")
 def test_tensors_that_a_layer_has_made_are_its_own() -> None:
     compare(blocks(block_that(computes_in_place)), {"alpha": 0.5})
