@@ -63,7 +63,7 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
     """
     if isinstance(output, Tensor) and output.shape == x.shape:
         return output, SideValues((), lambda hidden, _: hidden)
-    leaves, spec = tree_flatten(_fields(output))
+    leaves, spec = tree_flatten(fields_of(output))
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     place = next((n for n in tensors if leaves[n].shape == x.shape), None)
     if place is None:
@@ -73,7 +73,7 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
             f"shape {list(x.shape)}, but a layer has to return hidden states of the same shape: name other layers, "
             'MemoStrategy(layers="encoder.blocks"), or train this model without MemoStrategy'
         )
-    unknown = output if _is_unknown_dataclass(output) else None
+    unknown = output if is_unknown_dataclass(output) else None
 
     def build(hidden: Tensor, values: Sequence[Any]) -> Any:
         built = tree_unflatten([*values[:place], hidden, *values[place:]], spec)
@@ -82,12 +82,13 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
     return leaves[place], SideValues(tuple(leaves[:place] + leaves[place + 1 :]), build)
 
 
-def _fields(output: Any) -> Any:
-    if _is_unknown_dataclass(output):
+def fields_of(output: Any) -> Any:
+    """Return the fields by name of a dataclass that PyTorch takes for a leaf, and other values as they are."""
+    if is_unknown_dataclass(output):
         return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     return output
 
 
-def _is_unknown_dataclass(output: Any) -> bool:
+def is_unknown_dataclass(output: Any) -> bool:
     """Return whether PyTorch takes a dataclass for a leaf."""
     return dataclasses.is_dataclass(output) and tree_is_leaf(output)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_memo.engine.forward.layer_output import fields_of, is_unknown_dataclass
 from lightning_memo.engine.forward.python_state import refill
 from lightning_memo.utils.class_names import class_name
 
@@ -102,7 +104,8 @@ def dicts_apart(run: Run) -> Run:
         # Plain dicts, whose tensors are found and cut like other arguments.
         args = tuple(dict(given[at]) if at in given else value for at, value in enumerate(args))
         kwargs = {at: dict(given[at]) if at in given else value for at, value in kwargs.items()}
-        output = run(layer, _WithDicts(layer, forward, given).forward, *args, **kwargs)
+        with_dicts = _WithDicts(forward, given)
+        output = run(layer, with_dicts.forward, *args, **kwargs)
         if not isinstance(output, _Written):
             return output
         for at, values in output.values.items():
@@ -110,13 +113,20 @@ def dicts_apart(run: Run) -> Run:
                 del given[at][key]
             for key, value in values.items():
                 given[at][key] = value
-        return output.output
+        like = with_dicts.like
+        return output.output if like is None else dataclasses.replace(like, **output.output)
 
     return run_apart
 
 
 class _Written(NamedTuple):
-    """What a layer returns, and what it has put into dicts and removed from them, by the place of the argument."""
+    """What a layer returns, and what it has put into dicts and removed from them, by the place of the argument.
+
+    Attributes:
+        output: What it returns; the fields of a dataclass that PyTorch does not take apart.
+        values: What it has put into dicts.
+        removed: The keys that it has removed.
+    """
 
     output: Any
     values: dict[int | str, dict[Hashable, Any]]
@@ -127,22 +137,21 @@ class _WithDicts:
     """A layer's forward that gets plain dicts and returns what it writes into them. It lives until the backward.
 
     Args:
-        layer: The layer.
-        forward: Its own forward, which gets dicts of the caller's classes.
+        forward: The layer's own forward, which gets dicts of the caller's classes.
         given: The caller's dicts by the place of the argument.
+
+    Attributes:
+        like: An object without tensors of the dataclass that the layer returns, if PyTorch does not take it apart.
     """
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any], given: Mapping[int | str, Dict]) -> None:
-        self._layer, self._forward = layer, forward
+    def __init__(self, forward: Callable[..., Any], given: Mapping[int | str, Dict]) -> None:
+        self._forward = forward
+        self.like: Any = None
         # The caller's are not kept, as what others put into them would live until the backward.
         self._empty = {at: _of_the_same_class(d) for at, d in given.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer.
-
-        Raises:
-            ValueError: The layer writes into a dict, and what it returns cannot be taken apart.
-        """
+        """Run the layer."""
         before = {at: args[at] if isinstance(at, int) else kwargs[at] for at in self._empty}
         made = {at: copy.copy(self._empty[at]) for at in before}
         for at, d in made.items():
@@ -158,12 +167,11 @@ class _WithDicts:
         removed = {at: [key for key in before[at] if key not in d] for at, d in made.items()}
         if not any((*values.values(), *removed.values())):
             return output
-        if tree_is_leaf(output) and not isinstance(output, Tensor):
-            raise ValueError(
-                f"{class_name(self._layer)} writes into a dict that it gets, and returns {type(output).__name__}, in "
-                "which its hidden states are not found: let it return a tensor, or a tuple or dict of tensors"
-            )
-        return _Written(output, values, removed)
+        if is_unknown_dataclass(output):
+            self.like = copy.copy(output)
+            for name in fields_of(output):
+                object.__setattr__(self.like, name, None)
+        return _Written(fields_of(output), values, removed)
 
 
 def _of_the_same_class(container: Dict) -> Dict:

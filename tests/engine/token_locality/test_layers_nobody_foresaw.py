@@ -233,8 +233,8 @@ WHOLE: dict[type[Block], str] = {
     NormalisedGradient: "aten.linalg_vector_norm computes along the tokens",
     HookOnATensor: "aten.linalg_vector_norm computes along the tokens",
     TiledMLP: "aten.split computes along the tokens",
-    ValueResidual: "writes to an argument.first",
-    LastValues: "writes to an argument.last",
+    ValueResidual: "a trial run with other numbers of tokens, and without values, ended with: Attempting to broadcast",
+    LastValues: "a trial run with other numbers of tokens, and without values, ended with: Attempting to broadcast",
     LossesInAList: "aten.mean computes along the tokens",
 }
 
@@ -246,9 +246,10 @@ def model_of(block: Callable[[int], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize(("block", "why"), WHOLE.items(), ids=[block.__name__ for block in WHOLE])
 def test_layers_that_run_whole(block: type[Block], why: str) -> None:
-    exact_alphas = (0.0, 1.0) if block is EverySecondMixes else ALPHAS  # the others are cut
+    # Of these, some layers are cut.
+    exact_alphas = (0.0, 1.0) if block in (EverySecondMixes, ValueResidual, LastValues) else ALPHAS
     found = assert_trains_like_plain(model_of(block), BATCH, exact_alphas=exact_alphas)
-    assert found == f"{block.__name__} may not compute each token by itself outside attention: {why}"
+    assert found.startswith(f"{block.__name__} may not compute each token by itself outside attention: {why}")
 
 
 def test_hooks_of_a_user_inside_layers() -> None:
