@@ -27,7 +27,6 @@ from lightning_memo.engine.slices.saved_attention import SavedAttention
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
 
-
 NEVER_DIFFERENTIATED: Final = "a recomputed graph is never differentiated"
 
 
