@@ -152,10 +152,12 @@ class TrainingRuntime:
 
         Raises:
             ValueError: No plan fits the budget.
+            torch.OutOfMemoryError: The same, after a step that did not fit the device was cut into slices.
         """
         if self._host is not None:
             self._host.end_batch(self._run.batch)
-        self._planner.end_batch()
+        with self._retry.naming_host_memory():
+            self._planner.end_batch()
         if self.memory is not None:
             self.memory.end_batch()
         if self._device is not None:
