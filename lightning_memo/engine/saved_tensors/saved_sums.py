@@ -64,7 +64,8 @@ class HeldTensors:
     def note(self, t: Tensor) -> None:
         """Note that a tensor is saved."""
         if (self._noted + self._turn) % _EVERY == 0:
-            self._held += [(part, version_of(part), _sum(part)) for part in _parts(t)]
+            parts = [part for part in _parts(t) if type(part) is Tensor]  # other classes may not know sums
+            self._held += [(part, version_of(part), _sum(part)) for part in parts]
         self._noted += 1
 
     def written(self) -> bool:
