@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.engine import Engine
 from lightning_memo.kernels.rng_state import RngState
+from lightning_memo.planner import HostMemoryError
 from lightning_memo.profiler.machine import free_device_bytes
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
@@ -20,10 +22,7 @@ from lightning_memo.runtime.training_run_protocol import TrainingRun
 T = TypeVar("T")
 
 _SHRUNK_SHARE: Final = 0.9  # of the device memory that a too large plan expected to use
-_ADVICE: Final = (
-    "shorten the sequence or the batch, set slice_tokens (host_backed='all' takes the least), or lower "
-    "loss_chunk_tokens; python -m lightning_memo.estimate shows what fits"
-)
+_ESTIMATE: Final = "python -m lightning_memo.estimate shows what fits"
 
 
 class OutOfMemoryRetry:
@@ -54,6 +53,7 @@ class OutOfMemoryRetry:
         self._slices, self._alone = slices, alone
         self._random: RngState | None = None
         self._batch, self._retried = (-1, -1), False
+        self._cut_after = ""  # the out-of-memory error after which layers were cut into slices; empty if they were not
 
     def forward(self, forward: Callable[[], T]) -> T:
         """Run the forward of a training step.
@@ -80,9 +80,8 @@ class OutOfMemoryRetry:
             return backward()
         except torch.OutOfMemoryError as error:
             if adds:
-                raise _explained(
-                    error, "its backward is not run again, as gradients of earlier batches would be lost"
-                ) from error
+                why = "its backward is not run again, as gradients of earlier batches would be lost"
+                raise self._explained(error, why) from error
             for p in weights:  # some of them have their gradients already
                 p.grad = None
             raise
@@ -94,6 +93,26 @@ class OutOfMemoryRetry:
             torch.OutOfMemoryError: As for `forward` and `backward`.
         """
         return self._run_with_retry(closure)
+
+    @contextlib.contextmanager
+    def naming_host_memory(self) -> Iterator[None]:
+        """Inside, a lack of host memory for slices is that of device memory for which layers were cut.
+
+        Shorter slices would need more host memory still, because more of a step lives there.
+
+        Raises:
+            torch.OutOfMemoryError: Slices that were cut for a step that did not fit the device do not fit the host.
+        """
+        try:
+            yield
+        except (HostMemoryError, MemoryError) as error:
+            if not self._cut_after:
+                raise
+            raise _ExplainedError(
+                f"{self._cut_after} MemoStrategy: the step does not fit the device, and in slices, which take less of "
+                f"it, not the host ({_first_line(error)}): shorten the sequence or the batch, raise host_memory, or "
+                f"use a device with more memory; {_ESTIMATE}"
+            ) from error
 
     def rewind(self) -> None:
         """Restore the random state from the beginning of the current batch, which is abandoned."""
@@ -113,12 +132,13 @@ class OutOfMemoryRetry:
     def _run_with_retry(self, work: Callable[[], T]) -> T:
         while True:
             try:
-                return work()
+                with self.naming_host_memory():
+                    return work()
             except _ExplainedError:
                 raise
             except torch.OutOfMemoryError as error:
                 if why_not := self._why_not():
-                    raise _explained(error, why_not) from error
+                    raise self._explained(error, why_not) from error
                 message = _first_line(error)
             # The error is gone here, and with it the frames and the autograd graph that hold memory.
             self._make_room(message)
@@ -147,6 +167,7 @@ class OutOfMemoryRetry:
             self._retried = True
             self._shrink_plan(message)
         else:
+            self._cut_after = message
             self._planner.restart()
             shorter = self._slices.cut()
             rank_zero_warn(
@@ -162,6 +183,12 @@ class OutOfMemoryRetry:
             # The device may have less than the user's budget: another process, or a smaller device than planned for.
             whole_bytes = free_device_bytes(device) + torch.cuda.memory_allocated(device)
             self._planner.limit_device(_SHRUNK_SHARE * whole_bytes)
+
+    def _explained(self, error: torch.OutOfMemoryError, why: str) -> _ExplainedError:
+        return _ExplainedError(
+            f"{_first_line(error)} MemoStrategy: the step does not fit the device, {why}: {self._slices.advice}; "
+            f"{_ESTIMATE}"
+        )
 
     def _shrink_plan(self, message: str) -> None:
         plan = self._planner.plan
@@ -179,9 +206,5 @@ class _ExplainedError(torch.OutOfMemoryError):
     """An out-of-memory error whose message already advises the user."""
 
 
-def _explained(error: torch.OutOfMemoryError, why: str) -> _ExplainedError:
-    return _ExplainedError(f"{_first_line(error)} MemoStrategy: the step does not fit the device, {why}: {_ADVICE}")
-
-
-def _first_line(error: torch.OutOfMemoryError) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error) or "out of memory").splitlines()[0][:200]

@@ -25,11 +25,11 @@ class ShorterSlices:
     """
 
     def __init__(self, engine: Engine, config: MemoConfig, alone: bool) -> None:
-        self._engine, self._tried = engine, 0
+        self._engine, self._config, self._tried = engine, config, 0
         self._may = alone and config.slice_tokens == "auto" and config.storage != "kinds" and config.schedule != "nest"
         # Layers of several stacks, and those that go to a disk, leave the device as a whole.
-        whole = config.host_backed == "none" or config.spill_path is not None or engine.settings.stacks > 1
-        self._ladder = _LADDER[:1] if whole else _LADDER
+        self._whole = config.spill_path is not None or engine.settings.stacks > 1
+        self._ladder = _LADDER[:1] if self._whole or config.host_backed == "none" else _LADDER
 
     @property
     def can_cut(self) -> bool:
@@ -42,6 +42,27 @@ class ShorterSlices:
         self._tried, tokens, host_backed = self._next()[0]
         self._engine.cut(tokens, host_backed)
         return f'slice_tokens={tokens}, host_backed="{host_backed}"'
+
+    @property
+    def advice(self) -> str:
+        """What takes less device memory, as far as settings and layers allow it."""
+        ways = ["shorten the sequence or the batch", self._slices_advice]
+        ways.append("lower loss_chunk_tokens" if self._config.loss_chunk_tokens else "set loss_chunk_tokens")
+        ways = [way for way in ways if way]
+        return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+
+    @property
+    def _slices_advice(self) -> str:
+        config, settings, classes = self._config, self._engine.settings, self._engine.layer_classes
+        if classes.why_whole or settings.slice_tokens == 1:
+            return ""
+        way = "set slice_tokens" if config.storage != "kinds" else 'set storage="alpha" and slice_tokens'
+        if settings.slice_tokens is not None:
+            given = config.slice_tokens != "auto"
+            way = "lower slice_tokens" if given else f"set slice_tokens below {settings.slice_tokens}"
+        nests = bool(classes.why_nest) or settings.schedule == "nest"
+        more = not (self._whole or nests or settings.host_backed == "all")
+        return f"{way} (host_backed='all' takes the least)" if more else way
 
     def _next(self) -> list[tuple[int, int, HostBacked]]:
         """The rest of the ladder: number of the rung, tokens of a slice, and what lives on the host."""

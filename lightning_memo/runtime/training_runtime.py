@@ -18,6 +18,7 @@ from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.parallel.tensor.mixed_tensors import explaining_mixed_tensors
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.device_memory_watch import DeviceMemoryWatch
+from lightning_memo.runtime.earlier_graphs import explaining_earlier_graphs
 from lightning_memo.runtime.host_memory_watch import HostMemoryWatch
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry
@@ -124,7 +125,8 @@ class TrainingRuntime:
 
     def backward(self, backward: Callable[[], T]) -> T:
         """Run the backward of a training step; see :class:`OutOfMemoryRetry`."""
-        return self._retry.backward(backward)
+        with explaining_earlier_graphs():
+            return self._retry.backward(backward)
 
     def after_backward(self) -> None:
         """Finish the backward pass."""
@@ -150,10 +152,12 @@ class TrainingRuntime:
 
         Raises:
             ValueError: No plan fits the budget.
+            torch.OutOfMemoryError: The same, after a step that did not fit the device was cut into slices.
         """
         if self._host is not None:
             self._host.end_batch(self._run.batch)
-        self._planner.end_batch()
+        with self._retry.naming_host_memory():
+            self._planner.end_batch()
         if self.memory is not None:
             self.memory.end_batch()
         if self._device is not None:

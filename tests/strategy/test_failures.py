@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import PlainBlock, PlainModel
 from support.trainer_harness import (
     LanguageModel,
     assert_usable_again,
@@ -153,6 +154,60 @@ def test_out_of_memory_for_good(fails, settings, told):
     assert "shorten the sequence" in str(caught.value)
     assert forwards(module) == []
     assert_usable_again()
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_slices_that_do_not_fit_the_host(batch):
+    """The error is that of the device, for which layers were cut, and names both memories."""
+    module = Scarce({batch: ["backward"] * (1 + batch)})
+    with pytest.raises(torch.OutOfMemoryError, match=r"not fit the device, and in slices.*, not the host") as caught:
+        make_trainer(MemoStrategy(host_memory="1KiB")).fit(module, loader())
+    assert "\n" not in str(caught.value)
+    assert "raise host_memory" in str(caught.value)
+    assert forwards(module) == []
+    del caught
+    assert_usable_again()
+
+
+class Mixing(PlainBlock):
+    """Cannot be cut."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        self.run_out()
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Cuttable(PlainBlock):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        self.run_out()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        (Mixing, {}, "the batch, or lower loss_chunk_tokens"),
+        (Cuttable, {"slice_tokens": 16, "host_backed": "all"}, "the batch, lower slice_tokens, or lower loss_chunk"),
+        (Cuttable, {"slice_tokens": 16, "host_backed": "none"}, r"the batch, lower slice_tokens \(host_backed='all'"),
+        (Cuttable, {"storage": "kinds"}, 'the batch, set storage="alpha" and slice_tokens'),
+        (Cuttable, {"loss_chunk_tokens": None, "schedule": "nest"}, "set slice_tokens, or set loss_chunk_tokens"),
+    ],
+    ids=str,
+)
+def test_the_advice_depends_on_the_settings(kind, settings, told):
+    module = LanguageModel(lambda: PlainModel([kind() for _ in range(3)]))
+    starved = iter([False] * 3)
+
+    def run_out():
+        if module.trainer.global_step and next(starved, True):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for block in module.model.blocks:
+        block.run_out = run_out
+    with pytest.raises(torch.OutOfMemoryError, match=told):
+        make_trainer(MemoStrategy(**settings)).fit(module, loader())
 
 
 class Accumulating(Scarce):

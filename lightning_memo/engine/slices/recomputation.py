@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 from lightning_memo.engine.slices.saved_attention import SavedAttention
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
+
+NEVER_DIFFERENTIATED: Final = "a recomputed graph is never differentiated"
 
 
 class EnoughError(BaseException):
@@ -257,4 +259,4 @@ class RecomputedKeysValues:
 
 
 def _refuse(_: None) -> Tensor:
-    raise RuntimeError("a recomputed graph is never differentiated")
+    raise RuntimeError(NEVER_DIFFERENTIATED)
