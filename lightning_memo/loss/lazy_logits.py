@@ -28,7 +28,7 @@ from typing_extensions import Self, override
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
 from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary
-from lightning_memo.parallel.local_tensors import awaited
+from lightning_memo.parallel.local_tensors import awaited, local_part
 
 # Names of methods of `Tensor` and of functions in `torch`.
 _CASTS = ("float", "bfloat16", "half", "double", "to", "type")
@@ -40,12 +40,48 @@ _OF_GRAPH = {Tensor.requires_grad.__get__: False, Tensor.is_leaf.__get__: True, 
 # What a hook gets, or `autograd.grad` returns, would be missing.
 _OF_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.grad.__get__, torch.autograd.grad)
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__")
-_Family = list[weakref.ref[Tensor]]
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.numel, torch.is_floating_point),
 }
+
+
+class _Family:
+    """Logits that share memory in plain training: views of each other, and parts of them that were computed."""
+
+    def __init__(self) -> None:
+        self._views: list[weakref.ref[Tensor]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+
+    @property
+    def in_use(self) -> int:
+        """Number of those that are alive and not computed."""
+        return sum(view() is not None for view in self._views)
+
+    def add(self, view: Tensor) -> None:
+        """Add logits that are not computed."""
+        self._views.append(weakref.ref(view))
+
+    def add_computed(self, t: Tensor) -> None:
+        """Add a part that was computed. Only its count of changes is kept."""
+        local = local_part(t)
+        if not local.is_inference():
+            counter = local.detach()
+            counter.data = local.new_empty(0)
+            self._versions.append((counter, local._version))
+
+    def check(self) -> None:
+        """Check that no part has changed.
+
+        Raises:
+            RuntimeError: One has.
+        """
+        if any(counter._version != version for counter, version in self._versions):
+            raise RuntimeError(
+                "a part of logits was changed in place, and the others, which are computed in chunks, would not see "
+                "the change: clone() them first, or set loss_chunk_tokens=None"
+            )
 
 
 class _PassedOn(torch.autograd.Function):
@@ -86,7 +122,7 @@ class LazyLogits(Tensor):
         tracked = torch.is_grad_enabled()
         state = HeadState(head.module, tracked)
         recipe = Recipe(head, awaited(x), leading, (), tracked, state, ambient_autocast(device))
-        return LazyLogits.with_graph(recipe, vocabulary, dtype, [])
+        return LazyLogits.with_graph(recipe, vocabulary, dtype, _Family())
 
     @staticmethod
     def with_graph(recipe: Recipe, vocabulary: int, dtype: torch.dtype, family: _Family) -> LazyLogits:
@@ -104,10 +140,11 @@ class LazyLogits(Tensor):
     def __init__(self, recipe: Recipe, vocabulary: int, dtype: torch.dtype, family: _Family) -> None:
         self._recipe, self._family = recipe, family
         self._real: Tensor | None = None
-        family.append(weakref.ref(self))
+        family.add(self)
 
     def materialize(self) -> Tensor:
         """Return the real logits, which are computed once and used by all operations from then on."""
+        self._family.check()
         if self._real is None:
             self._real = self._recipe.compute()
         return self._real
@@ -159,6 +196,7 @@ class LazyLogits(Tensor):
     # ---- operations without real logits
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._family.check()
         name = func.__name__
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
@@ -185,10 +223,10 @@ class LazyLogits(Tensor):
         return LazyLogits.with_graph(recipe, self.shape[-1], self.dtype, self._family)
 
     def _refuse_views(self, name: str) -> None:
-        if sum(relative() is not None for relative in self._family) > 1:
+        if self._family.in_use > 1:
             raise RuntimeError(
-                f"{name} in place on logits of which a view is in use, which would not see the change: clone() them "
-                "first, or set loss_chunk_tokens=None"
+                f"{name} in place on logits of which a view is in use, or on such a view, and the other would not see "
+                "the change: clone() them first, or set loss_chunk_tokens=None"
             )
 
     def _apply(self, function: Pointwise, arguments: Sequence[Any], cast: bool) -> Any:
@@ -200,7 +238,7 @@ class LazyLogits(Tensor):
         if cast and probe.dtype == self.dtype and True not in arguments:  # copy=True
             return self
         recipe = self._with(pointwise=(*self._recipe.pointwise, function))
-        return LazyLogits.with_graph(recipe, self.shape[-1], probe.dtype, [])
+        return LazyLogits.with_graph(recipe, self.shape[-1], probe.dtype, _Family())
 
     def _arrange(self, function: Callable[[Tensor], Tensor]) -> Any:
         arranged = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))
@@ -214,8 +252,12 @@ class LazyLogits(Tensor):
             return NotImplemented
         x = recipe.tokens_first()[index]
         chosen = self._with(x=x, leading=tuple(x.shape[:-1]))
-        few = math.prod(chosen.leading) <= recipe.head.chunk_tokens
-        return chosen.compute() if few else self._view(chosen)
+        if math.prod(chosen.leading) > recipe.head.chunk_tokens:
+            return self._view(chosen)
+        computed = chosen.compute()
+        if not any(isinstance(part, Tensor) for part in (index if isinstance(index, tuple) else (index,))):
+            self._family.add_computed(computed)  # of real logits, it would be a view
+        return computed
 
     def _cross_entropy(
         self,

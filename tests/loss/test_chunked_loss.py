@@ -237,6 +237,27 @@ def test_writing_into_logits_that_are_viewed_is_refused() -> None:
     assert lazy.mul_(2.0).shape == (2, 23, VOCABULARY)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda t: t[:, 0].zero_(), lambda t: t[0, 3].mul_(2), lambda t: t[..., :1, :][0].fill_(1.0)]
+)
+@pytest.mark.parametrize(
+    "use", [lambda t: t.sum(), lambda t: t.float(), lambda t: t[:, 1], lambda t: t.argmax(-1), lambda t: t.mul_(2)]
+)
+def test_writing_into_a_few_logits_is_refused(change: Any, use: Any) -> None:
+    lazy, _ = logits_of(build("LlamaConfig"), make_batch(2, 23))
+    change(lazy)
+    with pytest.raises(RuntimeError, match=r"a part of logits was changed in place.*clone.*loss_chunk_tokens=None"):
+        use(lazy)
+
+
+def test_writing_into_chosen_logits_that_are_copies() -> None:
+    lazy, _ = logits_of(build("LlamaConfig"), make_batch(2, 23))
+    before = lazy[:, 0].clone()
+    lazy[:, torch.tensor([0, 1])].zero_()
+    lazy[:, -1].clone().zero_()
+    torch.testing.assert_close(lazy.materialize()[:, 0], before)
+
+
 def test_transforms_of_functions_are_refused() -> None:
     batch = make_batch(2, 23)
     lazy, _ = logits_of(build("LlamaConfig"), batch)
