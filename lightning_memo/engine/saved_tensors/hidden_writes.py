@@ -26,6 +26,28 @@ def writes_to_saved(name: str) -> str:
     )
 
 
+class _Places(NamedTuple):
+    """Where the values of a tensor are in its storage, in units of their size."""
+
+    itemsize: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(t: Tensor) -> _Places:
+        return _Places(t.itemsize, tuple(t.shape), t.stride(), t.storage_offset())
+
+    def overlap(self, other: _Places) -> bool:
+        """Return whether any value is in both: the columns of a matrix share a range of bytes, but no values."""
+        if self.itemsize != other.itemsize:
+            return True
+        ends = [p.offset + sum((n - 1) * each for n, each in zip(p.size, p.stride, strict=True)) for p in (self, other)]
+        taken = torch.zeros(max(ends) + 1, dtype=torch.bool)
+        taken.as_strided(self.size, self.stride, self.offset).fill_(True)
+        return bool(taken.as_strided(other.size, other.stride, other.offset).any())
+
+
 class _Saved(NamedTuple):
     """The bytes of a saved tensor.
 
@@ -33,6 +55,7 @@ class _Saved(NamedTuple):
         storage: Its storage, which must not live longer than without this.
         start: Its first byte.
         stop: The end of its bytes.
+        places: Where its values are.
         counter: A tensor without bytes that counts the changes of the saved one.
         version: The number of changes when it was saved.
     """
@@ -40,6 +63,7 @@ class _Saved(NamedTuple):
     storage: StorageWeakRef
     start: int
     stop: int
+    places: _Places
     counter: Tensor
     version: int
 
@@ -64,7 +88,7 @@ class HiddenWrites(TorchDispatchMode):
             return
         counter = t.detach()
         counter.data = t.new_empty(0)
-        saved = _Saved(StorageWeakRef(t.untyped_storage()), *byte_range(t), counter, t._version)
+        saved = _Saved(StorageWeakRef(t.untyped_storage()), *byte_range(t), _Places.of(t), counter, t._version)
         self._saved.setdefault(key, []).append(saved)
 
     @property
@@ -78,7 +102,8 @@ class HiddenWrites(TorchDispatchMode):
         for t in filter(_is_plain, written_in_schema(func, args, kwargs or {})):
             start, stop = byte_range(t)
             for saved in self._saved.get(t.untyped_storage()._cdata, ()):
-                if saved.start < stop and start < saved.stop and not saved.storage.expired():
+                near = saved.start < stop and start < saved.stop and not saved.storage.expired()
+                if near and saved.places.overlap(_Places.of(t)):
                     self._written.append(saved)
         return func(*args, **kwargs or {})
 

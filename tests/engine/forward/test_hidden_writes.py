@@ -87,6 +87,27 @@ class OtherPart(Writing):
         return super().forward(x + F.pad(y.movedim(0, -1), (0, 16)))
 
 
+class OtherColumns(Writing):
+    """Writes into the columns that nothing needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        y = h[..., :16].sin()
+        h[..., 16:].data.zero_()
+        return super().forward(x + F.pad(y, (0, 16)))
+
+
+class Recurrent(Writing):
+    """PyTorch's GRU changes some of the columns that it computes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.recurrent(x)[0])
+
+
 class Noticed(Writing):
     """Changes in place what nothing has saved, and what the operator itself saves afterwards."""
 
@@ -97,6 +118,11 @@ class Noticed(Writing):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("kind", [Before, OtherPart, Noticed])
+@pytest.mark.parametrize("kind", [Before, OtherPart, OtherColumns, Noticed])
 def test_other_writes(kind: Callable[[], nn.Module], settings: dict[str, Any]) -> None:
     compare(blocks(kind), settings)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_recurrent_layers(alpha: float) -> None:
+    compare(blocks(Recurrent), {"alpha": alpha})
