@@ -202,7 +202,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if ctx.gradients is None:
             raise RuntimeError(
-                "a second backward through the same loss (retain_graph) is not supported; run the forward again"
+                "a second backward through the same loss (retain_graph) is not supported: sum the losses, or run a "
+                "forward for each"
             )
         (dx, sums), ctx.gradients = ctx.gradients, None
         return None, None if dx is None else _scaled(dx, upstream), *sums.take(ctx.dtypes, upstream)

@@ -294,7 +294,7 @@ def test_second_backward(schedule, alpha):
     for plan in (None, "memo_plan.json"):
         with pytest.raises(RuntimeError, match="retain_graph") as caught:
             fit(MemoStrategy(alpha=alpha, schedule=schedule, plan=plan), BackwardTwice())
-        assert_one_line(caught.value, "run the forward again")
+        assert_one_line(caught.value, "run a forward for each")
     assert copy_threads() == []
 
 

@@ -148,7 +148,8 @@ class LayerRun:
         """
         if self._ended:
             raise RuntimeError(
-                "a second backward through the same graph (retain_graph) is not supported; run the forward again"
+                "a second backward through the same graph (retain_graph) is not supported: sum the losses, or run a "
+                "forward for each"
             )
         if self._started:
             return

@@ -206,7 +206,8 @@ class _SliceBySlice(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
-                "a second backward through the same graph (retain_graph) is not supported; run the forward again"
+                "a second backward through the same graph (retain_graph) is not supported: sum the losses, or run a "
+                "forward for each"
             )
         ctx.step.backward(gradient)
         scaled = []

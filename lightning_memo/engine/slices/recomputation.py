@@ -65,7 +65,7 @@ class Recomputed:
         if t is None:
             raise RuntimeError(
                 "a recomputed activation was asked for twice: a second backward through the same graph "
-                "(retain_graph) is not supported, run the forward again"
+                "(retain_graph) is not supported: sum the losses, or run a forward for each"
             )
         return t
 
