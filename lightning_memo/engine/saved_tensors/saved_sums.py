@@ -64,8 +64,7 @@ class HeldTensors:
     def note(self, t: Tensor) -> None:
         """Note that a tensor is saved."""
         if (self._noted + self._turn) % _EVERY == 0:
-            parts = [part for part in _parts(t) if type(part) is Tensor]  # other classes may not know sums
-            self._held += [(part, version_of(part), _sum(part)) for part in parts]
+            self._held += [(part, version_of(part), _sum(part)) for part in _parts(t)]
         self._noted += 1
 
     def written(self) -> bool:
