@@ -21,7 +21,7 @@ from lightning_memo.engine.forward.layer_output import split_output
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.layer_state import LayerState
-from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites, writes_to_saved
+from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.token_locality.prove_locality import Locality
 from lightning_memo.engine.token_locality.user_code import without_global_hooks, without_hooks
@@ -205,7 +205,10 @@ def _traits_of(
     sketch = _sketch(hidden, x)
     del hidden, copy
     if recorder.writes.found:
-        raise ValueError(writes_to_saved(call.name))
+        raise ValueError(
+            f"{call.name} writes through .data into its input, or into a tensor that autograd has saved, and what is "
+            "swapped are the values before that: write into a copy (t = t.clone())"
+        )
     changing, rewritten = before.buffers.changed(), before.tensors.changed()
 
     def repeats(part: TokenRange) -> bool:

@@ -16,7 +16,7 @@ from lightning_memo.engine.modules.compare_slices import difference_in_slices
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
-from lightning_memo.engine.saved_tensors.saved_sums import HeldTensors, SavedSums
+from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 
 _EVERY = 64  # steps
 _MOST_TOKENS = 1024
@@ -26,8 +26,7 @@ _PART = 8  # of the tokens, so that a comparison needs less memory than the back
 class SliceComparison:
     """Compares one layer call in steps 1, 2, 4, 8, ..., 64, and then in every 64th, another layer each time.
 
-    In the same steps, sums of the tensors that any layer recomputes are compared with those of its forward, and sums of
-    tensors that any layer saves with those at the end of its forward.
+    In the same steps, sums of the tensors that any layer recomputes are compared with those of its forward.
 
     Args:
         layer_classes: The traits of the layers, which run as one slice once a difference is found.
@@ -56,14 +55,6 @@ class SliceComparison:
             key: Number of the call among those that are alive.
         """
         return SavedSums(key + self._turns) if self._in_turn else None
-
-    def held_of(self, key: int) -> HeldTensors | None:
-        """Return an empty collection of tensors for a slice of a layer call that is watched; `None` if it is not.
-
-        Args:
-            key: Number of the call among those that are alive.
-        """
-        return HeldTensors(key + self._turns) if self._in_turn else None
 
     def due(self, key: int, calls: int) -> bool:
         """Return whether a layer call has to be compared.

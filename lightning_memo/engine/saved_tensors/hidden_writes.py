@@ -18,14 +18,6 @@ from lightning_memo.engine.memory.saved_storages import byte_range
 from lightning_memo.engine.saved_tensors.side_effects import written_in_schema
 
 
-def writes_to_saved(name: str) -> str:
-    """Return why a layer is refused that writes into a saved tensor without autograd's notice."""
-    return (
-        f"{name} writes through .data into its input, or into a tensor that autograd has saved, and what is "
-        "swapped are the values before that: write into a copy (t = t.clone())"
-    )
-
-
 class _Places(NamedTuple):
     """Where the values of a tensor are in its storage, in units of their size."""
 

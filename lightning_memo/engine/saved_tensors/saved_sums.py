@@ -1,11 +1,10 @@
-"""Sums of what a forward saves, which show whether a recomputation computes the same, and what is written later."""
+"""Sums of what a forward saves, which show whether a recomputation computes the same."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 
 _EVERY = 4  # tensors, so that a step that is checked takes little longer
@@ -45,37 +44,6 @@ class SavedSums:
         """Return whether a recomputed tensor is the one of the forward. The host waits for the device."""
         before = self._sums.pop(number, None)
         return before is None or all(map(_alike, before, _parts(t)))
-
-
-class HeldTensors:
-    """Holds a part of what a slice saves until its forward ends, to find writes that autograd does not notice.
-
-    Without this, nothing may hold a tensor that is swapped, and what was written would be gone.
-
-    Args:
-        turn: Number of the part.
-    """
-
-    def __init__(self, turn: int) -> None:
-        self._turn = turn
-        self._noted = 0
-        self._held: list[tuple[Tensor, int, Tensor]] = []
-
-    def note(self, t: Tensor) -> None:
-        """Note that a tensor is saved."""
-        if (self._noted + self._turn) % _EVERY == 0:
-            self._held += [(part, version_of(part), _sum(part)) for part in _parts(t)]
-        self._noted += 1
-
-    def written(self) -> bool:
-        """Let go of all, and return whether one was written that counts no change. The host waits for the device."""
-        held, self._held = self._held, []
-        other = [_other(_sum(t), before) for t, version, before in held if version_of(t) == version]
-        return bool(other) and bool(torch.stack(other).any())
-
-
-def _other(now: Tensor, before: Tensor) -> Tensor:
-    return (now != before) & (now.isfinite() | before.isfinite())
 
 
 def _parts(t: Tensor) -> list[Tensor]:

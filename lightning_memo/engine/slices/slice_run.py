@@ -23,7 +23,6 @@ from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
 from lightning_memo.engine.memory.saved_storages import resolved
 from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
-from lightning_memo.engine.saved_tensors.hidden_writes import writes_to_saved
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
@@ -64,8 +63,6 @@ class SliceRun:
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.choices: list[Tensor] = []
         self.sums = run.engine.comparison.sums_of(run.key) if self.recomputes else None
-        # The probe has watched the layer in a profiled step, whose memory is measured.
-        self._held = None if run.engine.profile is not None else run.engine.comparison.held_of(run.key)
         self._in_forward = False
         self._recomputed: Recomputed | None = None
 
@@ -99,9 +96,6 @@ class SliceRun:
             with refusing_transforms(run.call.name):
                 yield
         self._in_forward = False
-        held, self._held = self._held, None
-        if held is not None and held.written():
-            raise ValueError(writes_to_saved(run.call.name))
 
     def call(self, x: Tensor) -> Any:
         """Run the layer's own forward on these tokens."""
@@ -115,7 +109,6 @@ class SliceRun:
         known = storage.find(local) if local.numel() and not (wrapped or sparse) else None
         if (known is None or self.recomputes) and t in run.arguments:  # a recomputation does not know what is stored
             return t if wrapped or sparse else run.arguments.handle(t)
-        self._hold(t)
         if self.recomputes:
             if known is None and run.meter.profile is not None:
                 for part in plain_parts(local):
@@ -137,10 +130,6 @@ class SliceRun:
         if isinstance(handle, (KeptTensor, ParkedView, WeightCopy)):
             return self.run.arguments.load(handle)
         return self.storage.load(handle)
-
-    def _hold(self, *saved: Tensor) -> None:
-        for t in saved if self._held is not None else ():
-            self._held.note(t)
 
     def end_forward(self) -> None:
         """Release what only this slice's forward needs on the device."""
@@ -191,7 +180,6 @@ class SliceRun:
             keys_values=self._store_keys(k, v) if needed_later or not self.recomputes else None,
             spec=spec,
         )
-        self._hold(q, k, v, result.out)
         profile = run.meter.profile
         if self.recomputes and profile is not None:
             kinds = {"query": q} if saved.keys_values is not None else {"query": q, "key": k, "value": v}
