@@ -47,7 +47,7 @@ def section(host: str, device: str, results: Sequence[Result]) -> str:
 
 
 def longest(rehearsed: Rehearsed) -> str:
-    """Returns the section of sequences so long that only slices of them fit.
+    """Returns the section of the longest sequences that were rehearsed with default settings.
 
     Args:
         rehearsed: Memory of the host, name of the device, and results of all groups.

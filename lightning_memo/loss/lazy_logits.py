@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self, override
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
+from lightning_memo.engine.memory.saved_storages import counter_of
 from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
-from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary
+from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary, parts_of
 from lightning_memo.parallel.local_tensors import awaited, local_part
 
 # Names of methods of `Tensor` and of functions in `torch`.
@@ -67,9 +68,7 @@ class _Family:
         """Add a part that was computed. Only its count of changes is kept."""
         local = local_part(t)
         if not local.is_inference():
-            counter = local.detach()
-            counter.data = local.new_empty(0)
-            self._versions.append((counter, local._version))
+            self._versions.append((counter_of(local), local._version))
 
     def check(self) -> None:
         """Check that no part has changed.
@@ -255,7 +254,7 @@ class LazyLogits(Tensor):
         if math.prod(chosen.leading) > recipe.head.chunk_tokens:
             return self._view(chosen)
         computed = chosen.compute()
-        if not any(isinstance(part, Tensor) for part in (index if isinstance(index, tuple) else (index,))):
+        if not any(isinstance(part, Tensor) for part in parts_of(index)):
             self._family.add_computed(computed)  # of real logits, it would be a view
         return computed
 

@@ -143,12 +143,17 @@ class Recipe:
 
 def leaves_vocabulary(index: Any, dims: int) -> bool:
     """Return whether an index keeps the complete vocabulary as the last dimension of logits with `dims` dimensions."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(index)
     if not all(part is None or part is ... or type(part) in (int, slice, Tensor) for part in parts):
         return False
     used, last = sum(_dims_used(part) for part in parts), parts[-1]
     reaches = used == dims or (last is not ... and any(part is ... for part in parts))
     return used <= dims and (not reaches or (isinstance(last, slice) and last == slice(None)))
+
+
+def parts_of(index: Any) -> tuple[Any, ...]:
+    """Return what an index says of each dimension."""
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _dims_used(part: Any) -> int:

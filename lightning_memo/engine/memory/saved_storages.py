@@ -20,6 +20,13 @@ def resolved(t: Tensor) -> Tensor:
     return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
 
 
+def counter_of(t: Tensor) -> Tensor:
+    """Return a tensor without bytes that counts the changes of `t`, also when `t` is gone."""
+    counter = t.detach()
+    counter.data = t.new_empty(0)
+    return counter
+
+
 def version_of(t: Tensor) -> int:
     """Return how often a tensor was changed in place. Inference tensors do not count."""
     return 0 if t.is_inference() else t._version

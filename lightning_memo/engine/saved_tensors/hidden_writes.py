@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.memory.saved_storages import byte_range
+from lightning_memo.engine.memory.saved_storages import byte_range, counter_of, span
 from lightning_memo.engine.saved_tensors.side_effects import written_in_schema
 
 
@@ -24,20 +24,21 @@ class _Places(NamedTuple):
     itemsize: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    start: int
+    stop: int
 
     @staticmethod
     def of(t: Tensor) -> _Places:
-        return _Places(t.itemsize, tuple(t.shape), t.stride(), t.storage_offset())
+        start = t.storage_offset()
+        return _Places(t.itemsize, tuple(t.shape), t.stride(), start, start + span(t))
 
     def overlap(self, other: _Places) -> bool:
         """Return whether any value is in both: the columns of a matrix share a range of bytes, but no values."""
         if self.itemsize != other.itemsize:
             return True
-        ends = [p.offset + sum((n - 1) * each for n, each in zip(p.size, p.stride, strict=True)) for p in (self, other)]
-        taken = torch.zeros(max(ends) + 1, dtype=torch.bool)
-        taken.as_strided(self.size, self.stride, self.offset).fill_(True)
-        return bool(taken.as_strided(other.size, other.stride, other.offset).any())
+        taken = torch.zeros(max(self.stop, other.stop), dtype=torch.bool)
+        taken.as_strided(self.size, self.stride, self.start).fill_(True)
+        return bool(taken.as_strided(other.size, other.stride, other.start).any())
 
 
 class _Saved(NamedTuple):
@@ -78,9 +79,8 @@ class HiddenWrites(TorchDispatchMode):
         """Note that autograd saves a tensor."""
         if not _is_plain(t) or t.is_inference() or (key := t.untyped_storage()._cdata) in self._held:
             return
-        counter = t.detach()
-        counter.data = t.new_empty(0)
-        saved = _Saved(StorageWeakRef(t.untyped_storage()), *byte_range(t), _Places.of(t), counter, t._version)
+        storage = StorageWeakRef(t.untyped_storage())
+        saved = _Saved(storage, *byte_range(t), _Places.of(t), counter_of(t), t._version)
         self._saved.setdefault(key, []).append(saved)
 
     @property
