@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import cut, token_dim_of
 from lightning_memo.engine.forward.intercept import LayerMode
-from lightning_memo.engine.forward.python_state import copy_containers
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
@@ -103,7 +102,7 @@ class LayerCall:
 
     def with_copied_containers(self) -> LayerCall:
         """Return the same call, whose layer cannot write to the caller's dicts and lists."""
-        args, kwargs = copy_containers((self.args, self.kwargs))
+        args, kwargs = _copy_containers((self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
     def narrow(self, t: Tensor, part: TokenRange) -> Tensor:
@@ -137,3 +136,14 @@ def _contents(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # it is still empty
         return None
+
+
+def _copy_containers(tree: Any) -> Any:
+    """Return arguments in which every dict and list is another one, which holds the same."""
+    if type(tree) in (dict, list):
+        values = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        copied = {name: _copy_containers(value) for name, value in values}
+        return copied if isinstance(tree, dict) else list(copied.values())
+    if type(tree) is tuple:
+        return tuple(map(_copy_containers, tree))
+    return tree

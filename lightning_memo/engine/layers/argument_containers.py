@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_memo.engine.forward.layer_output import fields_of, is_unknown_dataclass
-from lightning_memo.engine.forward.python_state import refill
+from lightning_memo.engine.state.held_values import refill
 from lightning_memo.utils.class_names import class_name
 
 Run = Callable[..., Any]

@@ -12,7 +12,6 @@ from torch.autograd import Variable
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.python_state import PythonState
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
@@ -20,10 +19,11 @@ from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
-from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
-from lightning_memo.engine.saved_tensors.forward_state import ForwardState
-from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
-from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
+from lightning_memo.engine.state.forward_context import ForwardContext
+from lightning_memo.engine.state.forward_state import ForwardState
+from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.engine.state.python_state import PythonState
 from lightning_memo.kernels import AttentionSpec, RngState
 from lightning_memo.planner.token_slices import Action, TokenRange
 

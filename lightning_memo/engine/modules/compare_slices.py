@@ -21,7 +21,7 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
-from lightning_memo.engine.modules.layer_state import LayerState
+from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.local_tensors import local_part

@@ -14,8 +14,8 @@ from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
-from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.state.module_attributes import ModuleAttributes
 from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
 from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality, why_other_at
 

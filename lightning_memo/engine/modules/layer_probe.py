@@ -20,9 +20,9 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import split_output
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
-from lightning_memo.engine.modules.layer_state import LayerState
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
+from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.prove_locality import Locality
 from lightning_memo.engine.token_locality.user_code import without_global_hooks, without_hooks
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState

@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows
-from lightning_memo.engine.saved_tensors.forward_state import ForwardState
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 
 Forward = Callable[[Tensor], Any]

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.sliced_model.prove_model import why_tokens_mixed
+from lightning_memo.engine.state.module_attributes import ModuleAttributes
 from lightning_memo.engine.token_locality.prove_module import counts_tokens
 from lightning_memo.engine.token_locality.user_code import has_hooks
 

@@ -18,13 +18,13 @@ from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
-from lightning_memo.engine.saved_tensors.forward_context import ForwardContext
-from lightning_memo.engine.saved_tensors.forward_state import ForwardState
-from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
-from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
 from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
+from lightning_memo.engine.state.forward_context import ForwardContext
+from lightning_memo.engine.state.forward_state import ForwardState
+from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout

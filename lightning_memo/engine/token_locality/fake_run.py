@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.python_state import PythonState, name_of
 from lightning_memo.engine.saved_tensors.side_effects import (
     LIFTS,
     KeptStorages,
@@ -25,7 +24,9 @@ from lightning_memo.engine.saved_tensors.side_effects import (
     kept_elsewhere,
     written_by,
 )
-from lightning_memo.engine.saved_tensors.tensor_attributes import why_not_written
+from lightning_memo.engine.state.held_values import name_of
+from lightning_memo.engine.state.python_state import PythonState
+from lightning_memo.engine.state.tensor_attributes import why_not_written
 from lightning_memo.engine.token_locality.kept_constants import KeptConstants
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, refuse
 from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed

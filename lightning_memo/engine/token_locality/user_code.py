@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as torch_modules
 
-from lightning_memo.engine.forward.python_state import PythonState
-from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
+from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.engine.state.python_state import PythonState
 from lightning_memo.engine.token_locality.token_dims import TokensMixed
 
 # Packages whose hooks and backward functions treat each token by itself.

@@ -18,8 +18,8 @@ from support.trainer_harness import copy_threads
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine.modules import layer_classes
-from lightning_memo.engine.modules.layer_state import LayerState
 from lightning_memo.engine.slices import slice_schedules
+from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality import alike_layers
 from lightning_memo.engine.token_locality.prove_locality import Locality
 

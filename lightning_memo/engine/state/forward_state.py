@@ -11,17 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.python_state import (
-    LONGEST,
-    MOST_COPIED,
-    Container,
-    PythonState,
-    copied,
-    name_of,
-    refill,
-)
-from lightning_memo.engine.saved_tensors.mutated_buffers import same_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.engine.state.held_values import Container, copied, name_of, refill
+from lightning_memo.engine.state.mutated_buffers import same_bytes
+from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.utils.class_names import class_name
 
 _CHANGE = (

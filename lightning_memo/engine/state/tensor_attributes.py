@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.python_state import MOST_COPIED, HeldTensor, PythonState, name_of
-from lightning_memo.engine.saved_tensors.mutated_buffers import same_bytes
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.engine.state.held_values import name_of
+from lightning_memo.engine.state.mutated_buffers import same_bytes
+from lightning_memo.engine.state.python_state import MOST_COPIED, HeldTensor, PythonState
 
 
 class TensorAttributes:

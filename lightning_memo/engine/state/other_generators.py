@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.forward.python_state import Generator, PythonState
+from lightning_memo.engine.state.python_state import Generator, PythonState
 
 
 class OtherGenerators:

@@ -16,7 +16,7 @@ from support.harness import EngineUnderTest, assert_close, loss_and_gradients
 from torch import Tensor, nn
 
 from lightning_memo.engine.modules import layer_classes
-from lightning_memo.engine.modules.module_attributes import ModuleAttributes
+from lightning_memo.engine.state.module_attributes import ModuleAttributes
 
 BATCH = make_batch(2, 48)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memo.engine.forward.python_state import attributes_of, is_users
+from lightning_memo.engine.state.user_objects import attributes_of, is_users
 
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
 _NUMBERS = frozenset({int, float, str})

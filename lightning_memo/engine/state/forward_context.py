@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.saved_tensors.forward_state import ForwardState
-from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
-from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
+from lightning_memo.engine.state.forward_state import ForwardState
+from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.kernels import RngState
 
 

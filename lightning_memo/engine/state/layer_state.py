@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.python_state import PythonState
-from lightning_memo.engine.saved_tensors.mutated_buffers import MutatedBuffers
-from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
-from lightning_memo.engine.saved_tensors.tensor_attributes import TensorAttributes, why_not_written
+from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.engine.state.python_state import PythonState
+from lightning_memo.engine.state.tensor_attributes import TensorAttributes, why_not_written
 from lightning_memo.kernels import RngState
 
 

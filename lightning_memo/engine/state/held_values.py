@@ -1,0 +1,137 @@
+"""Containers and attributes of objects and classes: copies of these show what has changed, and undo it."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from lightning_memo.utils.class_names import class_name
+
+Array = np.ndarray[Any, Any]
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
+_NOTHING = object()
+_PYTHONS_OWN = "_abc_impl"  # attribute of classes
+
+
+class Held(NamedTuple):
+    """What a container held, or what the attributes of an object did.
+
+    Attributes:
+        owner: The module or the name of the object that holds the container.
+        key: The attribute that holds it; empty for the attributes of the owner themselves.
+        container: The container.
+        before: A copy of it.
+    """
+
+    owner: nn.Module | str
+    key: str
+    container: Container
+    before: Container
+
+    @property
+    def changed(self) -> bool:
+        """Whether it holds anything else now."""
+        container, before = self.container, self.before
+        if isinstance(container, np.ndarray) or isinstance(before, np.ndarray):
+            return not _same_bytes(container, before)
+        if len(container) != len(before):
+            return True
+        if isinstance(container, dict) and isinstance(before, dict):
+            same = all(map(operator.is_, container, before))
+            return not (same and all(map(operator.is_, container.values(), before.values())))
+        if isinstance(container, set):  # a copy may have another order
+            return set(map(id, container)) != set(map(id, before))
+        return not all(map(operator.is_, container, before))
+
+    @property
+    def first_changed(self) -> str:
+        """Name of something in it that has changed; empty if nothing has."""
+        container, before, name = self.container, self.before, name_of(self.owner, self.key)
+        if isinstance(container, dict) and isinstance(before, dict):
+            keys = {**container, **before}
+            changed = (key for key in keys if container.get(key, _NOTHING) is not before.get(key, _NOTHING))
+            return next((f"{name}.{key}" for key in changed), "")
+        if not self.changed:
+            return ""
+        return name if isinstance(container, np.ndarray) else f"a {type(container).__name__} of {name}"
+
+    def restore(self) -> None:
+        """Let it hold the same again."""
+        refill(self.container, self.before)
+
+
+def refill(container: Container, values: Any) -> None:
+    """Let a container hold other values."""
+    if isinstance(container, np.ndarray):
+        container[...] = values
+        return
+    if isinstance(container, dict):  # classes may forbid `update`
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        kind.update(container, values)
+        return
+    container.clear()
+    if isinstance(container, set):
+        container.update(values)
+    else:
+        container.extend(values)
+
+
+def copied(container: Container) -> Container:
+    """Return a plain container that holds the same. Classes may have other constructors."""
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, set):
+        return set(container)
+    return deque(container, container.maxlen) if isinstance(container, deque) else list(container)
+
+
+def _same_bytes(container: Any, before: Any) -> bool:
+    return bool(container.shape == before.shape and container.tobytes() == before.tobytes())
+
+
+def name_of(owner: nn.Module | str, key: str) -> str:
+    """Return the name of an attribute, for messages."""
+    name = owner if isinstance(owner, str) else class_name(owner)
+    return f"{name}.{key}" if key else name
+
+
+class ClassAttributes:
+    """What classes hold, which users may set for a part of a step. Objects that they hold are not looked into.
+
+    Args:
+        kinds: The classes.
+    """
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._before = {kind: dict(vars(kind)) for kind in kinds}
+
+    def changed(self) -> list[tuple[type, str]]:
+        """Return the classes and the names of attributes that have changed."""
+        return [
+            (kind, name)
+            for kind, before in self._before.items()
+            for name in before.keys() | vars(kind).keys()
+            if vars(kind).get(name, _NOTHING) is not before.get(name, _NOTHING)
+            and not (name.startswith("__") or name == _PYTHONS_OWN)
+        ]
+
+    def present(self) -> ClassAttributes:
+        """Return what the same classes hold now."""
+        return ClassAttributes(self._before)
+
+    def restore(self) -> None:
+        """Undo what has changed."""
+        for kind, name in self.changed():
+            value: Any = self._before[kind].get(name, _NOTHING)
+            if value is _NOTHING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, value)

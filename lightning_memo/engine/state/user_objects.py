@@ -1,0 +1,39 @@
+"""Which objects and classes are a user's, so that what they hold may be state of a layer."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import nn
+
+# Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"} | (
+    sys.stdlib_module_names - {"types", "argparse"}
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_users(kind: type) -> bool:
+    """Return whether objects of a class have attributes, and are no state of a library."""
+    if not kind.__dictoffset__ or issubclass(kind, (nn.Module, type)):
+        return False
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def attributes_of(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object of a user's class, which may be state of a layer; `None` for other objects."""
+    if not is_users(type(value)):
+        return None
+    try:  # a proxy has the attributes of something else
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # a property of this name
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+@functools.lru_cache(maxsize=1024)
+def classes_of(kind: type) -> tuple[type, ...]:
+    """Return a class and those from which it is derived, apart from those of libraries."""
+    return tuple(c for c in kind.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
