@@ -8,7 +8,7 @@ gradients of the outputs, are compared, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
+from lightning_memo.engine.modules.watched_run import on_some_tokens
 from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
@@ -73,11 +73,8 @@ def difference_in_slices(
         turn: Number of the weight from which on gradients of weights are compared: as many as need no more memory than
             the largest one.
     """
-    arguments = (call.args, call.kwargs)
-    args, kwargs = cut(arguments, call.tokens, start, start + tokens, call.batch, call.token_dim, call.shards)
-    part = replace(call, args=args, kwargs=kwargs, tokens=tokens).with_copied_containers()
+    part, x_part = on_some_tokens(call, x, start, tokens)
     state = LayerState(call, x.device)
-    x_part = x.detach().narrow(call.token_dim, start, tokens).requires_grad_(x.requires_grad)
     comparison = _Comparison(part, x_part, side_places, _weights_of(call.layer, turn), state)
     halves = [TokenRange(0, tokens // 2, Action.KEEP), TokenRange(tokens // 2, tokens, Action.KEEP)]
     try:

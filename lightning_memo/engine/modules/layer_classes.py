@@ -119,7 +119,8 @@ class LayerClasses:
                 self._numbers[id(call.layer)] = numbers, self._numbers[id(call.layer)][1] - 1
             if was_cut and by_form[form].why_whole and call.tokens > 1:
                 warnings.warn(f"MemoStrategy: {by_form[form].why_whole}. It runs as one slice now.", stacklevel=4)
-        return by_form[form]
+        found, agreed = by_form[form], self.agreed.why_whole
+        return replace(found, why_whole=agreed) if agreed and not found.why_whole else found
 
     def _has_new_numbers(self, layer: nn.Module, numbers: object) -> bool:
         """Return whether numbers among a layer's attributes are others than in its last call, a few times at most."""

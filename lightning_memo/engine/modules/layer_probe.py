@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attention.attention_sinks import merge_sinks
@@ -18,8 +16,8 @@ from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.known_tensor import as_function_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import split_output
-from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
+from lightning_memo.engine.modules.watched_run import in_training, refuse_effects, watched_run
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
@@ -161,54 +159,21 @@ def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> La
     return traits
 
 
-@contextlib.contextmanager
-def _in_training(call: LayerCall, on_saved: Callable[[Tensor], None] = lambda t: None) -> Iterator[None]:
-    """Let a layer find gradients enabled, as layers may ask for that, without keeping what autograd saves.
-
-    Args:
-        call: The layer and its arguments.
-        on_saved: Called with each tensor that autograd saves.
-    """
-    saved = saved_tensors_hooks(on_saved, lambda _: refuse_inner_backward(call.name))
-    # What a layer adds to in place must not become a function of a probe.
-    tables = [table for module in call.layer.modules() for table in (module._buffers, vars(module))]
-    held = [(table, name, t, t.detach()) for table in tables for name, t in table.items() if isinstance(t, Tensor)]
-    for table, name, _, alias in held:
-        table[name] = alias
-    try:
-        with torch.enable_grad(), refusing_transforms(call.name), saved:
-            yield
-    finally:
-        for table, name, t, alias in held:
-            if table.get(name) is alias:
-                table[name] = t
-
-
 def _traits_of(
     call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState, effects: SideEffects, is_leaf: bool
 ) -> LayerTraits:
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
-    note = effects.outside(recorder.writes.note)
-    with effects.watching(), _in_training(call, note):
-        copy = x.clone()  # because a layer may change its input in place
-        note(copy)  # another layer may have saved it
-        with (
-            handling(effects.outside(recorder.whole), call.layout, recorder.note_own),
-            call.mode(everything),
-            NotedChoices(recorder.note_choice),
-            NotedQuestions(call.name, copy if is_leaf else None) as questions,
-            recorder.writes,
-        ):
-            hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
+    with (
+        watched_run(call, x, effects, recorder.writes, recorder.whole, recorder.note_own) as copy,
+        NotedChoices(recorder.note_choice),
+        NotedQuestions(call.name, copy if is_leaf else None) as questions,
+    ):
+        hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
     recorder.changes_input = copy._version > 0
     sketch = _sketch(hidden, x)
     del hidden, copy
-    if recorder.writes.found:
-        raise ValueError(
-            f"{call.name} writes through .data into its input, or into a tensor that autograd has saved, and what is "
-            "swapped are the values before that: write into a copy (t = t.clone())"
-        )
+    refuse_effects(call, before, effects, recorder.writes)
     changing, rewritten = before.buffers.changed(), before.tensors.changed()
 
     def repeats(part: TokenRange) -> bool:
@@ -254,7 +219,7 @@ def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, pa
     tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
     errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
     try:
-        with _in_training(call), handling(recorder.known(part, tokens), call.layout), call.mode(part):
+        with in_training(call), handling(recorder.known(part, tokens), call.layout), call.mode(part):
             again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
             return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
     except torch.OutOfMemoryError:

@@ -16,6 +16,7 @@ from lightning_memo.engine.modules.compare_slices import difference_in_slices
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.modules.watched_run import what_it_writes
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 
 _EVERY = 64  # steps
@@ -25,6 +26,8 @@ _PART = 8  # of the tokens, so that a comparison needs less memory than the back
 
 class SliceComparison:
     """Compares one layer call in steps 1, 2, 4, 8, ..., 64, and then in every 64th, another layer each time.
+
+    Also looks at what this layer writes and keeps, which a recomputation or a second slice would do again.
 
     In the same steps, sums of the tensors that any layer recomputes are compared with those of its forward.
 
@@ -77,7 +80,7 @@ class SliceComparison:
     def ends_slices(
         self, call: LayerCall, x: Tensor, traits: LayerTraits, lengths: Sequence[int], due: bool, needs_slices: bool
     ) -> bool:
-        """Return whether the layers must not run in slices any more, because a layer computes something else then.
+        """Return whether the layers must not run in slices any more: a layer computes something else then, or writes.
 
         Args:
             call: The layer and its arguments.
@@ -88,23 +91,26 @@ class SliceComparison:
             needs_slices: Whether layers cannot run as one slice by the plan.
 
         Raises:
-            ValueError: There is a difference, and layers have to run in slices.
+            ValueError: There is a difference, and layers have to run in slices; or the layer writes or keeps what
+                cannot be undone.
         """
-        if why := self._layer_classes.why_other_at(call, x, traits, lengths):
+        cut = needs_slices or len(lengths) > 2
+        if cut and (why := self._layer_classes.why_other_at(call, x, traits, lengths)):
             self._end(why, call, traits, needs_slices, "")
             return True
-        if not due:
+        if not due or traits.why_whole:
             return False
         if self.before is not None:
             self.before()
-        longest = lengths[0]
-        tokens = _unlike_other_sizes(max(2, min(_MOST_TOKENS, call.tokens // _PART, longest)), call)
+        tokens = _unlike_other_sizes(max(2, min(_MOST_TOKENS, call.tokens // _PART, lengths[0])), call)
         start, turn = (call.tokens - tokens) // 2, self._compared
         with collecting_nothing():
-            unlike = difference_in_slices(call, x, traits.locality.side_places, start, tokens, turn)
-        if not unlike:
-            return False
-        why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"
+            if written := what_it_writes(call, x, start, tokens):
+                why = f"{call.name} writes to {written}, which it did not in its first forward"
+            elif cut and (unlike := difference_in_slices(call, x, traits.locality.side_places, start, tokens, turn)):
+                why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"
+            else:
+                return False
         self._end(why, call, traits, needs_slices, "earlier steps may have been wrong")
         return True
 
@@ -124,6 +130,7 @@ class SliceComparison:
             f"MemoStrategy: {why}. From this step on, layers run as one slice{'; ' * bool(before)}{before}.",
             stacklevel=3,
         )
+        self._layer_classes.forget()  # what layers do now decides what a recomputation returns to
         self._layer_classes.agree(why, traits.why_nest)
 
 

@@ -162,6 +162,10 @@ class SideEffects(TorchDispatchMode):
         if self._why:
             raise ValueError(self._why)
 
+    def depends(self, t: Tensor) -> bool:
+        """Return whether a tensor depends on the sources."""
+        return t in self._dependent
+
     def keeps_tensors(self) -> bool:
         """Return whether anything that depends on the sources is still alive."""
         for seconds in _WAITS:

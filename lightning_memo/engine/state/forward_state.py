@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
-from lightning_memo.engine.state.held_values import Container, copied, name_of, refill
+from lightning_memo.engine.state.held_values import Container, name_of
 from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.utils.class_names import class_name
@@ -78,7 +78,7 @@ class ForwardState(PythonState):
         self._most_copied, self._rewritten = most_copied, rewritten
         self._versions: list[_Version] = []
         self._trained: list[tuple[Tensor, bool]] = []
-        super().__init__(layer, arguments)
+        super().__init__(layer, arguments, named=rewritten)
         self._drop_graphs()
 
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
@@ -129,10 +129,10 @@ class ForwardState(PythonState):
         if copies:
             self._replace({id(t): copy for t, copy in copies})
         lost = [v for v in versions if v.copy is None]
-        changed = [held for held in self._held if held.changed]
-        present = [(held.container, copied(held.container)) for held in changed]
-        present += [(table, dict(table)) for _, table in self._empty if table]
-        trained, classes = [(t, t.requires_grad) for t, _ in self._trained], self._classes.present()
+        present = [held.present() for held in (*self._held, *self._elsewhere) if held.changed]
+        added = [(table, dict(table)) for _, table in self._empty if table]
+        trained = [(t, t.requires_grad) for t, _ in self._trained]
+        classes = [self._classes.present(), self._other_classes.present()]
         self.restore()
         _train(self._trained)
         try:
@@ -140,9 +140,10 @@ class ForwardState(PythonState):
                 yield copies
         finally:
             self.restore()  # what the recomputation has changed
-            classes.restore()
-            for container, values in present:
-                refill(container, values)
+            for held in (*classes, *present):
+                held.restore()
+            for table, values in added:
+                table.update(values)
             _train(trained)
             if copies:
                 self._replace({id(copy): t for t, copy in copies})

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memo.utils.class_names import class_name
 
 Array = np.ndarray[Any, Any]
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
-_NOTHING = object()
+NOTHING = object()
 _PYTHONS_OWN = "_abc_impl"  # attribute of classes
 
 
@@ -49,20 +49,48 @@ class Held(NamedTuple):
         return not all(map(operator.is_, container, before))
 
     @property
+    def only_filled(self) -> bool:
+        """Whether a dict got tensors for new keys, and nothing else has changed, as in caches."""
+        container, before = self.container, self.before
+        if not (isinstance(container, dict) and isinstance(before, dict)):
+            return False
+        return all(container.get(key, NOTHING) is value for key, value in before.items()) and are_tensors(self.gained())
+
+    @property
     def first_changed(self) -> str:
         """Name of something in it that has changed; empty if nothing has."""
         container, before, name = self.container, self.before, name_of(self.owner, self.key)
         if isinstance(container, dict) and isinstance(before, dict):
             keys = {**container, **before}
-            changed = (key for key in keys if container.get(key, _NOTHING) is not before.get(key, _NOTHING))
+            changed = (key for key in keys if container.get(key, NOTHING) is not before.get(key, NOTHING))
             return next((f"{name}.{key}" for key in changed), "")
         if not self.changed:
             return ""
         return name if isinstance(container, np.ndarray) else f"a {type(container).__name__} of {name}"
 
+    def present(self) -> Held:
+        """Return what the container holds now."""
+        return self._replace(before=copied(self.container))
+
+    def gained(self) -> list[Any]:
+        """Return what it has got since."""
+        before = set(map(id, _values_in(self.before)))
+        return [value for value in _values_in(self.container) if id(value) not in before]
+
     def restore(self) -> None:
         """Let it hold the same again."""
         refill(self.container, self.before)
+
+
+def are_tensors(values: Iterable[Any]) -> bool:
+    """Return whether all values are tensors or tuples of tensors."""
+    return all(issubclass(type(t), Tensor) for each in values for t in (each if type(each) is tuple else (each,)))
+
+
+def _values_in(container: Container) -> Iterable[Any]:
+    if isinstance(container, np.ndarray):
+        return ()
+    return container.values() if isinstance(container, dict) else container
 
 
 def refill(container: Container, values: Any) -> None:
@@ -119,9 +147,13 @@ class ClassAttributes:
             (kind, name)
             for kind, before in self._before.items()
             for name in before.keys() | vars(kind).keys()
-            if vars(kind).get(name, _NOTHING) is not before.get(name, _NOTHING)
+            if vars(kind).get(name, NOTHING) is not before.get(name, NOTHING)
             and not (name.startswith("__") or name == _PYTHONS_OWN)
         ]
+
+    def gained(self) -> list[Any]:
+        """Return what they have got since."""
+        return [vars(kind).get(name) for kind, name in self.changed()]
 
     def present(self) -> ClassAttributes:
         """Return what the same classes hold now."""
@@ -130,8 +162,8 @@ class ClassAttributes:
     def restore(self) -> None:
         """Undo what has changed."""
         for kind, name in self.changed():
-            value: Any = self._before[kind].get(name, _NOTHING)
-            if value is _NOTHING:
+            value: Any = self._before[kind].get(name, NOTHING)
+            if value is NOTHING:
                 delattr(kind, name)
             else:
                 setattr(kind, name, value)

@@ -29,7 +29,7 @@ class LayerState:
 
     def __init__(self, call: LayerCall, device: torch.device) -> None:
         self.rng, self.buffers = RngState.capture(device), MutatedBuffers(call.layer)
-        self.python = PythonState(call.layer, (call.args, call.kwargs))
+        self.python = PythonState(call.layer, (call.args, call.kwargs), named=True)
         self.tensors = TensorAttributes(self.python, self.buffers.ids)
         self._call, self._generators = call, OtherGenerators.of(call.layer, self.python)
 

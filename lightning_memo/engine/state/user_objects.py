@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import nn
 
 # Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"} | (
+LIBRARIES = {"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"} | (
     sys.stdlib_module_names - {"types", "argparse"}
 )
 
 
 @functools.lru_cache(maxsize=1024)
 def is_users(kind: type) -> bool:
-    """Return whether objects of a class have attributes, and are no state of a library."""
-    if not kind.__dictoffset__ or issubclass(kind, (nn.Module, type)):
+    """Return whether objects of a class have attributes or slots, and are no state of a library."""
+    if issubclass(kind, (nn.Module, type)) or not (kind.__dictoffset__ or slots_of(kind)):
         return False
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
+    return kind.__module__.partition(".")[0] not in LIBRARIES
+
+
+@functools.lru_cache(maxsize=1024)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class."""
+    slotted = (vars(c) for c in kind.__mro__ if "__slots__" in vars(c))
+    return tuple(name for own in slotted for name, value in own.items() if type(value) is MemberDescriptorType)
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
@@ -36,4 +44,4 @@ def attributes_of(value: object) -> dict[str, Any] | None:
 @functools.lru_cache(maxsize=1024)
 def classes_of(kind: type) -> tuple[type, ...]:
     """Return a class and those from which it is derived, apart from those of libraries."""
-    return tuple(c for c in kind.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
+    return tuple(c for c in kind.__mro__ if c.__module__.partition(".")[0] not in LIBRARIES)

@@ -49,6 +49,7 @@ class TrialMode(FakeTensorMode):
 
     Attributes:
         written: The tensors with values into which an operation would have written. Their values are as before.
+        gained: The tensors that were put where no other run would find them, and that were taken out again.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class TrialMode(FakeTensorMode):
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
         self._stand_for: dict[int, Tensor] = {}  # tensors with values by the address of the fake one
         self._made = KeptStorages()
+        self.gained: list[Tensor] = []
         self._constants = KeptConstants()
 
     def __torch_dispatch__(
@@ -114,6 +116,7 @@ class TrialMode(FakeTensorMode):
         kept = [t for t in gc.get_objects() if type(t) is FakeTensor and address_of(t) in alive]
         if not all(t in self._constants for t in kept):
             raise RefusedAtAnyLength(kept_elsewhere(name))
+        self.gained.clear()
         for t, real in zip(kept, self._constants.values_of(kept), strict=True):
             # Whatever refers to the tensor is not known, so that the tensor itself becomes the other one.
             vars(t).clear()
@@ -280,7 +283,7 @@ def _prepared(
             m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
             if (forward := forward_in_shape(m, tracker)) is not None:
                 m.forward = forward
-        known = PythonState(call.layer, (call.args, call.kwargs))
+        known = PythonState(call.layer, (call.args, call.kwargs), named=True)
         try:
             try:
                 with refusing_python_draws(call.layer, known):
@@ -290,6 +293,7 @@ def _prepared(
             if written := known.first_written() or written:
                 raise TokensMixed(f"writes to {written}")
         finally:
+            mode.gained += known.gained()
             known.restore()
     finally:
         before.restore()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support.families import PlainBlock, PlainModel
-from support.trainer_harness import LanguageModel, fit, loader
-from torch import Tensor
+from support.trainer_harness import LanguageModel, Result, fit, loader
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 from typing_extensions import override
 
@@ -49,8 +50,81 @@ class WithLosses(PlainModel):
         return out
 
 
-def test_losses_that_a_layer_begins_to_keep_elsewhere() -> None:
-    with pytest.raises(ValueError, match="the loss depends on tensors of an earlier forward") as caught:
-        fit(MemoStrategy(alpha=0.5), Counting(lambda: WithLosses([Keeping() for _ in range(3)])), loader(), max_steps=6)
+@pytest.fixture(autouse=True)
+def _begin() -> None:
+    Counting.step = 0
+    LOSSES.clear()
+
+
+def trained(kind: type[nn.Module], steps: int = 6, model: type[PlainModel] = PlainModel, **settings: Any) -> Result:
+    """Train three blocks."""
+    return fit(MemoStrategy(**settings), Counting(lambda: model([kind() for _ in range(3)])), loader(), max_steps=steps)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_losses_that_a_layer_begins_to_keep_elsewhere(alpha: float) -> None:
+    with pytest.raises(ValueError, match="Keeping keeps tensors outside of its modules, arguments and ret") as caught:
+        trained(Keeping, model=WithLosses, alpha=alpha)
     assert "\n" not in str(caught.value)
-    assert "second time" in str(caught.value.__cause__)
+
+
+class KeepingInput(PlainBlock):
+    """Does so with a function of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Counting.step >= 2:
+            LOSSES.append(x.pow(2).mean())
+        return super().forward(x)
+
+
+def test_losses_of_recomputations() -> None:
+    with pytest.raises(ValueError, match="the loss depends on tensors of an earlier forward") as caught:
+        trained(KeepingInput, model=WithLosses, alpha=0.0, check_slices=False)
+    assert "\n" not in str(caught.value)
+    assert "never differentiated" in str(caught.value.__cause__)
+
+
+class Writing(PlainBlock):
+    """Writes into a saved tensor, which autograd does not notice, from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(32, 32), nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        y = h * self.weight
+        if Counting.step >= 2:
+            h.data.mul_(0.5)
+        return super().forward(x + y)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_writes_into_saved_tensors_that_begin_later(alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"Writing writes through .data into its input, or into a tensor") as caught:
+        trained(Writing, alpha=alpha)
+    assert "\n" not in str(caught.value)
+
+
+NUMBERS = [0]
+
+
+class LaterCounting(PlainBlock):
+    """Counts its forwards in a global list from the third step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Counting.step >= 2:
+            NUMBERS[0] += 1
+        return super().forward(x) * (1 + NUMBERS[0] / 100)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_counts_that_begin_later(alpha: float) -> None:
+    """They are seen in the fourth step, from which on every layer counts once."""
+    NUMBERS[0] = 0
+    with pytest.warns(UserWarning, match="LaterCounting writes to a list of test_later.*NUMBERS.*From this step on"):
+        trained(LaterCounting, 4, alpha=alpha)
+    before = NUMBERS[0]
+    with pytest.warns(UserWarning, match="LaterCounting writes to a list of test_later.*NUMBERS.*From this step on"):
+        trained(LaterCounting, 8, alpha=alpha)
+    assert NUMBERS[0] - 2 * before == 4 * 3

@@ -103,7 +103,7 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
     scales_weights_together: "writes into its weight out.bias",
     normalizes_its_weight: WRITES,
     catches: WRITES,
-    counts_outside: "Acting writes into a tensor outside of its modules and arguments",
+    counts_outside: "Acting writes into test_refused_side_effects.OUTSIDE, which is no buffer",
     counts_in_a_tuple: "Acting writes into Acting.fixed, which is no buffer",
     counts_in_a_large_tensor: "Acting writes into Acting.large, which is no buffer",
     counts_in_a_view: "Acting writes into Acting.whole, which is no buffer",

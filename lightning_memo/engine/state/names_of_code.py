@@ -1,0 +1,149 @@
+"""Finds what code reads by name, so that it may be state of a layer."""
+
+from __future__ import annotations
+
+import functools
+import site
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from lightning_memo.engine.state.held_names import Closure, Globals, HeldNames
+from lightning_memo.engine.state.user_objects import LIBRARIES
+
+_MOST_FUNCTIONS = 1024  # that are read
+# Packages that keep no count of what a layer computes.
+_OTHER_LIBRARIES = frozenset({"transformers", "peft", "torchao", "bitsandbytes", "liger_kernel", "numpy", "triton"})
+
+
+def functions_in(code: object) -> Iterator[FunctionType]:
+    """Yield the functions that run if a function, method, descriptor or partial of these is called."""
+    while not isinstance(code, FunctionType):
+        inner = _inner(code)
+        if inner is None:
+            return
+        code = inner
+    yield code
+    if (wrapped := getattr(code, "__wrapped__", None)) is not None:
+        yield from functions_in(wrapped)
+
+
+def _inner(code: object) -> object | None:
+    if isinstance(code, (MethodType, staticmethod, classmethod)):
+        return code.__func__
+    if isinstance(code, (functools.partial, functools.partialmethod, functools.cached_property)):
+        return code.func
+    if isinstance(code, property):
+        return code.fget
+    return getattr(code, "__wrapped__", None)  # of `functools.lru_cache`, for example
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of global variables and attributes that code uses, functions inside it included."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def is_of_users(module: str, packages: frozenset[str] = frozenset()) -> bool:
+    """Return whether code is a user's: of a package that is no library, or one of some packages.
+
+    Args:
+        module: The name of its module.
+        packages: Packages that are a user's although they are installed, as they define a layer.
+    """
+    package = module.partition(".")[0]
+    if package in LIBRARIES or package in _OTHER_LIBRARIES:
+        return False
+    return package in packages or not _is_installed(package)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(package: str) -> bool:
+    """Return whether a package is installed among other libraries."""
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    paths = sysconfig.get_paths()
+    return bool(file) and file.startswith((paths["purelib"], paths["platlib"], site.getusersitepackages()))
+
+
+class NamesOfCode:
+    """Reads what functions, and the functions and classes that these name, use by name. Code of libraries is left out.
+
+    Args:
+        packages: Packages that are a user's although they are installed, as they define a layer.
+        look_into: Called with each value, and with a name for it.
+
+    Attributes:
+        found: What names stand for.
+        classes: The classes that were met.
+    """
+
+    def __init__(self, packages: frozenset[str], look_into: Callable[[Any, str], None]) -> None:
+        self.found: list[HeldNames] = []
+        self.classes: dict[type, None] = {}
+        self._packages, self._look_into = packages, look_into
+        self._waiting: deque[Any] = deque()
+        self._seen: set[tuple[int, ...]] = set()  # ids of functions' code and globals, and of modules
+
+    def add(self, code: Any) -> None:
+        """Note a function, a class or a descriptor that is to be read."""
+        self._waiting.append(code)
+
+    def read(self) -> None:
+        """Read what was noted, and what it names."""
+        while self._waiting and len(self._seen) < _MOST_FUNCTIONS:
+            code = self._waiting.popleft()
+            if isinstance(code, type):
+                self._read_class(code)
+                continue
+            if isinstance(code, (MethodType, functools.partial)):
+                bound = code.__self__ if isinstance(code, MethodType) else (code.args, code.keywords)
+                self._look_into(bound, "an argument")
+            for function in functions_in(code):
+                self._read_function(function)
+
+    def _read_class(self, kind: type) -> None:
+        for c in kind.__mro__:
+            if c not in self.classes and is_of_users(c.__module__, self._packages):
+                self.classes[c] = None
+                for name, value in vars(c).items():
+                    self._look_into(value, f"{c.__name__}.{name}")
+
+    def _read_function(self, function: FunctionType) -> None:
+        code, variables = function.__code__, function.__globals__
+        cells = map(id, function.__closure__ or ())
+        if not (
+            is_of_users(str(function.__module__), self._packages) and self._is_new(id(code), id(variables), *cells)
+        ):
+            return
+        names = names_in(code)
+        # Also names of which there is no variable yet: the function may make it.
+        self._note(HeldNames.of(str(function.__module__), Globals(variables), tuple(sorted(names))), names)
+        if function.__closure__:
+            owner = function.__qualname__.rpartition(".<locals>")[0]
+            self._note(HeldNames.of(owner, Closure(function), code.co_freevars), names)
+        self._look_into((function.__defaults__, function.__kwdefaults__), function.__qualname__)
+
+    def _note(self, held: HeldNames, names: frozenset[str]) -> None:
+        self.found.append(held)
+        for name, value in held.before.items():
+            if not isinstance(value, ModuleType):
+                self._look_into(value, f"{held.owner}.{name}")
+            elif is_of_users(value.__name__, self._packages) and self._is_new(id(value), *map(hash, names)):
+                variables = vars(value)
+                used = tuple(sorted(name for name in names if name in variables))
+                self._note(HeldNames.of(value.__name__, Globals(variables), used), names)
+
+    def _is_new(self, *ids: int) -> bool:
+        new = ids not in self._seen
+        self._seen.add(ids)
+        return new
+
+
+def _contents(function: FunctionType) -> Iterator[Any]:
+    """Return what the variables of other functions stand for that a function reads."""
+    return map(Closure(function).get, function.__code__.co_freevars)

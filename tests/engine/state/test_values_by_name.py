@@ -1,0 +1,242 @@
+"""Layers that count in global variables, closures, slots or deep containers count once, as in plain training."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.architectures import counters
+from support.architectures.acting_blocks import block_that, home
+from support.attention.recorded_training import compare
+from support.markers.slow import slow_if
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+COUNT = 0.0
+LIST, DICT, QUEUE, ARRAY = [0], {"calls": {"all": 0}}, deque([0], maxlen=1), np.zeros(2)
+SPACE, COUNTER = SimpleNamespace(inner=SimpleNamespace(count=0)), counters.Counter()
+TABLES: dict[int, tuple[Tensor, Tensor]] = {}
+TABLE: Tensor | None = None
+
+
+class Slotted:
+    __slots__ = ("count",)
+    count: int
+
+
+class FrozenSlots(Slotted):
+    """Has slots and attributes, and lets neither be set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+SLOTTED = FrozenSlots()
+
+
+def begin(block: Any) -> None:
+    """Let all counts be zero, and give a block its own."""
+    global COUNT, TABLE
+    COUNT = counters.COUNT = counters.COUNTS["calls"] = counters.Counter.count = 0
+    LIST[0] = DICT["calls"]["all"] = SPACE.inner.count = ARRAY[1] = 0
+    QUEUE.append(0)
+    CALLED.count = 0
+    TABLES.clear()
+    TABLE = None
+    block.slotted = Slotted()
+    block.slotted.count = 0
+    object.__setattr__(SLOTTED, "count", 0)
+    block.deep = {"a": [{"b": ({"c": [{"count": 0}]},)}]}
+    block.closed = counting()
+    block.partial = functools.partial(count_in, [0])
+    block.bound = counters.Counter().step
+
+
+def counting() -> Callable[[], int]:
+    count = 0
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return step
+
+
+def count_in(counts: list[int], defaults: list[int] = []) -> int:  # noqa: B006
+    counts[0] += 1
+    return counts[0] + len(defaults)
+
+
+def count_in_a_default(block: Any, counts: dict[int, int] = {}) -> int:  # noqa: B006
+    counts[id(block)] = counts.get(id(block), 0) + 1
+    return counts[id(block)]
+
+
+def in_a_global(block: Any) -> float:
+    global COUNT
+    COUNT += 1
+    return COUNT
+
+
+def in_a_list(block: Any) -> int:
+    LIST[0] += 1
+    return LIST[0]
+
+
+def in_a_dict(block: Any) -> int:
+    DICT["calls"]["all"] += 1
+    return DICT["calls"]["all"]
+
+
+def in_a_queue(block: Any) -> int:
+    QUEUE.append(QUEUE[0] + 1)
+    return QUEUE[0]
+
+
+def in_an_array(block: Any) -> float:
+    ARRAY[1] += 1
+    return float(ARRAY[1])
+
+
+def in_a_namespace(block: Any) -> int:
+    SPACE.inner.count += 1
+    return SPACE.inner.count
+
+
+def in_a_class(block: Any) -> int:
+    return COUNTER.step()
+
+
+def in_slots(block: Any) -> int:
+    block.slotted.count += 1
+    return block.slotted.count
+
+
+def in_frozen_slots(block: Any) -> int:
+    object.__setattr__(SLOTTED, "count", SLOTTED.count + 1)
+    return SLOTTED.count
+
+
+def in_a_deep_container(block: Any) -> int:
+    place = block.deep["a"][0]["b"][0]["c"][0]
+    place["count"] += 1
+    return place["count"]
+
+
+def in_a_closure(block: Any) -> int:
+    return block.closed()
+
+
+def in_a_partial(block: Any) -> int:
+    return block.partial()
+
+
+def in_a_bound_method(block: Any) -> int:
+    return block.bound()
+
+
+def in_what_is_decorated(block: Any) -> int:
+    return decorated()
+
+
+@torch.no_grad()
+def decorated() -> int:
+    return SLOW.step()
+
+
+def in_a_call(block: Any) -> int:
+    return CALLED()
+
+
+class Called:
+    count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+SLOW, CALLED = counters.Counter(), Called()
+
+
+def in_another_module(block: Any) -> int:
+    return counters.step()
+
+
+def in_a_variable_of_another_module(block: Any) -> int:
+    counters.COUNT += 1
+    return counters.COUNT
+
+
+def in_a_dict_of_another_module(block: Any) -> int:
+    counters.COUNTS["calls"] += 1
+    return counters.COUNTS["calls"]
+
+
+COUNTS = {
+    in_a_global: "test_values_by_name.COUNT",
+    in_a_list: "a list of .*test_values_by_name.LIST",
+    in_a_dict: "test_values_by_name.DICT.all",
+    in_a_queue: "a deque of .*test_values_by_name.QUEUE",
+    in_an_array: "test_values_by_name.ARRAY",
+    in_a_namespace: "SimpleNamespace.count",
+    in_a_class: "the class attribute Counter.count",
+    in_slots: "Slotted.count",
+    in_frozen_slots: "FrozenSlots.count",
+    in_a_deep_container: "Acting.deep.count",
+    in_a_closure: "counting.count",
+    in_a_partial: "a list of",
+    in_a_bound_method: "the class attribute Counter.count",
+    in_what_is_decorated: "the class attribute Counter.count",
+    in_a_call: "Called.count",
+    in_another_module: "support.architectures.counters.COUNT",
+    in_a_variable_of_another_module: "support.architectures.counters.COUNT",
+    in_a_dict_of_another_module: "support.architectures.counters.COUNTS.calls",
+}
+
+
+@slow_if(lambda count, why, alpha: alpha != 0.5 and count is not in_a_global)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("count", "why"), COUNTS.items())
+def test_counts(count: Callable[[Any], float], why: str, alpha: float) -> None:
+    def acts(block: Any, x: Tensor) -> Tensor:
+        return x * (1 + count(block) / 10)
+
+    kind = home(block_that(acts, begin))
+    if alpha != 0.5:
+        compare(kind, {"alpha": alpha})
+        return
+    with pytest.warns(UserWarning, match=f"layers run as one slice.*writes to {why}"):
+        compare(kind, {"alpha": alpha})
+
+
+# ---- caches
+
+
+def table_by_width(block: Any, x: Tensor) -> Tensor:
+    if x.shape[2] not in TABLES:
+        TABLES[x.shape[2]] = torch.full((32,), 0.5), torch.zeros(1)
+    scale, bias = TABLES[x.shape[2]]
+    return x * scale + bias
+
+
+def table_once(block: Any, x: Tensor) -> Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = torch.full((1, 1, 32), 0.5)
+    return x * TABLE
+
+
+@pytest.mark.filterwarnings("error:.*as one slice")
+@pytest.mark.parametrize("acts", [table_by_width, table_once])
+def test_caches_in_global_variables(acts: Callable[[Any, Tensor], Tensor]) -> None:
+    """The layers are cut."""
+    compare(home(block_that(acts, begin)), {"alpha": 0.5})
