@@ -25,12 +25,15 @@ def token_dim_of(t: torch.Tensor, tokens: int, batch: int, token_dim: int, shard
     """Return the dimension of an argument of a layer that has one entry per token; `None` if there is none.
 
     Such arguments are `[batch or 1, tokens, ...]` (tokens first if `token_dim` is 0), `[tokens]`, or `[tokens, ...]`
-    without a batch dimension. Instead of `tokens`, they may hold the tokens of all shards of a sequence-parallel layer,
-    one shard after the other.
+    without a batch dimension, or, whatever `token_dim` is, `[batch or 1, heads or 1, tokens, head_dim]`. Instead of
+    `tokens`, they may hold the tokens of all shards of a sequence-parallel layer, one shard after the other.
     """
     by_token = (tokens, tokens * shards)
     if t.dim() >= 2 and t.shape[token_dim] in by_token and t.shape[1 - token_dim] in (1, batch):
         return token_dim
+    # If its last dimension is one of tokens, too, it is a mask.
+    if t.dim() == 4 and t.shape[0] in (1, batch) and [n in by_token for n in t.shape[1:]] == [False, True, False]:
+        return 2
     if t.dim() == 0 or t.shape[0] not in by_token:
         return None
     # A matrix of tokens by tokens is a mask, and the first dimension may be that of the batch.
