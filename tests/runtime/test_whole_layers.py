@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.attention.recorded_training import BOUND, Recording, gradient_errors
 from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
 from support.harness import Batch
+from support.parallel_training import Run, train_alone, train_together
 from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
 from torch import Tensor, nn
 
@@ -94,11 +96,58 @@ def late() -> nn.Module:
     return PlainModel([PlainBlock(), PlainBlock(), Mixing(PlainBlock())])
 
 
+@pytest.mark.parametrize("host_backed", ["attention", "all"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float) -> None:
-    line = r'^host_backed="all" runs layers slice after slice, but Mixing .*: set host_backed="none"$'
+def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float, host_backed: str) -> None:
+    line = rf'^host_backed="{host_backed}" runs layers slice after slice, but Mixing .*: set host_backed="none"$'
     with pytest.raises(ValueError, match=line):
-        fit(MemoStrategy(alpha=alpha, slice_tokens=16, host_backed="all"), LanguageModel(late), batches(data()))
+        fit(MemoStrategy(alpha=alpha, slice_tokens=16, host_backed=host_backed), LanguageModel(late), batches(data()))
+
+
+NO_MEMORY_SAVED = "layers run as one slice.*, because Mixing may not .*; slice_tokens=16 saves no memory.$"
+
+
+@pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 64, 48, 80)], ids=["alike", "longer"])
+@pytest.mark.parametrize("alpha", ["auto", 0.0, 0.5, 1.0])
+def test_a_later_layer_that_cannot_be_cut_leaves_slices_to_no_layer(alpha: float | str, lengths: Any) -> None:
+    """What lives on the host was left to the strategy. Longer batches are profiled with whole layers."""
+    given = [make_batch(2, tokens, seed=n) for n, tokens in enumerate(lengths)]
+    module, expected = Recording(late), Recording(late)
+    with pytest.warns(UserWarning, match=NO_MEMORY_SAVED):
+        result = fit(MemoStrategy(alpha=alpha, slice_tokens=16, plan_memory=False), module, batches(given))
+    swap, longer = result.plan.swap, len(set(lengths)) > 1
+    assert (swap.host_backed, swap.mode) == ("none", "plain" if longer and alpha == "auto" else "memo")
+    fit("auto", expected, batches(given))
+    for mine, plainly in zip(module.gradients, expected.gradients, strict=True):
+        assert max(gradient_errors(mine, plainly).values()) < BOUND
+
+
+def test_a_plan_of_whole_layers_is_resumed_with_slices(tmp_path: Any) -> None:
+    path, settings = tmp_path / "plan.json", {"alpha": 0.5, "slice_tokens": 16}
+    first = fit(MemoStrategy(**settings), LanguageModel(late), batches(data()))
+    first.plan.save(path)
+    with pytest.warns(UserWarning, match=NO_MEMORY_SAVED):
+        again = fit(MemoStrategy(**settings, plan=path), LanguageModel(late), batches(data()))
+    assert again.plan.swap == first.plan.swap and first.plan.swap.whole_layers
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_plan_with_keys_on_the_host_of_layers_that_can_be_cut(tmp_path: Any, alpha: float) -> None:
+    path, settings = tmp_path / "plan.json", {"alpha": alpha, "slice_tokens": 16}
+    alike = fit(MemoStrategy(**settings), LanguageModel(partial(same_weights, PlainBlock)), batches(data()))
+    assert alike.plan.swap.host_backed == "attention"
+    alike.plan.save(path)
+    module = LanguageModel(partial(same_weights, Averaging))
+    with pytest.warns(UserWarning, match="the plan is dropped, and the next batch is profiled: it cuts layers into"):
+        result = fit(MemoStrategy(**settings, plan=path), module, batches(data()))
+    assert result.plan.swap.host_backed == "none"
+
+
+def test_processes_that_train_the_same_weights() -> None:
+    run = Run(family=late, tokens=45, ignore=0.0)
+    together = train_together(2, run, {"alpha": 0.5, "slice_tokens": 16, "zero_stage": 1})
+    errors = together.worst_error(train_alone(run))
+    assert max(errors["loss"], errors["gradients"]) <= BOUND, errors
 
 
 def test_the_remedy_names_the_setting_that_the_user_gave() -> None:

@@ -72,6 +72,10 @@ class LayerClasses:
         """
         self.agreed = LayerTraits(why_whole, why_nest)
 
+    def as_agreed(self, traits: LayerTraits) -> LayerTraits:
+        """Return the traits of a layer that runs as one slice if that has been agreed on because of another layer."""
+        return replace(traits, why_whole=traits.why_whole or self.agreed.why_whole)
+
     @property
     def why_whole(self) -> str:
         """Why some layer cannot be cut into slices; empty if all layers can."""

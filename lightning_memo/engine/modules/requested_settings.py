@@ -117,6 +117,20 @@ class RequestedSettings:
             raise self.backing_error(why)
         return self.host_backed
 
+    def backing_of_whole_layers(self, profiled: HostBacked, why: str) -> HostBacked:
+        """Return what lives on the host by a plan whose layers run as one slice.
+
+        Args:
+            profiled: What has lived there in the profiled step, whose first layer may have been one that can be cut.
+            why: Why some layer has to run as one slice.
+
+        Raises:
+            ValueError: `host_backed` puts keys and values on the host.
+        """
+        if profiled == "none" or self.host_backed == "auto":
+            return "none"
+        raise self.backing_error(why)
+
     def backing_error(self, why: str) -> ValueError:
         """Return the error for layers that run as one slice where keys and values are on the host.
 

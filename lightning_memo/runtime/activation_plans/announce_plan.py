@@ -51,7 +51,8 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> Non
         return
     swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
     some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
-    rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}.")
+    in_vain = "" if config.slice_tokens == "auto" else f"; slice_tokens={config.slice_tokens} saves no memory"
+    rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}{in_vain}.")
 
 
 def announce_replanning(plan: Plan, shrunk: bool) -> None:

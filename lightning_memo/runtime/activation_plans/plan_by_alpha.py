@@ -44,10 +44,10 @@ class _AlphaPlanner:
         """The plan of this process for an alpha; `None` is the user's.
 
         Raises:
-            ValueError: Some layer cannot run slice after slice, and keys and values are on the host.
+            ValueError: Some layer cannot run slice after slice, and `host_backed` puts keys and values on the host.
         """
-        if self._backing != "none" and (why := self._engine.layer_classes.why_whole):
-            raise self._engine.settings.backing_error(why)  # the first layer did not show it
+        if why := self._engine.layer_classes.why_whole:
+            self._backing = self._engine.settings.backing_of_whole_layers(self._backing, why)
         plan = self._plan_at(self._config.alpha if alpha is None else alpha, may_be_plain)
         return plan if plan.swap.alpha <= self._most_alpha else self._plan_at(self._most_alpha, may_be_plain)
 
