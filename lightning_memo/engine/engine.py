@@ -305,7 +305,7 @@ class Engine:
         self.before_profile()
         self.layer_classes.forget()
         with self.attention.choosing():
-            traits = self.layer_classes.as_agreed(self.layer_classes.of(call, x))
+            traits = self.layer_classes.of(call, x)
         sliced = self.cutter.outside or self.sequence is not None
         backing = self.settings.backing(traits, call.tokens, sliced)
         slices = self.cutter.cut(call.tokens, 0.0, self.settings.profiled_slice_tokens(traits))

@@ -72,10 +72,6 @@ class LayerClasses:
         """
         self.agreed = LayerTraits(why_whole, why_nest)
 
-    def as_agreed(self, traits: LayerTraits) -> LayerTraits:
-        """Return the traits of a layer that runs as one slice if that has been agreed on because of another layer."""
-        return replace(traits, why_whole=traits.why_whole or self.agreed.why_whole)
-
     @property
     def why_whole(self) -> str:
         """Why some layer cannot be cut into slices; empty if all layers can."""
@@ -94,7 +90,7 @@ class LayerClasses:
         return "slice" if self._settings.schedule == "slice" else "layer"
 
     def of(self, call: LayerCall, x: Tensor) -> LayerTraits:
-        """Return the traits of a layer, which are found before its first run.
+        """Return the traits of a layer, which are found before its first run, and those that were agreed on.
 
         Args:
             call: The layer and its arguments.
