@@ -283,7 +283,7 @@ class Engine:
         self.settings.check(traits, tokens)
         slices = self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
-        if (due or len(slices) > 1) and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
+        if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
             slices = self.slices_for(traits := self.layer_classes.of(call, x), tokens, key)
         if swap.storage is not None and slices[0].places is None:
             self.limits.exceed()  # slots and rounding buffers were planned for slices

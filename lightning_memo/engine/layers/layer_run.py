@@ -229,9 +229,9 @@ def run_of_call(
 def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits) -> ForwardContext:
     buffers, arguments = MutatedBuffers(call.layer, traits.changing), (call.args, call.kwargs)
     recomputes = any(part.action is Action.RECOMPUTE for part in slices)
-    state = None
+    state, whole = None, bool(traits.why_whole)
     if recomputes:
-        state = ForwardState(call.layer, arguments, buffers.ids, rewritten=bool(traits.why_whole))
+        state = ForwardState(call.layer, arguments, buffers.ids, rewritten=whole, named=whole or traits.fills)
     generators = OtherGenerators(())
     if recomputes or len(slices) > 1:  # otherwise, the layer draws once
         generators = OtherGenerators.of(call.layer, state or PythonState(call.layer, arguments))

@@ -48,6 +48,7 @@ class LayerTraits:
         changing: Names of the buffers that a forward changes.
         chooses: Whether the layer chooses indices by values, as a router chooses experts.
         asks: Whether the layer asks if gradients go through a tensor.
+        fills: Whether a forward puts tensors into caches that global variables hold.
         locality: The proof that the layer keeps tokens apart.
     """
 
@@ -59,6 +60,7 @@ class LayerTraits:
     changing: tuple[str, ...] = ()
     chooses: bool = False
     asks: bool = False
+    fills: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
     @property
@@ -174,6 +176,7 @@ def _traits_of(
     sketch = _sketch(hidden, x)
     del hidden, copy
     refuse_effects(call, before, effects, recorder.writes)
+    fills = before.python.fills
     changing, rewritten = before.buffers.changed(), before.tensors.changed()
 
     def repeats(part: TokenRange) -> bool:
@@ -195,7 +198,7 @@ def _traits_of(
     why = _why_whole(call, recorder, not why_nest, changing, rewritten)
     return LayerTraits(
         why, why_nest, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses,
-        questions.asked,
+        questions.asked, fills,
     )  # fmt: skip
 
 

@@ -94,11 +94,10 @@ class SliceComparison:
             ValueError: There is a difference, and layers have to run in slices; or the layer writes or keeps what
                 cannot be undone.
         """
-        cut = needs_slices or len(lengths) > 2
-        if cut and (why := self._layer_classes.why_other_at(call, x, traits, lengths)):
+        if why := self._layer_classes.why_other_at(call, x, traits, lengths):
             self._end(why, call, traits, needs_slices, "")
             return True
-        if not due or traits.why_whole:
+        if not due:
             return False
         if self.before is not None:
             self.before()
@@ -107,7 +106,7 @@ class SliceComparison:
         with collecting_nothing():
             if written := what_it_writes(call, x, start, tokens):
                 why = f"{call.name} writes to {written}, which it did not in its first forward"
-            elif cut and (unlike := difference_in_slices(call, x, traits.locality.side_places, start, tokens, turn)):
+            elif unlike := difference_in_slices(call, x, traits.locality.side_places, start, tokens, turn):
                 why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"
             else:
                 return False

@@ -17,6 +17,7 @@ from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.utils.class_names import class_name
 
+_LONGEST_REWRITTEN = 2**16  # containers of layers that write, for example lists that grow while training
 _CHANGE = (
     "was changed in place between a forward and its backward, which recomputes activations from it: change it after "
     "the backward"
@@ -63,6 +64,7 @@ class ForwardState(PythonState):
         most_copied: Values of the largest tensors of which a copy is kept.
         rewritten: Whether the layer may write into small tensors among its attributes, also where PyTorch does not
             count it. Layers that run in slices do not.
+        named: Whether to look up what the code of the layer reads by name.
     """
 
     def __init__(
@@ -73,16 +75,17 @@ class ForwardState(PythonState):
         change: str = _CHANGE,
         most_copied: int = MOST_COPIED,
         rewritten: bool = False,
+        named: bool = False,
     ) -> None:
         self._name, self._known, self._change = class_name(layer), restored, change
         self._most_copied, self._rewritten = most_copied, rewritten
         self._versions: list[_Version] = []
         self._trained: list[tuple[Tensor, bool]] = []
-        super().__init__(layer, arguments, named=rewritten)
+        super().__init__(layer, arguments, named=named)
         self._drop_graphs()
 
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
-        if len(container) <= LONGEST:
+        if len(container) <= (_LONGEST_REWRITTEN if self._rewritten else LONGEST):
             super()._note(owner, key, container)
 
     def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:

@@ -50,11 +50,12 @@ class Held(NamedTuple):
 
     @property
     def only_filled(self) -> bool:
-        """Whether a dict got tensors for new keys, and nothing else has changed, as in caches."""
+        """Whether a dict got tensors where there was nothing, and nothing else has changed, as in caches."""
         container, before = self.container, self.before
         if not (isinstance(container, dict) and isinstance(before, dict)):
             return False
-        return all(container.get(key, NOTHING) is value for key, value in before.items()) and are_tensors(self.gained())
+        kept = ((key, value) for key, value in before.items() if value is not None)
+        return all(container.get(key, NOTHING) is value for key, value in kept) and are_tensors(self.gained())
 
     @property
     def first_changed(self) -> str:

@@ -12,6 +12,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lightning_memo.engine.state.held_names import Closure, Globals, HeldNames
+from lightning_memo.engine.state.held_values import NOTHING
 from lightning_memo.engine.state.user_objects import LIBRARIES
 
 _MOST_FUNCTIONS = 1024  # that are read
@@ -36,8 +37,6 @@ def _inner(code: object) -> object | None:
         return code.__func__
     if isinstance(code, (functools.partial, functools.partialmethod, functools.cached_property)):
         return code.func
-    if isinstance(code, property):
-        return code.fget
     return getattr(code, "__wrapped__", None)  # of `functools.lru_cache`, for example
 
 
@@ -100,6 +99,9 @@ class NamesOfCode:
             if isinstance(code, type):
                 self._read_class(code)
                 continue
+            if isinstance(code, property):
+                self._waiting += filter(None, (code.fget, code.fset, code.fdel))
+                continue
             if isinstance(code, (MethodType, functools.partial)):
                 bound = code.__self__ if isinstance(code, MethodType) else (code.args, code.keywords)
                 self._look_into(bound, "an argument")
@@ -115,22 +117,27 @@ class NamesOfCode:
 
     def _read_function(self, function: FunctionType) -> None:
         code, variables = function.__code__, function.__globals__
-        cells = map(id, function.__closure__ or ())
-        if not (
-            is_of_users(str(function.__module__), self._packages) and self._is_new(id(code), id(variables), *cells)
-        ):
+        defaults = function.__defaults__, function.__kwdefaults__
+        if not self._is_new(id(code), id(variables), *map(id, defaults), *map(id, function.__closure__ or ())):
+            return
+        module = str(variables.get("__name__"))
+        if not is_of_users(module, self._packages):  # a decorator's, for example
+            held = map(Closure(function).get, code.co_freevars)
+            self._waiting += (each for each in held if isinstance(each, FunctionType))
             return
         names = names_in(code)
         # Also names of which there is no variable yet: the function may make it.
-        self._note(HeldNames.of(str(function.__module__), Globals(variables), tuple(sorted(names))), names)
+        self._note(HeldNames.of(module, Globals(variables), tuple(sorted(names))), names)
         if function.__closure__:
             owner = function.__qualname__.rpartition(".<locals>")[0]
             self._note(HeldNames.of(owner, Closure(function), code.co_freevars), names)
-        self._look_into((function.__defaults__, function.__kwdefaults__), function.__qualname__)
+        self._look_into((*defaults, vars(function)), function.__qualname__)
 
     def _note(self, held: HeldNames, names: frozenset[str]) -> None:
         self.found.append(held)
         for name, value in held.before.items():
+            if value is NOTHING:
+                value = sys.modules.get(name, NOTHING)  # a function may import it
             if not isinstance(value, ModuleType):
                 self._look_into(value, f"{held.owner}.{name}")
             elif is_of_users(value.__name__, self._packages) and self._is_new(id(value), *map(hash, names)):
@@ -142,8 +149,3 @@ class NamesOfCode:
         new = ids not in self._seen
         self._seen.add(ids)
         return new
-
-
-def _contents(function: FunctionType) -> Iterator[Any]:
-    """Return what the variables of other functions stand for that a function reads."""
-    return map(Closure(function).get, function.__code__.co_freevars)

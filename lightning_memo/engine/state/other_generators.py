@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.state.python_state import Generator, PythonState
+
+# Generators that modules hold and that the code of a layer names, which are looked up once.
+_NAMED: WeakKeyDictionary[nn.Module, list[Generator]] = WeakKeyDictionary()
 
 
 class OtherGenerators:
@@ -34,8 +36,10 @@ class OtherGenerators:
             layer: The layer.
             state: What its modules and arguments hold.
         """
-        named = [names[name] for kind in {type(m) for m in layer.modules()} for names, name in _named_generators(kind)]
-        return cls([random._inst, np.random.mtrand._rand, *state.generators, *named])
+        if layer not in _NAMED:
+            _NAMED[layer] = PythonState(layer, (), named=True).generators
+        found = {id(generator): generator for generator in (*state.generators, *_NAMED[layer])}
+        return cls([random._inst, np.random.mtrand._rand, *found.values()])
 
     def drawn(self) -> list[Generator]:
         """Return the generators that have been used since."""
@@ -59,15 +63,6 @@ class OtherGenerators:
             yield
         finally:
             present.restore()
-
-
-@functools.lru_cache(maxsize=1024)
-def _named_generators(kind: type[nn.Module]) -> tuple[tuple[dict[str, Any], str], ...]:
-    """Return the global variables with generators that the forward of a class names."""
-    forward = inspect.unwrap(kind.forward)
-    names: dict[str, Any] = getattr(forward, "__globals__", {})
-    used = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return tuple((names, name) for name in used if isinstance(names.get(name), Generator))
 
 
 def _state_of(generator: Generator) -> Any:

@@ -92,6 +92,8 @@ class PythonState:
                 self._note(module, "", table)
             else:
                 self._empty.append((module, table))
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self._note_code(hook)
         for key, p in module._parameters.items():
             if p is not None:
                 self._note_tensor(module, key, p)
@@ -187,6 +189,11 @@ class PythonState:
         added += [f"the class attribute {kind.__name__}.{name}" for kind, name in classes]
         elsewhere = (held.first_changed for held in self._elsewhere if held.changed and not held.only_filled)
         return next(filter(None, (*(held.first_changed for held in self._held), *added, *elsewhere)), "")
+
+    @property
+    def fills(self) -> bool:
+        """Whether a cache among global variables got tensors."""
+        return any(held.changed and held.only_filled for held in self._elsewhere)
 
     def gained(self) -> list[Tensor]:
         """Return the tensors that were put into what is neither an attribute nor an argument."""
