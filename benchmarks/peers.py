@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_memo.engine.modules.layer_forward import replace_forward
-from lightning_memo.loss.attach_loss import CHUNK_BYTES
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 _IGNORED = -100  # label without a loss, as in transformers
+_LOGITS_BYTES = 2**30  # fp32 logits of a tile of ALST's loss, as in ArcticTraining
 
 
 class Unavailable(RuntimeError):
@@ -47,10 +49,13 @@ Attach = Callable[[nn.Module, ExitStack], Peer]
 
 
 @contextmanager
-def checkpointing(model: nn.Module) -> Iterator[None]:
+def checkpointing(model: nn.Module, reentrant: bool = False) -> Iterator[None]:
     """Hugging Face's gradient checkpointing: each layer saves its input and runs again in the backward pass."""
     # The second names are from older releases of transformers 5.
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    if reentrant:  # the first layer needs an input with a gradient, although its embedding is frozen
+        model.enable_input_require_grads()
     try:
         yield
     finally:
@@ -92,25 +97,74 @@ def attach_checkpointing_async_offload(model: nn.Module, stack: ExitStack) -> Pe
 
 
 def attach_alst(model: nn.Module, stack: ExitStack) -> Peer:
-    """DeepSpeed's ALST in one process: tiled feed-forward, tiled loss, checkpoints whose inputs go to the host."""
-    ulysses = _module("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed")
-    offload = _module("deepspeed.runtime.activation_checkpointing.offload_activations", "deepspeed")
-    for layer in find_stacks(model)[0].layers:
-        mlp = getattr(layer, "mlp", None)
-        if not isinstance(mlp, nn.Module):
-            raise Unavailable(f"{type(layer).__name__} has no feed-forward called mlp, which DeepSpeed could tile")
-        stack.callback(replace_forward(mlp, _TiledFeedForward(ulysses.TiledMLP)))
+    """DeepSpeed's ALST in one process: tiled feed-forward, tiled loss, layer inputs on the host by DeepSpeed's hooks.
+
+    The hooks (0.19.8) keep every layer input that came back on the device until the step has ended.
+    """
+    tiled = _tile(model, stack)
     stack.enter_context(checkpointing(model))
-    return Peer(
-        step=offload.CheckpointHiddenStatesOffload(),
-        loss=_TiledLoss(model, ulysses.TiledFusedLogitsLoss),
-        packages=named("deepspeed"),
-    )
+    return replace(tiled, step=_hidden_states_offload())
+
+
+def attach_alst_freed(model: nn.Module, stack: ExitStack) -> Peer:
+    """The same, except that the hooks drop a layer input once it has been handed to its layer."""
+    tiled = _tile(model, stack)
+    stack.enter_context(checkpointing(model))
+    hooks = _hidden_states_offload()
+    restored = hooks.unpack_hook
+
+    def unpack(saved: Any) -> Any:
+        tensor = restored(saved)
+        hooks._restored.clear()  # is there for graphs that are used twice
+        return tensor
+
+    hooks.unpack_hook = unpack
+    return replace(tiled, step=hooks)
+
+
+def attach_alst_reentrant(model: nn.Module, stack: ExitStack) -> Peer:
+    """ALST as it was published: reentrant checkpoints, whose inputs ArcticTraining copies to memory that is not locked.
+
+    ArcticTraining replaces the same class of PyTorch, and makes the same copies.
+    """
+    tiled = _tile(model, stack)
+    stack.enter_context(checkpointing(model, reentrant=True))
+    stack.callback(setattr, torch.utils.checkpoint, "CheckpointFunction", torch.utils.checkpoint.CheckpointFunction)
+    setattr(torch.utils.checkpoint, "CheckpointFunction", _CheckpointOnHost)  # noqa: B010  mypy forbids to assign to it
+    return tiled
 
 
 def named(*packages: str) -> tuple[str, ...]:
     """Returns the packages with their versions."""
     return tuple(f"{package} {version(package)}" for package in packages)
+
+
+def _tile(model: nn.Module, stack: ExitStack) -> Peer:
+    """Tiles the feed-forward layers and the loss by DeepSpeed."""
+    ulysses = _module("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed")
+    for layer in find_stacks(model)[0].layers:
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise Unavailable(f"{type(layer).__name__} has no feed-forward called mlp, which DeepSpeed could tile")
+        stack.callback(replace_forward(mlp, _TiledFeedForward(ulysses.TiledMLP)))
+    return Peer(loss=_TiledLoss(model, ulysses.TiledFusedLogitsLoss), packages=named("deepspeed"))
+
+
+def _hidden_states_offload() -> Any:
+    """Returns DeepSpeed's hooks for a step, with its own settings."""
+    offload = _module("deepspeed.runtime.activation_checkpointing.offload_activations", "deepspeed")
+    return offload.get_checkpoint_hidden_states_offloading_ctx_manager()
+
+
+class _CheckpointOnHost:
+    """Stands in for PyTorch's reentrant checkpoint, and keeps its tensor arguments in memory that is not locked."""
+
+    _original = CheckpointFunction
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        with save_on_cpu(pin_memory=False):
+            return cls._original.apply(*args)
 
 
 class _TiledFeedForward:
@@ -137,7 +191,7 @@ class _TiledLoss:
         hidden = self._model.get_decoder()(input_ids=batch["input_ids"]).last_hidden_state
         labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
         count = (labels != _IGNORED).sum()
-        tiles = -(-labels.numel() * head.weight.shape[0] * 4 // CHUNK_BYTES)
+        tiles = -(-labels.numel() * head.weight.shape[0] * 4 // _LOGITS_BYTES)
 
         def loss_of(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             return nn.functional.cross_entropy(head(x).float(), y, ignore_index=_IGNORED, reduction="sum") / count

@@ -51,7 +51,7 @@ def _recomputed(method: str, shape: ModelShape, tokens: int, alpha: float | None
     if alpha is not None:
         return (1.0 - alpha) * shape.recomputed_flops(tokens)
     attention = shape.layers * shape.attention_flops(tokens)
-    if method == "alst":  # tiles of the feed-forward run in the layer's recomputation, and again in their own
+    if method.startswith("alst"):  # tiles of the feed-forward run in the layer's recomputation, and again in their own
         tiles = 2.0 * tokens * shape.active_experts * shape.ffn_parameters
         return attention + shape.layers * (2.0 * tokens * shape.multiplied_in_a_layer + tiles)
     return attention + shape.recomputed_flops(tokens) if method.startswith("checkpointing") else 0.0

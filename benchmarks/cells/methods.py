@@ -53,6 +53,8 @@ METHODS: Final = {
     "async_offload": Method("async offload", peers.attach_async_offload),
     "checkpointing_async_offload": Method("checkpointing + async offload", peers.attach_checkpointing_async_offload),
     "alst": Method("DeepSpeed ALST", peers.attach_alst, own_loss=True),
+    "alst_freed": Method("DeepSpeed ALST, inputs freed after use", peers.attach_alst_freed, own_loss=True),
+    "alst_reentrant": Method("ALST, reentrant checkpoints", peers.attach_alst_reentrant, own_loss=True),
     # Alphas are compared with each other and with the planner's choice, all without planned memory.
     **{
         f"memo_alpha_{alpha:g}": _memo(f"Memo, alpha {alpha:g}", alpha=alpha, plan_memory=False)
