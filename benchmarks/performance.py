@@ -110,6 +110,7 @@ def page(results: Path, devices: dict[str, list[Result]], rehearsed: Rehearsed) 
     parts += map(kernels_page.section, kernels_page.reports(results))
     parts += [simulated_page.INTRODUCTION] if rehearsed else []
     parts += [simulated_page.section(*each) for each in rehearsed]
+    parts += [simulated_page.alst(beside)] if (beside := load_rehearsed(results / "rehearsed_alst")) else []
     parts += [simulated_page.longest(longest)] if (longest := load_rehearsed(results / "rehearsed_longest")) else []
     parts += [
         "## Without a GPU",

@@ -20,7 +20,8 @@ MAIN: Final = (
 )  # fmt: skip
 SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
-ALL: Final = (*MAIN, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")
+ALST: Final = ("alst", "alst_freed", "alst_reentrant")
+ALL: Final = tuple(dict.fromkeys((*MAIN, *ALST, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")))
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""
 

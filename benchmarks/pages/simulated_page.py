@@ -28,6 +28,21 @@ _LONGEST = """### The longest sequences
 Default settings (memory unplanned). A first step that does not fit with every layer recomputed as a whole is run again
 in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
 
+_ALST = """### Beside the parts of ALST
+
+The parts of DeepSpeed's Arctic Long Sequence Training that concern one GPU ({packages}): feed-forward and loss in tiles (as many tiles as
+hidden sizes fit into the tokens; 1 GiB of logits), and checkpoints on the host. Neither Ulysses, ZeRO 3 nor offloaded weights and
+optimizer states are used. Three rows differ in the checkpoints:
+
+- "DeepSpeed ALST": DeepSpeed's own context manager, as its tutorial shows it. It keeps layer inputs that came back from the host on the
+  device until the step has ended.
+- "inputs freed after use": the same, changed here, so that each is freed once its layer has run.
+- "reentrant checkpoints": the tutorial's other way. Inputs are copied as ArcticTraining does, to memory that is not locked, on the
+  compute stream. This memory is neither counted in brackets nor limited here; it is 16 GiB per 64K tokens. Such copies take the time
+  that `pageable` says, a number that is assumed.
+
+A layer computes its feed-forward three times in a step, and its attention twice."""  # noqa: E501  lines of the page
+
 # Memory of the host, name of the device, and results of all groups.
 Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
 
@@ -60,6 +75,22 @@ def longest(rehearsed: Rehearsed) -> str:
     return f"{_LONGEST}\n\n" + table(["", "", "device", "host memory", "tokens", "a step"], rows)
 
 
+def alst(rehearsed: Rehearsed) -> str:
+    """Returns the section that compares with the parts of ALST.
+
+    Args:
+        rehearsed: Memory of the host, name of the device, and results of all groups.
+    """
+    found = [r for _, _, results in rehearsed for r in results if r["cell"]["method"].startswith("alst")]
+    packages = ", ".join(sorted({package for r in found for package in r.get("packages", [])}))
+    parts = [_ALST.format(packages=packages)]
+    for host, device, results in rehearsed:
+        for group in groups_of(results):
+            title = f"**{device}, {host} of host memory: {group.cell.model}, {TUNING[group.cell.tuning]}**"
+            parts.append(f"{title}\n\n{_methods(group)}")
+    return "\n\n".join(parts)
+
+
 def summary(rehearsed: Rehearsed) -> str:
     """Returns a table of how many times as fast Memo is as the best other method.
 
@@ -85,10 +116,16 @@ def _whole_models(results: Sequence[Result]) -> list[Group]:
 
 
 def _group(group: Group) -> str:
+    bound = ["bound", *(_seconds(group.bound_seconds(n)) for n in group.lengths)]
+    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}**\n\n{_methods(group, bound)}"
+
+
+def _methods(group: Group, *more: list[str]) -> str:
+    """Returns the table of all methods, with more rows before the last one."""
     rows = [[METHODS[m].label, *(_cell(group.result(m, n)) for n in group.lengths)] for m in group.methods]
-    rows.append(["bound", *(_seconds(group.bound_seconds(n)) for n in group.lengths)])
+    rows.extend(more)
     rows.append(["Memo's best: times as fast as the best other", *(_speedup(group, n) for n in group.lengths)])
-    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}**\n\n" + table(["", *map(tokens, group.lengths)], rows)
+    return table(["", *map(tokens, group.lengths)], rows)
 
 
 def _cell(result: Result | None) -> str:

@@ -11,6 +11,8 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -122,6 +124,69 @@ def test_a_package_that_is_missing_is_told(monkeypatch):
         peers.attach_alst(torch.nn.Linear(2, 2), stack)
     with pytest.raises(peers.Unavailable, match=r"^torchtune is not installed; trl is not installed$"):
         peers._async_hooks()
+
+
+class Tiles:
+    """Stands for DeepSpeed's functions that run in tiles; autograd differentiates them."""
+
+    counts: ClassVar[list[int]] = []
+
+    @classmethod
+    def apply(cls, function, module, x, *rest):
+        *labels, tiles, weights, reduced = rest if len(rest) > 2 else (*rest, "")
+        cls.counts.append(tiles)
+        assert all(isinstance(weight, torch.nn.Parameter) for weight in weights)
+        parts = zip(x.chunk(tiles, -2), *(y.chunk(tiles, -1) for y in labels if y is not None), strict=True)
+        made = [function(module, tile.flatten(0, -2), *(y.flatten() for y in more)) for tile, *more in parts]
+        return torch.stack(made).sum() if reduced else torch.cat(made).view_as(x)
+
+
+class Hooks(torch.autograd.graph.saved_tensors_hooks):
+    """Stand for DeepSpeed's hooks, which keep what they gave back."""
+
+    def __init__(self):
+        self._restored = {}
+        super().__init__(lambda tensor: tensor, lambda tensor: self._restored.setdefault(id(tensor), tensor))
+
+
+@pytest.mark.parametrize("lora", [{}, {"r": 4, "target_modules": "all-linear"}], ids=["full", "lora"])
+@pytest.mark.parametrize("method", ["alst", "alst_freed", "alst_reentrant"])
+def test_alst_trains_like_the_plain_model_and_leaves_nothing(monkeypatch, method, lora):
+    from lightning_memo.estimate.inputs.presets import load_preset
+    from lightning_memo.models import ModelConfig, build_model
+
+    peers, tokens = load("peers"), 300
+    deepspeed = SimpleNamespace(
+        TiledMLP=Tiles, TiledFusedLogitsLoss=Tiles, get_checkpoint_hidden_states_offloading_ctx_manager=Hooks
+    )
+    monkeypatch.setattr(peers, "_module", lambda name, package: deepspeed)
+    monkeypatch.setattr(peers, "named", lambda *packages: packages)
+    monkeypatch.setattr(peers, "_LOGITS_BYTES", tokens * 264 * 4 // 3)
+    monkeypatch.setattr(Tiles, "counts", [])
+    config = {**load_preset("model", "llama_tiny")["config"], "num_hidden_layers": 2}
+    model = build_model(ModelConfig(config=config, lora=lora)).train()
+    batch = {name: torch.randint(0, 264, (1, tokens)) for name in ("input_ids", "labels")}
+
+    def gradients():
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+        model.zero_grad()
+        return found
+
+    model(**batch).loss.backward()
+    expected, checkpoint = gradients(), torch.utils.checkpoint.CheckpointFunction
+    with ExitStack() as stack:
+        peer = load("cells.methods").METHODS[method].attach(model, stack)
+        with peer.step or contextlib.nullcontext():
+            peer.loss(batch).backward()
+            assert bool(peer.step and peer.step._restored) == (method == "alst")
+        torch.testing.assert_close(gradients(), expected)
+    assert peer.packages == ("deepspeed",)
+    # Each layer runs twice, with as many tiles as hidden sizes fit; the logits of the loss need three.
+    assert Tiles.counts == [*[-(-tokens // config["hidden_size"])] * 2, 3, *[-(-tokens // config["hidden_size"])] * 2]
+    assert torch.utils.checkpoint.CheckpointFunction is checkpoint
+    model(**batch).loss.backward()
+    torch.testing.assert_close(gradients(), expected)
+    assert len(Tiles.counts) == 5
 
 
 def test_the_profiled_step_is_not_timed():

@@ -205,3 +205,26 @@ def test_the_longest_sequences_are_in_a_table_of_their_own(monkeypatch, project)
     table = page.partition("### The longest sequences")[2]
     row = "| llama3_8b | all weights trained | Some GPU (simulated) | 64GiB | {} | 7.00 s (16.0 GiB, 1.0 GiB) |"
     assert 0 < table.index(row.format("1,048,576")) < table.index(row.format("2,097,152"))
+
+
+def test_the_parts_of_alst_have_a_section_that_names_their_version(monkeypatch, project):
+    packages = ["deepspeed 1.2.3"]
+    made = [
+        result("checkpointing", 4096, layers=None, status="oom"),
+        result("alst", 4096, 5.0, layers=None, packages=packages),
+        result("alst_reentrant", 4096, 4.0, layers=None, packages=packages),
+        result("memo_auto_unplanned", 4096, 2.0, layers=None),
+    ]
+    keep_simulated(project / "results" / "rehearsed_alst", made)
+    page, readme = pages(monkeypatch, project)
+    section = page.partition("### Beside the parts of ALST")[2]
+    assert "concern one GPU (deepspeed 1.2.3)" in section
+    found = rows(section, "**Some GPU (simulated), 64GiB of host memory: llama3_8b, all weights trained**")
+    assert found == {
+        "checkpointing": ["oom"],
+        "DeepSpeed ALST": ["5.00 s (16.0 GiB, 0)"],
+        "ALST, reentrant checkpoints": ["4.00 s (16.0 GiB, 0)"],
+        "Memo auto, memory unplanned": ["2.00 s (16.0 GiB, 1.0 GiB)"],
+        "Memo's best: times as fast as the best other": ["2.00 x"],
+    }
+    assert "Some GPU" not in readme, "the README compares with the methods of the main tables"
