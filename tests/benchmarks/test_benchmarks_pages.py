@@ -218,7 +218,7 @@ def test_the_parts_of_alst_have_a_section_that_names_their_version(monkeypatch, 
     keep_simulated(project / "results" / "rehearsed_alst", made)
     page, readme = pages(monkeypatch, project)
     section = page.partition("### Beside the parts of ALST")[2]
-    assert "concern one GPU (deepspeed 1.2.3)" in section
+    assert "activations on one GPU (deepspeed 1.2.3)" in section
     found = rows(section, "**Some GPU (simulated), 64GiB of host memory: llama3_8b, all weights trained**")
     assert found == {
         "checkpointing": ["oom"],
