@@ -35,7 +35,7 @@ as many tokens as the hidden size, the loss in tiles of 1 GiB of fp32 logits, an
 feed-forward layer runs three times in a step, that of attention twice. Three rows differ in their checkpoints:
 
 - "DeepSpeed ALST": DeepSpeed's context manager as its tutorial shows it. Layer inputs that came back from the host stay on the device
-  until the step has ended.
+  until the step has ended. Each is locked memory of its own on the host, which PyTorch rounds up to a power of two.
 - "inputs freed after use": the same, changed here, so that each input is freed once its layer has used it.
 - "reentrant checkpoints": the tutorial's other way. Inputs are copied as in ArcticTraining, on the compute stream, to memory that is
   not locked. It is 16 GiB for each 64K tokens, and neither counted in the brackets nor limited here; the rate of these copies
