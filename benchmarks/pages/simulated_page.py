@@ -43,7 +43,8 @@ feed-forward layer runs three times in a step, that of attention twice. Three ro
 
 The published run of 500K tokens on one H100 also keeps weights and optimizer states on the host by ZeRO 3, and uses FlashAttention and
 liger-kernel's fused operations. None of this is used here: adapters are trained, weights are on the device, and all methods run the
-same operations of Hugging Face's model. That a length does not fit here says nothing about those settings."""  # noqa: E501  lines of the page
+same operations of Hugging Face's model. That a length does not fit here says nothing about those settings. The
+tutorial also recommends expandable segments, with which the length that did not fit was tried again."""  # noqa: E501  lines of the page
 
 # Memory of the host, name of the device, and results of all groups.
 Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
