@@ -11,12 +11,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.engine import Engine
-from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.planner import HostMemoryError
 from lightning_memo.profiler.machine import free_device_bytes
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.shorter_slices import ShorterSlices
+from lightning_memo.runtime.step_state import StepState
 from lightning_memo.runtime.training_run_protocol import TrainingRun
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ _ESTIMATE: Final = "python -m lightning_memo.estimate shows what fits"
 class OutOfMemoryRetry:
     """Runs the forward of each batch, and forward and backward together where an optimizer steps.
 
-    Another attempt starts from the same random state, and without gradients if the backward had begun. Its results
+    Another attempt starts from the same state (see :class:`StepState`), and without gradients if the backward had begun. Its results
     are those of a step that did not fail. Side effects of the user's training step happen twice.
 
     Args:
@@ -51,7 +51,7 @@ class OutOfMemoryRetry:
     ) -> None:
         self._engine, self._planner, self._memory, self._run = engine, planner, memory, run
         self._slices, self._alone = slices, alone
-        self._random: RngState | None = None
+        self._state: StepState | None = None
         self._batch, self._retried = (-1, -1), False
         self._cut_after = ""  # the out-of-memory error after which layers were cut into slices; empty if they were not
 
@@ -64,7 +64,10 @@ class OutOfMemoryRetry:
         batch = (self._run.step, self._run.batch)
         if batch != self._batch:
             self._batch, self._retried = batch, False
-        self._note_random_state()
+        if self._state is None:
+            self._state = StepState(self._run.model, self._engine.device)
+        else:
+            self._state.note()
         return self._run_with_retry(forward)
 
     def backward(self, backward: Callable[[], T]) -> T:
@@ -115,19 +118,9 @@ class OutOfMemoryRetry:
             ) from error
 
     def rewind(self) -> None:
-        """Restore the random state from the beginning of the current batch, which is abandoned."""
-        if self._random is not None:
-            self._random.restore()
-
-    def _note_random_state(self) -> None:
-        """Keep the present state in the memory of the previous one: planned buffers do not outlive a step."""
-        present = RngState.capture(self._engine.device)
-        if self._random is None:
-            self._random = present
-            return
-        self._random.cpu.copy_(present.cpu)
-        if self._random.accelerator is not None and present.accelerator is not None:
-            self._random.accelerator.copy_(present.accelerator)
+        """Restore the state from the beginning of the current batch, which is abandoned."""
+        if self._state is not None:
+            self._state.restore()
 
     def _run_with_retry(self, work: Callable[[], T]) -> T:
         while True:
@@ -142,8 +135,8 @@ class OutOfMemoryRetry:
                 message = _first_line(error)
             # The error is gone here, and with it the frames and the autograd graph that hold memory.
             self._make_room(message)
-            assert self._random is not None
-            self._random.restore()
+            assert self._state is not None
+            self._state.restore()
 
     def _why_not(self) -> str:
         """Why the step cannot be run again; empty if it can."""

@@ -49,6 +49,12 @@ class OtherGenerators:
         """Return the present states of the same generators."""
         return OtherGenerators(generator for generator, _ in self._states)
 
+    def note(self) -> None:
+        """Take the present states in place of the earlier ones. Tensors remain in the same memory."""
+        for n, (generator, state) in enumerate(self._states):
+            present = _state_of(generator)
+            self._states[n] = generator, state.copy_(present) if isinstance(state, Tensor) else present
+
     def restore(self) -> None:
         """Make these states the present ones."""
         for generator, state in self._states:
