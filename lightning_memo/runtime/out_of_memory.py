@@ -28,8 +28,8 @@ _ESTIMATE: Final = "python -m lightning_memo.estimate shows what fits"
 class OutOfMemoryRetry:
     """Runs the forward of each batch, and forward and backward together where an optimizer steps.
 
-    Another attempt starts from the same state (see :class:`StepState`), and without gradients if the backward had begun. Its results
-    are those of a step that did not fail. Side effects of the user's training step happen twice.
+    Another attempt starts from the same state (see :class:`StepState`), and without gradients if the backward had
+    begun. Its results are those of a step that did not fail. Other side effects of the user's training step happen twice.
 
     Args:
         engine: The engine of the run.
@@ -62,12 +62,13 @@ class OutOfMemoryRetry:
             torch.OutOfMemoryError: The device has too little memory, even with every layer recomputed.
         """
         batch = (self._run.step, self._run.batch)
-        if batch != self._batch:
+        again = batch == self._batch
+        if not again:
             self._batch, self._retried = batch, False
-        if self._state is None:
+        if self._state is not None:
+            self._state.note(again)
+        elif self._alone:
             self._state = StepState(self._run.model, self._engine.device)
-        else:
-            self._state.note()
         return self._run_with_retry(forward)
 
     def backward(self, backward: Callable[[], T]) -> T:
@@ -144,7 +145,10 @@ class OutOfMemoryRetry:
             return "even with every layer recomputed" if self._is_smallest else "no plan takes less than alpha=0"
         if not self._alone:
             return "with several processes it is not run again"
-        return "" if self._run.automatic_optimization else "manual optimization is not run again"
+        if not self._run.automatic_optimization:
+            return "manual optimization is not run again"
+        lost = "" if self._state is None else self._state.lost()
+        return lost and f"it is not run again, because it has changed {lost}, of which there is no copy"
 
     @property
     def _is_smallest(self) -> bool:

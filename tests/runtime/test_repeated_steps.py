@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.attention.recorded_training import BOUND, gradient_errors
 from support.families import PlainBlock, PlainModel
+from support.harness import gradients_of
 from support.trainer_harness import LanguageModel, fit
 from torch import Tensor, nn
 
@@ -44,9 +46,10 @@ class Failing(LanguageModel):
     """
 
     def __init__(self, build: Callable[[], nn.Module], batch: int = 1, where: str = "") -> None:
-        super().__init__(build)
+        super().__init__(build, lr=0.0)  # Adam makes steps of the rounding of gradients that are zero
         self._fails, self._now = {batch: where}, ""
         self.drawn: list[Any] = []
+        self.gradients: list[dict[str, Tensor]] = []
         norm = self.model.blocks[-1].norm2 = Watched(lambda: self._run_out("forward"))
         norm.weight.register_hook(lambda gradient: self._run_out("backward"))
 
@@ -66,18 +69,23 @@ class Failing(LanguageModel):
         self._last = loss.item()
         return loss
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(gradients_of(self))
+
     def on_train_batch_end(self, *args: object) -> None:
         self.losses.append(self._last)
         self.drawn.append((random.random(), np.random.random(), GLOBAL.random()))
 
 
 def repeated(build: Callable[[], nn.Module], batch: int, where: str, **settings: Any) -> tuple[Failing, Failing]:
-    """Train a model with a step that is run again, and plainly, and compare losses."""
+    """Train a model with a step that is run again, and plainly, and compare losses and gradients."""
     with pytest.warns(UserWarning, match="out of device memory"):
         result = fit(MemoStrategy(alpha=1.0, **settings), Failing(build, batch, where), max_steps=STEPS)
     found, expected = result.module, fit("auto", Failing(build), max_steps=STEPS).module
     assert found.losses == pytest.approx(expected.losses, abs=3e-6)
-    assert len(found.losses) == STEPS
+    assert len(found.gradients) == len(expected.gradients) == STEPS
+    for mine, plain in zip(found.gradients, expected.gradients, strict=True):
+        assert max(gradient_errors(mine, plain).values()) < BOUND
     return found, expected
 
 
@@ -96,3 +104,85 @@ def test_random_numbers_are_drawn_again(batch: int, where: str) -> None:
     """Those of Python and NumPy, and of generators that modules hold or their forwards name."""
     found, expected = repeated(lambda: PlainModel([Drawing() for _ in range(3)]), batch, where)
     assert found.drawn == expected.drawn
+
+
+class Counting(PlainBlock):
+    """Has running statistics, counts in a buffer, in numbers and in tensors, and depends on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("count", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(32), requires_grad=False)
+        self.calls, self.seen, self.history, self.total = 0, torch.zeros(()), [0], torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "first"):
+            self.first = 0
+        self.first += 1
+        self.calls += 1
+        self.history.append(self.calls)
+        self.seen += 1
+        self.total = self.total + x.detach().mean()
+        with torch.no_grad():
+            self.count += 1
+            self.get_buffer("count").mul_(1.25)
+        x = x + self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return super().forward(x * (1 + 0.1 * self.count)) * (
+            1 + 0.1 * self.seen + 0.1 * len(self.history) + self.total
+        )
+
+
+class Around(PlainModel):
+    """Counts outside of its layers."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__([kind() for _ in range(3)])
+        self.embed = nn.Sequential(self.embed, Outside())
+
+
+class Outside(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale *= 0.9
+        return super().forward(x) * self.scale
+
+
+def held_by(module: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {
+            "calls": each.calls, "first": each.first, "history": each.history, "seen": each.seen.item(),
+            "count": each.count.item(), "batches": each.norm.num_batches_tracked.item(),
+        }
+        for each in module.modules() if isinstance(each, Counting)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [PlainBlock, Counting])
+@pytest.mark.parametrize(("batch", "where"), FAILURES)
+def test_what_modules_hold_is_as_before(kind: type[PlainBlock], batch: int, where: str) -> None:
+    """Statistics and counters are updated once, in layers and outside of them."""
+    found, expected = repeated(lambda: Around(kind), batch, where)
+    assert held_by(found) == held_by(expected)
+    assert len(held_by(found)) == (1 if kind is PlainBlock else 4)
+    for (name, mine), (_, plain) in zip(found.state_dict().items(), expected.state_dict().items(), strict=True):
+        assert torch.allclose(mine, plain, atol=1e-5), name
+
+
+class Large(PlainModel):
+    def __init__(self) -> None:
+        super().__init__([PlainBlock() for _ in range(3)])
+        self.register_buffer("codes", torch.zeros(2**16 + 1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+        self.codes += 1
+        return super().forward(input_ids, labels)
+
+
+def test_large_buffers_that_change() -> None:
+    """There is no copy of them: the run ends with one line."""
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"it has changed Large.codes, of which there is no copy"
+    ) as caught:
+        fit(MemoStrategy(alpha=1.0), Failing(Large, 1, "forward"), max_steps=STEPS)
+    assert "\n" not in str(caught.value)
