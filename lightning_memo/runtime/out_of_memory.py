@@ -29,7 +29,8 @@ class OutOfMemoryRetry:
     """Runs the forward of each batch, and forward and backward together where an optimizer steps.
 
     Another attempt starts from the same state (see :class:`StepState`), and without gradients if the backward had
-    begun. Its results are those of a step that did not fail. Other side effects of the user's training step happen twice.
+    begun. Its results are those of a step that did not fail. Other side effects of the user's training step
+    happen twice.
 
     Args:
         engine: The engine of the run.
@@ -78,16 +79,16 @@ class OutOfMemoryRetry:
             torch.OutOfMemoryError: The device has too little memory. If gradients accumulate, the backward is not run
                 again, because gradients of earlier batches would be lost.
         """
-        weights = list(self._run.model.parameters())
-        adds = self._run.accumulated_batches > 1 or any(p.grad is not None for p in weights)
+        state = self._state
+        adds = self._run.accumulated_batches > 1 or (state is not None and state.holds_gradients)
         try:
             return backward()
         except torch.OutOfMemoryError as error:
             if adds:
                 why = "its backward is not run again, as gradients of earlier batches would be lost"
                 raise self._explained(error, why) from error
-            for p in weights:  # some of them have their gradients already
-                p.grad = None
+            if state is not None:
+                state.drop_gradients()  # some weights have theirs already
             raise
 
     def step(self, closure: Callable[[], T]) -> T:
