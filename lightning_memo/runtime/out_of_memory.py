@@ -54,6 +54,7 @@ class OutOfMemoryRetry:
         self._slices, self._alone = slices, alone
         self._state: StepState | None = None
         self._batch, self._retried = (-1, -1), False
+        self._steps = False  # whether an optimizer steps after the present batch
         self._cut_after = ""  # the out-of-memory error after which layers were cut into slices; empty if they were not
 
     def forward(self, forward: Callable[[], T]) -> T:
@@ -76,16 +77,19 @@ class OutOfMemoryRetry:
         """Run the backward of a training step. `step` runs it again together with the forward.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little memory. If gradients accumulate, the backward is not run
-                again, because gradients of earlier batches would be lost.
+            torch.OutOfMemoryError: The device has too little memory. The backward is not run again if it adds to
+                gradients of earlier batches, which would be lost, or outside of `step`, where there is no forward to run.
         """
         state = self._state
-        adds = self._run.accumulated_batches > 1 or (state is not None and state.holds_gradients)
+        adds = self._run.accumulated_batches > 1 if state is None else state.holds_gradients
         try:
             return backward()
         except torch.OutOfMemoryError as error:
             if adds:
                 why = "its backward is not run again, as gradients of earlier batches would be lost"
+                raise self._explained(error, why) from error
+            if self._run.automatic_optimization and not self._steps:
+                why = "the backward of a batch after which no optimizer steps is not run again"
                 raise self._explained(error, why) from error
             if state is not None:
                 state.drop_gradients()  # some weights have theirs already
@@ -97,7 +101,11 @@ class OutOfMemoryRetry:
         Raises:
             torch.OutOfMemoryError: As for `forward` and `backward`.
         """
-        return self._run_with_retry(closure)
+        self._steps = True
+        try:
+            return self._run_with_retry(closure)
+        finally:
+            self._steps = False
 
     @contextlib.contextmanager
     def naming_host_memory(self) -> Iterator[None]:
