@@ -77,8 +77,8 @@ class OutOfMemoryRetry:
         """Run the backward of a training step. `step` runs it again together with the forward.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little memory. The backward is not run again if it adds to
-                gradients of earlier batches, which would be lost, or outside of `step`, where there is no forward to run.
+            torch.OutOfMemoryError: The device has too little memory. The backward is run again neither if it adds to
+                gradients of earlier batches, which would be lost, nor outside of `step`, where there is no forward.
         """
         state = self._state
         adds = self._run.accumulated_batches > 1 if state is None else state.holds_gradients
