@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.forward.python_state import LONGEST, MOST_COPIED, Held, PythonState, copied
-from lightning_memo.engine.saved_tensors.mutated_buffers import same_bytes
-from lightning_memo.engine.saved_tensors.other_generators import OtherGenerators
+from lightning_memo.engine.state.held_values import Held, copied
+from lightning_memo.engine.state.mutated_buffers import same_bytes
+from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.utils.class_names import class_name
 

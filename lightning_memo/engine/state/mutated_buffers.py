@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.forward.python_state import MOST_COPIED
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
+from lightning_memo.engine.state.python_state import MOST_COPIED
 
 
 @dataclass(frozen=True, slots=True)
