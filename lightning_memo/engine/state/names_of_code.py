@@ -120,6 +120,7 @@ class NamesOfCode:
         defaults = function.__defaults__, function.__kwdefaults__
         if not self._is_new(id(code), id(variables), *map(id, defaults), *map(id, function.__closure__ or ())):
             return
+        self._look_into((*defaults, vars(function)), function.__qualname__)
         module = str(variables.get("__name__"))
         if not is_of_users(module, self._packages):  # a decorator's, for example
             held = map(Closure(function).get, code.co_freevars)
@@ -131,7 +132,6 @@ class NamesOfCode:
         if function.__closure__:
             owner = function.__qualname__.rpartition(".<locals>")[0]
             self._note(HeldNames.of(owner, Closure(function), code.co_freevars), names)
-        self._look_into((*defaults, vars(function)), function.__qualname__)
 
     def _note(self, held: HeldNames, names: frozenset[str]) -> None:
         self.found.append(held)

@@ -13,9 +13,13 @@ import pytest
 import torch
 from support.architectures import counters
 from support.architectures.acting_blocks import block_that, home
-from support.attention.recorded_training import compare
+from support.attention.recorded_training import Recording, blocks, compare
+from support.families import PlainBlock, PlainModel, make_batch
 from support.markers.slow import slow_if
-from torch import Tensor
+from support.trainer_harness import batches, fit
+from torch import Tensor, nn
+
+from lightning_memo import MemoStrategy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -47,7 +51,7 @@ def begin(block: Any) -> None:
     COUNT = counters.COUNT = counters.COUNTS["calls"] = counters.Counter.count = 0
     LIST[0] = DICT["calls"]["all"] = SPACE.inner.count = ARRAY[1] = 0
     QUEUE.append(0)
-    CALLED.count = 0
+    CALLED.count = decorated.count = 0  # type: ignore[attr-defined]
     TABLES.clear()
     TABLE = None
     block.slotted = Slotted()
@@ -167,6 +171,35 @@ class Called:
 SLOW, CALLED = counters.Counter(), Called()
 
 
+def in_an_attribute_of_a_function(block: Any) -> int:
+    decorated.count = getattr(decorated, "count", 0) + 1  # type: ignore[attr-defined]
+    return int(decorated.count)  # type: ignore[attr-defined]
+
+
+def in_a_module_that_it_imports(block: Any) -> int:
+    import support.architectures.counters as own
+
+    return own.step()
+
+
+class Setting:
+    @property
+    def value(self) -> int:
+        return LIST[0]
+
+    @value.setter
+    def value(self, number: int) -> None:
+        LIST[0] = number
+
+
+SETTING = Setting()
+
+
+def in_a_setter(block: Any) -> int:
+    SETTING.value += 1
+    return SETTING.value
+
+
 def in_another_module(block: Any) -> int:
     return counters.step()
 
@@ -197,6 +230,9 @@ COUNTS = {
     in_a_bound_method: "the class attribute Counter.count",
     in_what_is_decorated: "the class attribute Counter.count",
     in_a_call: "Called.count",
+    in_an_attribute_of_a_function: "decorated.count",
+    in_a_module_that_it_imports: "support.architectures.counters.COUNT",
+    in_a_setter: "a list of .*test_values_by_name.LIST",
     in_another_module: "support.architectures.counters.COUNT",
     in_a_variable_of_another_module: "support.architectures.counters.COUNT",
     in_a_dict_of_another_module: "support.architectures.counters.COUNTS.calls",
@@ -218,7 +254,120 @@ def test_counts(count: Callable[[Any], float], why: str, alpha: float) -> None:
         compare(kind, {"alpha": alpha})
 
 
+def counting_first(count: Callable[[Any], float]) -> type[PlainBlock]:
+    """Return a class of blocks that count before they compute, so that a recomputation does so, too."""
+
+    class First(PlainBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            begin(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * (1 + count(self) / 10))
+
+    return First
+
+
+@slow_if(lambda count, alpha: alpha == 0.5)
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("count", COUNTS)
+def test_counts_before_anything_else(count: Callable[[Any], float], alpha: float) -> None:
+    compare(blocks(counting_first(count)), {"alpha": alpha})
+
+
+# ---- what changes while training
+
+GROWING: list[int] = []
+
+
+def grows(block: Any) -> float:
+    GROWING.append(0)
+    return len(GROWING) / 100
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_list_that_grows_long(alpha: float) -> None:
+    def build() -> nn.Module:
+        GROWING[:] = [0] * 1020
+        return blocks(counting_first(grows))()
+
+    compare(build, {"alpha": alpha})
+
+
+SEEN: list[float] = []
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_hooks_on_inner_modules_count_once(alpha: float) -> None:
+    def build() -> nn.Module:
+        SEEN.clear()
+        model = blocks(PlainBlock)()
+        for block in model.blocks:
+            block.mlp.register_forward_hook(lambda mlp, _, y: SEEN.append(float(y.detach().mean())))
+        return model
+
+    run = Recording(build)
+    fit(MemoStrategy(alpha=alpha), run, batches([make_batch(2, 24, seed=n) for n in range(3)]), max_steps=3)
+    assert len(SEEN) == 3 * 3
+
+
+# ---- generators
+
+GENERATOR = torch.Generator()
+
+
+class Dropping(PlainBlock):
+    """Scales by a number that a function draws from a generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + torch.rand((), generator=drawing()) / 2))
+
+
+def drawing() -> torch.Generator:
+    return GENERATOR
+
+
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}]
+)
+def test_generators_that_functions_name(settings: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        GENERATOR.manual_seed(3)
+        return blocks(Dropping)()
+
+    compare(build, settings)
+
+
 # ---- caches
+
+SHARED: dict[str, Tensor] = {}
+
+
+class Sharing(PlainBlock):
+    """Layers share a tensor that the first of them makes, until the end of the model's forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "scale" not in SHARED:
+            SHARED["scale"] = torch.full((32,), 1 + len(SEEN) / 10)
+        return super().forward(x * SHARED["scale"])
+
+
+class Clearing(PlainModel):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:  # type: ignore[override]
+        result = super().forward(input_ids, labels)
+        SHARED.clear()
+        SEEN.append(0.0)
+        return result
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_a_cache_that_is_cleared_after_the_forward(alpha: float) -> None:
+    def build() -> nn.Module:
+        SHARED.clear()
+        SEEN.clear()
+        return Clearing([Sharing() for _ in range(3)])
+
+    compare(build, {"alpha": alpha})
 
 
 def table_by_width(block: Any, x: Tensor) -> Tensor:
