@@ -8,7 +8,7 @@ gradients of the outputs, are compared, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
-from lightning_memo.engine.modules.watched_run import on_some_tokens
+from lightning_memo.engine.saved_tensors.side_effects import kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
@@ -62,7 +63,7 @@ def difference_in_slices(
 ) -> str:
     """Return what differs if a layer runs in two slices on some consecutive tokens, or the error that it raises then.
 
-    The text is empty if nothing differs. The layer's state is restored.
+    The text is empty if nothing differs. What the layer writes to differs, too. The layer's state is restored.
 
     Args:
         call: The layer and its arguments.
@@ -72,8 +73,14 @@ def difference_in_slices(
         tokens: Number of tokens, at least 2.
         turn: Number of the weight from which on gradients of weights are compared: as many as need no more memory than
             the largest one.
+
+    Raises:
+        ValueError: The layer keeps tensors elsewhere.
     """
-    part, x_part = on_some_tokens(call, x, start, tokens)
+    arguments = (call.args, call.kwargs)
+    args, kwargs = cut(arguments, call.tokens, start, start + tokens, call.batch, call.token_dim, call.shards)
+    part = replace(call, args=args, kwargs=kwargs, tokens=tokens).with_copied_containers()
+    x_part = x.detach().narrow(call.token_dim, start, tokens).requires_grad_(x.requires_grad)
     state = LayerState(call, x.device)
     comparison = _Comparison(part, x_part, side_places, _weights_of(call.layer, turn), state)
     halves = [TokenRange(0, tokens // 2, Action.KEEP), TokenRange(tokens // 2, tokens, Action.KEEP)]
@@ -81,6 +88,10 @@ def difference_in_slices(
         with torch.enable_grad(), without_parameter_hooks(call.layer):
             with _NotedPrecision() as precision:
                 whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
+            if any(t.requires_grad for t in state.python.gained()):
+                raise ValueError(kept_elsewhere(call.name))
+            if written := state.python.first_written():
+                return f"it writes to {written}, which it did not in its first forward"
             try:
                 parts = [comparison.run(half) for half in halves]
             except torch.OutOfMemoryError:  # which says nothing about the layer

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
-from lightning_memo.engine.forward.known_tensor import as_function_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
-from lightning_memo.engine.token_locality.user_code import without_global_hooks, without_hooks
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
 
@@ -89,48 +83,3 @@ def refuse_effects(call: LayerCall, before: LayerState, effects: SideEffects, wr
         )
     if any(t.requires_grad or effects.depends(t) for t in before.python.gained()):
         raise ValueError(kept_elsewhere(call.name))
-
-
-def what_it_writes(call: LayerCall, x: Tensor, start: int, tokens: int) -> str:
-    """Return the name of something that a layer writes into on some consecutive tokens; empty if there is nothing.
-
-    The layer's state is restored.
-
-    Args:
-        call: The layer and its arguments.
-        x: The layer's input.
-        start: First token.
-        tokens: Number of tokens.
-
-    Raises:
-        ValueError: It writes or keeps what cannot be undone.
-    """
-    part, x = on_some_tokens(call, x, start, tokens)
-    with without_hooks(call.layer), without_global_hooks():
-        before, writes = LayerState(part, x.device), HiddenWrites(part)
-        given = [t for t in tree_leaves((part.args, part.kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        effects = SideEffects([x, *given], before.why_not_written)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-            """Stand in for attention, which writes nothing."""
-            out = F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), enable_gqa=True)
-            for t in (q, k, v, out):
-                writes.note(t)
-            return as_function_of(out, q, k, v, spec.sinks)
-
-        try:
-            with watched_run(part, x, effects, writes, attend, lambda why: None) as copy:
-                part.run(copy, TokenRange(0, tokens, Action.KEEP))
-            refuse_effects(part, before, effects, writes)
-            changed = next(iter(before.buffers.changed()), "")
-            return before.python.first_written() or before.tensors.changed() or changed
-        finally:
-            before.restore()
-
-
-def on_some_tokens(call: LayerCall, x: Tensor, start: int, tokens: int) -> tuple[LayerCall, Tensor]:
-    """Return a call of the same layer on some consecutive tokens, and its input without a graph."""
-    arguments, stop = (call.args, call.kwargs), start + tokens
-    args, kwargs = cut(arguments, call.tokens, start, stop, call.batch, call.token_dim, call.shards)
-    part = replace(call, args=args, kwargs=kwargs, tokens=tokens).with_copied_containers()
-    return part, x.detach().narrow(call.token_dim, start, tokens).requires_grad_(x.requires_grad)

@@ -81,6 +81,7 @@ class PythonState:
             self._code.read()
             self._elsewhere += self._code.found
             others = {kind: None for kind in self._code.classes if kind not in kinds}
+            self._code = None  # which knows this object: tensors would live until garbage is collected
         self._other_classes = ClassAttributes(others)
 
     def _note_module(self, module: nn.Module, depth: int) -> None:
