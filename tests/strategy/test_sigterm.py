@@ -120,7 +120,7 @@ def train(folder: Path, module: LanguageModel, alpha: float, ckpt_path: Path | N
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_the_step_ends_after_the_layer_and_is_run_again(tmp_path: Path, place: str, alpha: float) -> None:
-    whole, killed, resumed = (Killed(place, step) for step in (-1, 3, -1))
+    whole, killed, resumed = (Killed(place, step) for step in (-1, 2, -1))  # in step 4, a layer is compared
     train(tmp_path, whole.module, alpha)
     with pytest.raises(SIGTERMException):
         train(tmp_path, killed.module, alpha)
@@ -128,7 +128,7 @@ def test_the_step_ends_after_the_layer_and_is_run_again(tmp_path: Path, place: s
     assert forwards(killed.module) == [] and copy_threads() == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     train(tmp_path, resumed.module, alpha, tmp_path / "stopped.ckpt")
-    assert killed.module.losses[:3] + resumed.module.losses == whole.module.losses
+    assert killed.module.losses[:2] + resumed.module.losses == whole.module.losses
     assert all(torch.equal(a, b) for a, b in zip(resumed.module.parameters(), whole.module.parameters(), strict=True))
 
 
