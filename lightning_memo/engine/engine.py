@@ -214,7 +214,7 @@ class Engine:
         if self.profiles(batch, tokens):
             longest = self.settings.slice_tokens if self.settings.may_stream else None
             return tuple(part.stop for part in self.cutter.cut(tokens, 0.0, longest)) if longest else ()
-        if self.swap is None or self.swap.mode == "plain" or self.swap.storage is not None:
+        if self.swap is None or self.swap.mode == "plain":
             return ()
         traits = next((traits for traits in self.layer_classes if traits.why_whole), self.layer_classes.agreed)
         return tuple(part.stop for part in self.slices_for(traits, tokens))

@@ -125,6 +125,14 @@ def test_keys_and_values_on_the_host(configuration: str, family: str, host_backe
     check(configuration, Run(family=family, tokens=29), alpha=0.5, **settings)
 
 
+@slow_if(lambda configuration, device_memory: configuration == "tp2" or device_memory == "0.8MiB")
+@pytest.mark.parametrize("device_memory", ["0.6MiB", "0.8MiB"])
+@pytest.mark.parametrize("configuration", ["tp2", "tp2+sp"])
+def test_a_place_for_each_kind_of_tensor(configuration: str, device_memory: str) -> None:
+    settings = {"storage": "kinds", "device_memory": device_memory, "host_memory": "200KiB"}
+    check(configuration, Run(family="llama_gqa", tokens=45), **settings)
+
+
 @pytest.mark.parametrize(
     "family",
     [layer_stacks.nested, layer_stacks.repeated, "llama_shared"],

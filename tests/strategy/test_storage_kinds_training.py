@@ -141,7 +141,6 @@ def test_the_faster_plan_that_fits_is_used(
     [
         {"alpha": 0.5},
         {"slice_tokens": 64},
-        {"tensor_parallel_size": 2},
         {"context_parallel_size": 2},
         {"schedule": "nest"},
         {"host_backed": "all"},

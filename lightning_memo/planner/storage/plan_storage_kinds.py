@@ -13,6 +13,7 @@ from lightning_memo.artifacts.storage_plan import Resource, StoragePlan
 from lightning_memo.artifacts.swap_plan import StoredBytes, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
 from lightning_memo.planner.storage.sensitivity import ResourceSensitivity, resource_sensitivities
+from lightning_memo.planner.storage.storage_plan_slices import with_common_bounds
 from lightning_memo.planner.storage.storage_planner import StorageError, plan_storage
 from lightning_memo.utils.units import format_bytes, format_seconds
 
@@ -31,6 +32,7 @@ def plan_kinds(
     *,
     tile_tokens: int,
     stored_bytes: Callable[[StoragePlan], StoredBytes],
+    common_bounds: bool = False,
 ) -> Plan:
     """Decide where each kind of tensor is stored so that the step time is minimal and all budgets hold to the byte.
 
@@ -41,11 +43,12 @@ def plan_kinds(
         fingerprint: Run on which the costs were measured.
         tile_tokens: Slices begin at multiples of this many tokens where possible.
         stored_bytes: Returns the exact bytes of a plan, alignment included.
+        common_bounds: Whether all layer calls run in the same slices.
 
     Raises:
         StorageError: The budget cannot hold the tensors that have to be stored.
     """
-    swap = _Problem(storage_costs, tile_tokens, stored_bytes).best(budget)
+    swap = _Problem(storage_costs, tile_tokens, stored_bytes, common_bounds).best(budget)
     storage = swap.storage
     assert storage is not None
     return Plan(
@@ -107,6 +110,7 @@ class _Problem:
     costs: StorageCosts
     tile_tokens: int
     stored_bytes: Callable[[StoragePlan], StoredBytes]
+    common_bounds: bool
 
     def best(self, budget: StorageBudget) -> SwapPlan:
         """The fastest plan that fits. It may be one without the disk, which needs no bounce buffers."""
@@ -143,6 +147,7 @@ class _Problem:
         )
 
     def _exact(self, storage: StoragePlan) -> SwapPlan:
+        storage = with_common_bounds(storage) if self.common_bounds else storage
         sizes = self.stored_bytes(storage)
         return SwapPlan(
             mode="memo",

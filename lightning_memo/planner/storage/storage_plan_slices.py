@@ -5,10 +5,11 @@ Slices are bounded by the union of the bounds of the plan's ranges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import StoredBytes
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
 from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, share
@@ -34,6 +35,18 @@ def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange
         action = {"keep": Action.KEEP, None: Action.RECOMPUTE}.get(places.get(ALL), Action.SWAP)
         slices.append(TokenRange(start, stop, action, tuple(places.items())))
     return tuple(slices)
+
+
+def with_common_bounds(plan: StoragePlan) -> StoragePlan:
+    """Return the same plan with the slices of all layer calls cut alike, as processes that share tokens need them."""
+    bounds = sorted({bound for call in plan.calls for bound in call.bounds})
+
+    def cut(r: StoredRange) -> Iterator[StoredRange]:
+        inner = [bound for bound in bounds if r.start < bound < r.stop]
+        return (replace(r, start=start, stop=stop) for start, stop in pairwise((r.start, *inner, r.stop)))
+
+    calls = (CallPlan(ranges=tuple(part for r in call.ranges for part in cut(r))) for call in plan.calls)
+    return replace(plan, calls=tuple(calls))
 
 
 def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], place: Place) -> int:

@@ -218,7 +218,8 @@ class ActivationPlanner(MetersSteps):
     def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
         storage, by_kind = self._engine.settings.storage, None
         if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
-            by_kind = plan_by_kind(step, self._ranks, everyone, self._measures_device, optional=storage == "auto")
+            optional, divided = storage == "auto", self._engine.settings.divided
+            by_kind = plan_by_kind(step, self._ranks, everyone, self._measures_device, optional, divided)
         if by_kind is not None and storage == "kinds":
             return by_kind
 

@@ -15,7 +15,7 @@ from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
 
 def plan_by_kind(
-    step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool, optional: bool
+    step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool, optional: bool, divided: bool
 ) -> Plan | None:
     """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
@@ -28,6 +28,7 @@ def plan_by_kind(
         everyone: Whether all processes agree, or only those that work on the same sequences.
         device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
         optional: Whether there is another way to plan.
+        divided: Whether processes share the tokens of a sequence, and therefore run all layers in the same slices.
 
     Returns:
         The plan; `None` if it is optional, and some process finds none.
@@ -52,6 +53,7 @@ def plan_by_kind(
             label,
             tile_tokens=tile_of(profile.tokens),
             stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, profile.tokens),
+            common_bounds=divided,
         )
     except ValueError as refused:
         error = refused
