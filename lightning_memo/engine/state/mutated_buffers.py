@@ -1,14 +1,10 @@
-"""Buffers that a layer changes in its own forward, for example running statistics, maxima or a counter.
-
-Small parameters that are not trained are treated like buffers: codebooks that follow a mean, for example.
-"""
+"""Buffers that a layer changes in its own forward, for example running statistics, maxima or a counter."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +18,7 @@ from lightning_memo.engine.state.python_state import MOST_COPIED
 class _Buffer:
     """A buffer, its memory and its value. A forward may change it in place, set its `data`, or register another one."""
 
-    table: dict[str, Any]
+    owner: nn.Module
     name: str
     tensor: Tensor
     data: Tensor | None  # of a plain tensor
@@ -30,14 +26,14 @@ class _Buffer:
 
     @property
     def changed(self) -> bool:
-        present = self.table.get(self.name)
+        present = self.owner._buffers.get(self.name)
         return present is None or not same_bytes(present, self.value)
 
     def restore(self) -> None:
         if self.data is not None and address_of(self.tensor) != address_of(self.data):  # the forward has set `data`
             self.tensor.data = self.data
         self.tensor.data.copy_(self.value)  # `data`, so that a graph that has saved the buffer does not see a change
-        self.table[self.name] = self.tensor
+        self.owner._buffers[self.name] = self.tensor
 
 
 class MutatedBuffers:
@@ -45,12 +41,12 @@ class MutatedBuffers:
 
     Args:
         layer: The layer.
-        names: Names of the buffers; `None` for all buffers and `small_constants`.
+        names: Names of the buffers; `None` for all buffers.
     """
 
     def __init__(self, layer: nn.Module, names: Iterable[str] | None = None) -> None:
         self._layer = layer
-        wanted = {**dict(layer.named_buffers()), **small_constants(layer)} if names is None else names
+        wanted = dict(layer.named_buffers()) if names is None else names
         self._buffers = {name: _noted(layer, name) for name in wanted}
 
     @property
@@ -78,26 +74,14 @@ class MutatedBuffers:
             present.restore()
 
 
-def small_constants(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the small parameters of a layer that are not trained, by name; none if processes share its weights."""
-    if any(kind.__module__.startswith("torch.distributed") for m in layer.modules() for kind in type(m).__mro__):
-        return {}
-    return {
-        name: p
-        for name, p in layer.named_parameters()
-        if type(p) is nn.Parameter and not p.requires_grad and p.numel() <= MOST_COPIED
-        and p.layout is torch.strided and not p.is_inference()
-    }  # fmt: skip
-
-
 @torch.no_grad()
 def _noted(layer: nn.Module, name: str) -> _Buffer:
     path, _, own = name.rpartition(".")
     owner = layer.get_submodule(path)
-    table: dict[str, Any] = owner._buffers if own in owner._buffers else owner._parameters
-    tensor = table[own]
+    tensor = owner._buffers[own]
+    assert tensor is not None
     data = tensor.data if type(tensor) in (Tensor, nn.Parameter) else None
-    return _Buffer(table, own, tensor, data, tensor.detach().clone())
+    return _Buffer(owner, own, tensor, data, tensor.detach().clone())
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.held_values import name_of
-from lightning_memo.engine.state.mutated_buffers import same_bytes, small_constants
+from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.python_state import MOST_COPIED, HeldTensor, PythonState
 
 
@@ -68,12 +68,10 @@ def why_not_written(layer: nn.Module, name: str, arguments: Any, state: PythonSt
 
     held = [each for each in state.tensors if shared(each[2])]
     what, remedy = "a tensor outside of its modules and arguments", "register it as a buffer of the layer"
-    constants = {id(p) for p in small_constants(layer).values()}
-    weights = ((path, weight) for path, weight in layer.named_parameters() if id(weight) not in constants)
-    if path := next((path for path, weight in weights if shared(weight)), ""):
+    if path := next((path for path, weight in layer.named_parameters() if shared(weight)), ""):
         what = f"its weight {path}"
         remedy = "compute with a changed copy, or change weights between steps, for example in on_train_batch_start"
-    elif _can_be_undone(held, {id(buffer) for buffer in layer.buffers()} | constants):
+    elif _can_be_undone(held, {id(buffer) for buffer in layer.buffers()}):
         return ""
     elif any(map(shared, tree_leaves(arguments))):
         what, remedy = "a tensor that it gets as an argument", "write into a copy, and return it"

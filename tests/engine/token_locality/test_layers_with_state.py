@@ -293,43 +293,6 @@ def test_what_cannot_be_repeated_is_refused(build: Callable[[], nn.Module], mess
     assert "\n" not in str(caught.value)
 
 
-class Following(PlainBlock):
-    """Has parameters that are not trained, and follow its input: one that it uses afterwards, and one before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.linspace(-1, 1, 32), requires_grad=False)
-        self.inner = nn.Module()
-        self.inner.scale = nn.Parameter(torch.ones(()), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.codes.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        x = super().forward(x * (1 + self.inner.scale)) * (1 + self.codes).square()
-        self.inner.scale.data = self.inner.scale + x.detach().abs().mean()
-        return x
-
-
-class Ends(Recording):
-    """Keeps what the parameters are in the end."""
-
-    ends: list[list[Tensor]] = []  # noqa: RUF012
-
-    def on_train_end(self) -> None:
-        self.ends.append([p.clone() for p in self.parameters() if not p.requires_grad])
-
-
-@pytest.mark.parametrize("settings", WHOLE, ids=str)
-def test_parameters_that_are_not_trained_and_follow_the_input(settings: dict[str, Any]) -> None:
-    """They are updated once in each step, and a recomputation sees what its forward saw."""
-    Ends.ends.clear()
-    compare(blocks(Following), settings, Ends)
-    mine, plain = Ends.ends
-    assert len(mine) == len(plain) == 6
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(mine, plain, strict=True))
-    assert not any(torch.equal(p, torch.linspace(-1, 1, 32)) for p in mine)
-
-
 class Replacing(PlainBlock):
     """Sets the data of a buffer after it has used it."""
 

@@ -12,7 +12,7 @@ from support.architectures.acting_blocks import block_that, home
 from support.attention.recorded_training import Recording, blocks
 from support.families import PlainModel, make_batch
 from support.trainer_harness import batches, fit
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
@@ -69,11 +69,6 @@ def catches(block: Any, x: Tensor) -> None:
         return
 
 
-def scales_a_large_constant(block: Any, x: Tensor) -> None:
-    with torch.no_grad():
-        block.constant *= 0.9
-
-
 def counts_outside(block: Any, x: Tensor) -> None:
     OUTSIDE.add_(1)
 
@@ -93,7 +88,6 @@ def counts_in_a_view(block: Any, x: Tensor) -> None:
 def table(block: Any) -> None:
     block.fixed, block.large = (torch.zeros(()),), torch.zeros(2**16 + 1)
     block.whole = torch.zeros(2)
-    block.constant = nn.Parameter(torch.ones(2**16 + 1), requires_grad=False)
     block.part = block.whole[:1]
 
 
@@ -109,7 +103,6 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
     scales_weights_together: "writes into its weight out.bias",
     normalizes_its_weight: WRITES,
     catches: WRITES,
-    scales_a_large_constant: "Acting writes into its weight constant",
     counts_outside: "Acting writes into test_refused_side_effects.OUTSIDE, which is no buffer",
     counts_in_a_tuple: "Acting writes into Acting.fixed, which is no buffer",
     counts_in_a_large_tensor: "Acting writes into Acting.large, which is no buffer",
