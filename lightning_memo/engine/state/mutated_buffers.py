@@ -9,19 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.python_state import MOST_COPIED
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A buffer, its memory and its value. A forward may change it in place, set its `data`, or register another one."""
+    """A buffer and its value. A forward may change the tensor in place, or register another one."""
 
     owner: nn.Module
     name: str
     tensor: Tensor
-    data: Tensor | None  # of a plain tensor
     value: Tensor
 
     @property
@@ -30,8 +28,6 @@ class _Buffer:
         return present is None or not same_bytes(present, self.value)
 
     def restore(self) -> None:
-        if self.data is not None and address_of(self.tensor) != address_of(self.data):  # the forward has set `data`
-            self.tensor.data = self.data
         self.tensor.data.copy_(self.value)  # `data`, so that a graph that has saved the buffer does not see a change
         self.owner._buffers[self.name] = self.tensor
 
@@ -80,8 +76,7 @@ def _noted(layer: nn.Module, name: str) -> _Buffer:
     owner = layer.get_submodule(path)
     tensor = owner._buffers[own]
     assert tensor is not None
-    data = tensor.data if type(tensor) in (Tensor, nn.Parameter) else None
-    return _Buffer(owner, own, tensor, data, tensor.detach().clone())
+    return _Buffer(owner, own, tensor, tensor.detach().clone())
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

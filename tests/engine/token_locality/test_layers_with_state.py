@@ -291,21 +291,3 @@ def test_what_cannot_be_repeated_is_refused(build: Callable[[], nn.Module], mess
     with pytest.raises(ValueError, match=message) as caught:
         fit_one(build, {"alpha": 0.0}, make_batch(2, 24))
     assert "\n" not in str(caught.value)
-
-
-class Replacing(PlainBlock):
-    """Sets the data of a buffer after it has used it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x * (1 + self.scale / 10))
-        self.scale.data = self.scale / 2 + x.detach().abs().mean()
-        return x
-
-
-@pytest.mark.parametrize("settings", WHOLE, ids=str)
-def test_buffers_whose_data_is_set(settings: dict[str, Any]) -> None:
-    compare(blocks(Replacing), settings)
