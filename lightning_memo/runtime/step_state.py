@@ -25,9 +25,8 @@ _ABSENT = object()
 class StepState:
     """The state from before the forward of a batch, to which the process can return.
 
-    It holds the states of generators of random numbers, the buffers and the parameters that are not trained, and the
-    numbers, tensors and containers among the attributes of modules. Those of the model itself, to which a framework's
-    training step belongs, are left out.
+    It holds the states of generators of random numbers, the buffers, and the numbers, tensors and containers among the
+    attributes of modules. Those of the model itself, to which a framework's training step belongs, are left out.
 
     Tensors are copied into the memory of the first batch's copies: planned buffers do not outlive a step.
 
@@ -85,7 +84,7 @@ class StepState:
 
     def _copy_for(self, module: nn.Module, key: str, t: Tensor) -> Tensor | None:
         """Return memory for a copy of a small tensor; `None` if it has none."""
-        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.numel() > MOST_COPIED:
+        if type(t) is not Tensor or t.layout is not torch.strided or t.numel() > MOST_COPIED:
             return None
         known = self._copies.get((id(module), key))
         if known is None and self._is_first:

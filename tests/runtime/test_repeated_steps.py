@@ -113,7 +113,7 @@ class Counting(PlainBlock):
         super().__init__()
         self.norm = nn.BatchNorm1d(32)
         self.register_buffer("count", torch.zeros(()))
-        self.scale = nn.Parameter(torch.ones(32), requires_grad=False)
+        self.register_buffer("scale", torch.ones(32))
         self.calls, self.seen, self.history, self.total = 0, torch.zeros(()), [0], torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,3 +186,28 @@ def test_large_buffers_that_change() -> None:
     ) as caught:
         fit(MemoStrategy(alpha=1.0), Failing(Large, 1, "forward"), max_steps=STEPS)
     assert "\n" not in str(caught.value)
+
+
+class Scaling(nn.Module):
+    """Changes a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale *= 0.9
+        return x * self.scale
+
+
+def test_parameters_that_are_not_trained_and_change() -> None:
+    """Nor is there a copy of them."""
+
+    def build() -> nn.Module:
+        model = PlainModel([PlainBlock() for _ in range(3)])
+        model.embed = nn.Sequential(model.embed, Scaling())
+        return model
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"it has changed Scaling.scale, of which there is no copy"):
+        fit(MemoStrategy(alpha=1.0), Failing(build, *FAILURES[0]), max_steps=STEPS)

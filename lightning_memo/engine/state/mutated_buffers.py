@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
-from lightning_memo.engine.state.python_state import MOST_COPIED
 
 
 @dataclass(frozen=True, slots=True)
