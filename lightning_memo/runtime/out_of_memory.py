@@ -67,10 +67,10 @@ class OutOfMemoryRetry:
         again = batch == self._batch
         if not again:
             self._batch, self._retried = batch, False
-        if self._state is not None:
-            self._state.note(again)
-        elif self._alone:
+        if self._state is None:
             self._state = StepState(self._run.model, self._engine.device)
+        else:
+            self._state.note(again)
         return self._run_with_retry(forward)
 
     def backward(self, backward: Callable[[], T]) -> T:
@@ -81,7 +81,7 @@ class OutOfMemoryRetry:
                 gradients of earlier batches, which would be lost, nor outside of `step`, where there is no forward.
         """
         state = self._state
-        adds = self._run.accumulated_batches > 1 if state is None else state.holds_gradients
+        adds = state is not None and state.holds_gradients
         try:
             return backward()
         except torch.OutOfMemoryError as error:

@@ -70,11 +70,11 @@ class StepState:
             for module in self._modules
             for table in (module._buffers, module._parameters)
             for key, t in table.items()
-            if t is not None and not t.requires_grad and (table is module._buffers or t.numel() <= MOST_COPIED)
+            if t is not None and not t.requires_grad
         ]
         found += [(each.module, vars(each.module), key, t) for each in self._attributes for key, t in each.tensors()]
         self._tensors = [
-            _NotedTensor(module, table, key, weakref.ref(t), t._version, type(t), self._copy_for(module, key, t))
+            _NotedTensor(module, table, key, weakref.ref(t), t._version, self._copy_for(module, key, t))
             for module, table, key, t in found
             if not t.is_inference()
         ]
@@ -127,7 +127,6 @@ class _NotedTensor:
         key: The name of the tensor there.
         tensor: Returns the tensor, which is not kept alive.
         version: Counts changes in place.
-        kind: Its class.
         copy: A copy; `None` if there is none.
     """
 
@@ -136,7 +135,6 @@ class _NotedTensor:
     key: str
     tensor: weakref.ref[Tensor]
     version: int
-    kind: type
     copy: Tensor | None
 
     @property
@@ -148,11 +146,12 @@ class _NotedTensor:
 
     @torch.no_grad()
     def restore(self) -> None:
+        if self.table is self.module._parameters:  # of which there are no copies; those of FSDP2 are exchanged
+            return
         t = self.tensor()
         if t is None:
             if self.copy is not None:
-                value = self.copy.clone()
-                self.table[self.key] = nn.Parameter(value, False) if self.kind is nn.Parameter else value
+                self.table[self.key] = self.copy.clone()
             return
         self.table[self.key] = t
         if self.copy is None or same_bytes(t, self.copy):

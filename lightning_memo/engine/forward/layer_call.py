@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.python_objects import contents_of, slots_of
 
 
 class _TheInput:
@@ -123,19 +124,10 @@ def _parts_of(value: object) -> object:
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, FunctionType):
-        return id(value.__code__), value.__defaults__, [_contents(cell) for cell in value.__closure__ or ()]
+        return id(value.__code__), value.__defaults__, contents_of(value)
     if callable(value) and not hasattr(value, "__dict__"):
         return id(value)  # a function that is not written in Python
-    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
-    return {name: getattr(value, name, None) for name in names} | getattr(value, "__dict__", {})
-
-
-def _contents(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is still empty
-        return None
+    return {name: getattr(value, name, None) for name in slots_of(type(value))} | getattr(value, "__dict__", {})
 
 
 def _copy_containers(tree: Any) -> Any:

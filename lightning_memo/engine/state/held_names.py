@@ -114,10 +114,8 @@ class HeldNames(NamedTuple):
     @property
     def only_filled(self) -> bool:
         """Whether names that stood for nothing got tensors, and no other has changed, as caches do."""
-        changed = self._changed()
-        return all((self.before[name] is None or self.before[name] is NOTHING) for name in changed) and are_tensors(
-            self.gained()
-        )
+        values = [self.before[name] for name in self._changed()]
+        return all(value is None or value is NOTHING for value in values) and are_tensors(self.gained())
 
     @property
     def first_changed(self) -> str:

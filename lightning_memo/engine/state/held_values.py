@@ -75,8 +75,13 @@ class Held(NamedTuple):
 
     def gained(self) -> list[Any]:
         """Return what it has got since."""
-        before = set(map(id, _values_in(self.before)))
-        return [value for value in _values_in(self.container) if id(value) not in before]
+        container, before = self.container, self.before
+        if isinstance(container, np.ndarray) or isinstance(before, np.ndarray):
+            return []
+        if isinstance(container, dict) and isinstance(before, dict):
+            return [value for key, value in container.items() if before.get(key, NOTHING) is not value]
+        known = set(map(id, before))
+        return [value for value in container if id(value) not in known]
 
     def restore(self) -> None:
         """Let it hold the same again."""
@@ -86,12 +91,6 @@ class Held(NamedTuple):
 def are_tensors(values: Iterable[Any]) -> bool:
     """Return whether all values are tensors or tuples of tensors."""
     return all(issubclass(type(t), Tensor) for each in values for t in (each if type(each) is tuple else (each,)))
-
-
-def _values_in(container: Container) -> Iterable[Any]:
-    if isinstance(container, np.ndarray):
-        return ()
-    return container.values() if isinstance(container, dict) else container
 
 
 def refill(container: Container, values: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_memo.engine.state.user_objects import attributes_of, is_users
+from lightning_memo.utils.python_objects import contents_of
 
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
 _NUMBERS = frozenset({int, float, str})
@@ -91,7 +92,7 @@ class _Found:
                 function = function.__func__
         if kind is FunctionType:
             self.switches.append(function.__code__)
-            for held in (function.__defaults__, function.__kwdefaults__, function.__closure__ and _contents(function)):
+            for held in (function.__defaults__, function.__kwdefaults__, contents_of(function)):
                 if held:
                     self.inner += _plain_in(held)
         else:
@@ -104,10 +105,3 @@ def _plain_in(container: Any) -> list[object]:
         return []
     values = (*container, *container.values()) if type(container) is dict else container
     return [value for value in values if type(value) in _PLAIN]
-
-
-def _contents(function: FunctionType) -> tuple[object, ...]:
-    try:
-        return tuple(cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # one is still empty
-        return ()

@@ -13,11 +13,10 @@ from typing import Any
 
 from lightning_memo.engine.state.held_names import Closure, Globals, HeldNames
 from lightning_memo.engine.state.held_values import NOTHING
-from lightning_memo.engine.state.user_objects import LIBRARIES
+from lightning_memo.engine.state.user_objects import LIBRARIES, TRUSTED
+from lightning_memo.utils.python_objects import contents_of
 
 _MOST_FUNCTIONS = 1024  # that are read
-# Packages that keep no count of what a layer computes.
-_OTHER_LIBRARIES = frozenset({"transformers", "peft", "torchao", "bitsandbytes", "liger_kernel", "numpy", "triton"})
 
 
 def functions_in(code: object) -> Iterator[FunctionType]:
@@ -55,7 +54,7 @@ def is_of_users(module: str, packages: frozenset[str] = frozenset()) -> bool:
         packages: Packages that are a user's although they are installed, as they define a layer.
     """
     package = module.partition(".")[0]
-    if package in LIBRARIES or package in _OTHER_LIBRARIES:
+    if package in LIBRARIES or package in TRUSTED:
         return False
     return package in packages or not _is_installed(package)
 
@@ -123,8 +122,7 @@ class NamesOfCode:
         self._look_into((*defaults, vars(function)), function.__qualname__)
         module = str(variables.get("__name__"))
         if not is_of_users(module, self._packages):  # a decorator's, for example
-            held = map(Closure(function).get, code.co_freevars)
-            self._waiting += (each for each in held if isinstance(each, FunctionType))
+            self._waiting += (each for each in contents_of(function) if isinstance(each, FunctionType))
             return
         names = names_in(code)
         # Also names of which there is no variable yet: the function may make it.
@@ -138,7 +136,7 @@ class NamesOfCode:
         for name, value in held.before.items():
             if value is NOTHING:
                 value = sys.modules.get(name, NOTHING)  # a function may import it
-            if not isinstance(value, ModuleType):
+            if not issubclass(type(value), ModuleType):  # without asking the object for its class
                 self._look_into(value, f"{held.owner}.{name}")
             elif is_of_users(value.__name__, self._packages) and self._is_new(id(value), *map(hash, names)):
                 variables = vars(value)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.state.python_state import Generator, PythonState
+from lightning_memo.engine.state.held_names import Namespace
+from lightning_memo.engine.state.python_state import Generator, PythonState, is_generator
 
-# Generators that modules hold and that the code of a layer names, which are looked up once.
-_NAMED: WeakKeyDictionary[nn.Module, list[Generator]] = WeakKeyDictionary()
+# Generators that objects hold which the code of a layer names, and names of generators. They are looked for once.
+_NAMED: WeakKeyDictionary[nn.Module, tuple[list[Generator], list[tuple[Namespace, str]]]] = WeakKeyDictionary()
 
 
 class OtherGenerators:
@@ -37,8 +38,12 @@ class OtherGenerators:
             state: What its modules and arguments hold.
         """
         if layer not in _NAMED:
-            _NAMED[layer] = PythonState(layer, (), named=True).generators
-        found = {id(generator): generator for generator in (*state.generators, *_NAMED[layer])}
+            looked_up = PythonState(layer, (), named=True)
+            _NAMED[layer] = looked_up.generators, looked_up.generator_names
+        held, names = _NAMED[layer]
+        # A name may stand for another generator by now.
+        named = filter(is_generator, (namespace.get(name) for namespace, name in names))
+        found = {id(generator): generator for generator in (*state.generators, *held, *named)}
         return cls([random._inst, np.random.mtrand._rand, *found.values()])
 
     def drawn(self) -> list[Generator]:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.state.held_names import HeldNames, Slots
+from lightning_memo.engine.state.held_names import HeldNames, Namespace, Slots
 from lightning_memo.engine.state.held_values import NOTHING, Array, ClassAttributes, Container, Held, copied, name_of
 from lightning_memo.engine.state.names_of_code import NamesOfCode
-from lightning_memo.engine.state.user_objects import attributes_of, classes_of, is_users, slots_of
+from lightning_memo.engine.state.user_objects import attributes_of, classes_of, is_users
+from lightning_memo.utils.python_objects import slots_of
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 # The owner of a tensor (the name of one that is no module), its attribute, and the tensor.
@@ -58,11 +59,13 @@ class PythonState:
         tensors: The tensors among all these. Those that a tuple or a set holds, and in which no other can be put in
             their place, have the name of an owner.
         generators: The generators of random numbers that are held.
+        generator_names: Names that stand for generators, with their namespaces.
     """
 
     def __init__(self, layer: nn.Module, arguments: Any, named: bool = False) -> None:
         self.tensors: list[HeldTensor] = []
         self.generators: list[Generator] = []
+        self.generator_names: list[tuple[Namespace, str]] = []
         self._held: list[Held] = []
         self._elsewhere: list[Held | HeldNames] = []  # neither attributes nor arguments
         self._notes: list[Any] = self._held
@@ -80,6 +83,10 @@ class PythonState:
             self._notes = self._elsewhere
             self._code.read()
             self._elsewhere += self._code.found
+            named_values = (
+                (held.namespace, name, value) for held in self._code.found for name, value in held.before.items()
+            )
+            self.generator_names = [(space, name) for space, name, value in named_values if is_generator(value)]
             others = {kind: None for kind in self._code.classes if kind not in kinds}
             self._code = None  # which knows this object: tensors would live until garbage is collected
         self._other_classes = ClassAttributes(others)
@@ -135,8 +142,7 @@ class PythonState:
             owner = kind.__name__ if isinstance(owner, str) else owner
             inner = self._note_object(value, owner, key)
         else:
-            # Not `isinstance`, which asks the object for its class: stand-ins of a proof must not be used.
-            if issubclass(kind, Generator) and not issubclass(kind, random.SystemRandom):
+            if is_generator(value):
                 self.generators.append(value)
             return None
         self._seen.add(id(value))
@@ -210,6 +216,12 @@ class PythonState:
         for held in (*self._held, *self._elsewhere):
             if held.changed:
                 held.restore()
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a generator whose state can be restored."""
+    # Not `isinstance`, which asks the object for its class: stand-ins of a proof must not be used.
+    return issubclass(type(value), Generator) and not issubclass(type(value), random.SystemRandom)
 
 
 def _names_of(layer: nn.Module, look_into: Callable[[Any, str], None]) -> NamesOfCode:

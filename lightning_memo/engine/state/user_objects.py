@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import MemberDescriptorType
 from typing import Any
 
 from torch import nn
 
+from lightning_memo.utils.python_objects import slots_of
+
+_FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"})
+# Packages whose code treats each token by itself, and keeps no count of what a layer computes.
+TRUSTED = _FRAMEWORKS | {"transformers", "peft", "torchao", "bitsandbytes", "liger_kernel"}
 # Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
-LIBRARIES = {"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"} | (
-    sys.stdlib_module_names - {"types", "argparse"}
-)
+LIBRARIES = _FRAMEWORKS | (sys.stdlib_module_names - {"types", "argparse"})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -21,13 +23,6 @@ def is_users(kind: type) -> bool:
     if issubclass(kind, (nn.Module, type)) or not (kind.__dictoffset__ or slots_of(kind)):
         return False
     return kind.__module__.partition(".")[0] not in LIBRARIES
-
-
-@functools.lru_cache(maxsize=1024)
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots of a class."""
-    slotted = (vars(c) for c in kind.__mro__ if "__slots__" in vars(c))
-    return tuple(name for own in slotted for name, value in own.items() if type(value) is MemberDescriptorType)
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:

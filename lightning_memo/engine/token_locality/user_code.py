@@ -15,13 +15,8 @@ from torch.nn.modules import module as torch_modules
 
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import PythonState
+from lightning_memo.engine.state.user_objects import TRUSTED
 from lightning_memo.engine.token_locality.token_dims import TokensMixed
-
-# Packages whose hooks and backward functions treat each token by itself.
-_LIBRARIES = (
-    "torch", "transformers", "peft", "accelerate", "lightning", "lightning_memo", "torchao", "bitsandbytes",
-    "liger_kernel",
-)  # fmt: skip
 
 
 def hooked_module(layer: nn.Module) -> str:
@@ -125,7 +120,7 @@ def has_custom_functions(t: Tensor) -> bool:
 
 def is_of_a_library(code: Any) -> bool:
     """Return whether a function or a class is of a package whose code treats each token by itself."""
-    return _home(code) in _LIBRARIES
+    return _home(code) in TRUSTED
 
 
 def _home(code: Any) -> str:

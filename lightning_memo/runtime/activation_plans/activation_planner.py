@@ -146,10 +146,8 @@ class ActivationPlanner(MetersSteps):
         assert self.plan is not None
         self._is_unproven, swap = False, self.plan.swap
         self._agree_on_layers(everyone=True)
-        why, cuts = (
-            self._engine.layer_classes.why_whole,
-            swap.streamed or (not swap.whole_layers and 0.0 < swap.alpha < 1.0),
-        )
+        why = self._engine.layer_classes.why_whole
+        cuts = swap.streamed or (not swap.whole_layers and 0.0 < swap.alpha < 1.0)
         if why and cuts and swap.mode != "plain" and self._engine.profile is None:
             rank_zero_warn(
                 "MemoStrategy: the plan is dropped, and the next batch is profiled: it cuts layers into slices, but "

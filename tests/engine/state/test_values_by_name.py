@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 COUNT = 0.0
 LIST, DICT, QUEUE, ARRAY = [0], {"calls": {"all": 0}}, deque([0], maxlen=1), np.zeros(2)
 SPACE, COUNTER = SimpleNamespace(inner=SimpleNamespace(count=0)), counters.Counter()
+NUMBERED = {0: 0}
 TABLES: dict[int, tuple[Tensor, Tensor]] = {}
 TABLE: Tensor | None = None
 
@@ -51,6 +52,8 @@ def begin(block: Any) -> None:
     COUNT = counters.COUNT = counters.COUNTS["calls"] = counters.Counter.count = 0
     LIST[0] = DICT["calls"]["all"] = SPACE.inner.count = ARRAY[1] = 0
     QUEUE.append(0)
+    NUMBERED.clear()
+    NUMBERED[0] = 0
     CALLED.count = decorated.count = 0  # type: ignore[attr-defined]
     TABLES.clear()
     TABLE = None
@@ -98,6 +101,11 @@ def in_a_list(block: Any) -> int:
 def in_a_dict(block: Any) -> int:
     DICT["calls"]["all"] += 1
     return DICT["calls"]["all"]
+
+
+def in_new_keys(block: Any) -> int:
+    NUMBERED[len(NUMBERED)] = 0  # a value that it holds already
+    return len(NUMBERED)
 
 
 def in_a_queue(block: Any) -> int:
@@ -218,6 +226,7 @@ COUNTS = {
     in_a_global: "test_values_by_name.COUNT",
     in_a_list: "a list of .*test_values_by_name.LIST",
     in_a_dict: "test_values_by_name.DICT.all",
+    in_new_keys: "test_values_by_name.NUMBERED.1",
     in_a_queue: "a deque of .*test_values_by_name.QUEUE",
     in_an_array: "test_values_by_name.ARRAY",
     in_a_namespace: "SimpleNamespace.count",
@@ -336,6 +345,20 @@ def test_generators_that_functions_name(settings: dict[str, Any]) -> None:
         return blocks(Dropping)()
 
     compare(build, settings)
+
+
+class Renewing(PlainModel):
+    """Has another generator for each forward."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:  # type: ignore[override]
+        global GENERATOR
+        GENERATOR = torch.Generator().manual_seed(int(input_ids.sum()))
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_generators_that_are_replaced(alpha: float) -> None:
+    compare(lambda: Renewing([Dropping() for _ in range(3)]), {"alpha": alpha})
 
 
 # ---- caches
