@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,7 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
+from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
@@ -75,7 +77,7 @@ def difference_in_slices(
             the largest one.
 
     Raises:
-        ValueError: The layer keeps tensors elsewhere.
+        ValueError: The layer keeps tensors elsewhere, or writes into saved tensors.
     """
     arguments = (call.args, call.kwargs)
     args, kwargs = cut(arguments, call.tokens, start, start + tokens, call.batch, call.token_dim, call.shards)
@@ -88,6 +90,7 @@ def difference_in_slices(
         with torch.enable_grad(), without_parameter_hooks(call.layer):
             with _NotedPrecision() as precision:
                 whole = comparison.run(TokenRange(0, tokens, Action.KEEP))
+            comparison.writes.refuse()
             if any(t.requires_grad for t in state.python.gained()):
                 raise ValueError(kept_elsewhere(call.name))
             if written := state.python.first_written():
@@ -129,6 +132,9 @@ class _Comparison:
         side_places: Where side values hold the tokens.
         weights: The weights whose gradients are compared, by name.
         state: The state from which the layer always runs.
+
+    Attributes:
+        writes: What the layer has written into saved tensors.
     """
 
     def __init__(
@@ -141,6 +147,7 @@ class _Comparison:
     ) -> None:
         self._call, self._x, self._side_places, self._weights = call, x, side_places, weights
         self._state = state
+        self.writes = HiddenWrites(call)
         self._attended: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._by_head = TokenPlace(2, call.shards, 1)
@@ -152,8 +159,11 @@ class _Comparison:
         self._state.restore()
         x = call.narrow(self._x, part).detach().requires_grad_(self._x.requires_grad)
         attended: list[Tensor] = []
-        with handling(self._handler(part, values, attended), call.layout), call.mode(part):
-            y, sides = split_output(call.run(x.clone(), part), x, call.layer)
+        attend, copy = self._handler(part, values, attended), x.clone()
+        self.writes.note(copy)  # another layer may have saved it
+        saved = saved_tensors_hooks(self._pack, lambda t: t)
+        with saved, handling(attend, call.layout), call.mode(part), self.writes:
+            y, sides = split_output(call.run(copy, part), x, call.layer)
         values.outputs.append(_Value("hidden states", y, self._by_token))
         places = self._side_places or (None,) * len(sides.values)
         for t, place in zip(sides.values, places, strict=True):
@@ -162,10 +172,15 @@ class _Comparison:
         self._differentiate(part, values, x, attended)
         return values
 
+    def _pack(self, t: Tensor) -> Tensor:
+        self.writes.note(t)
+        return t.detach()  # an output that is saved would refer to itself
+
     def _handler(self, part: TokenRange, values: _Values, attended: list[Tensor]) -> Callable[..., Tensor]:
         def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
             for name, t in (("queries", q), ("keys", k), ("values", v)):
                 values.outputs.append(_Value(name, t, self._by_head))
+                self.writes.note(t)
             if part.tokens == self._call.tokens:
                 known = F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), enable_gqa=True)
                 self._attended.append(known)

@@ -76,10 +76,6 @@ def refuse_effects(call: LayerCall, before: LayerState, effects: SideEffects, wr
     Raises:
         ValueError: It has written into saved tensors, or kept tensors elsewhere.
     """
-    if writes.found:
-        raise ValueError(
-            f"{call.name} writes through .data into its input, or into a tensor that autograd has saved, and what is "
-            "swapped are the values before that: write into a copy (t = t.clone())"
-        )
+    writes.refuse()
     if any(t.requires_grad or effects.depends(t) for t in before.python.gained()):
         raise ValueError(kept_elsewhere(call.name))

@@ -70,6 +70,7 @@ class HiddenWrites(TorchDispatchMode):
 
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
+        self._name = call.name
         held = [*call.layer.parameters(), *call.layer.buffers(), *tree_leaves((call.args, call.kwargs))]
         self._held = {t.untyped_storage()._cdata for t in held if _is_plain(t)}
         self._saved: dict[int, list[_Saved]] = {}
@@ -83,10 +84,17 @@ class HiddenWrites(TorchDispatchMode):
         saved = _Saved(storage, *byte_range(t), _Places.of(t), counter_of(t), t._version)
         self._saved.setdefault(key, []).append(saved)
 
-    @property
-    def found(self) -> bool:
-        """Whether a saved tensor was written that counts no change."""
-        return any(saved.counter._version == saved.version for saved in self._written)
+    def refuse(self) -> None:
+        """Refuse writes to saved tensors that count no change.
+
+        Raises:
+            ValueError: There was one.
+        """
+        if any(saved.counter._version == saved.version for saved in self._written):
+            raise ValueError(
+                f"{self._name} writes through .data into its input, or into a tensor that autograd has saved, and what "
+                "is swapped are the values before that: write into a copy (t = t.clone())"
+            )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

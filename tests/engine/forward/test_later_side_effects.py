@@ -103,3 +103,22 @@ def test_counts_that_begin_later() -> None:
     with pytest.warns(UserWarning, match="it writes to a list of .*NUMBERS, which it did not .*From this step on"):
         trained(LaterCounting, 8, alpha=0.5)
     assert NUMBERS[0] - 2 * before == 4 * 3
+
+
+class LaterWriting(PlainBlock):
+    """Scales the output of its normalization through `.data` from the third step on, after autograd has saved it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        z = y.sigmoid()
+        if Counting.step >= 2:
+            z.data.mul_(0.5)
+        return y + z
+
+
+def test_writes_through_data_that_begin_later() -> None:
+    """They are seen in the fourth step."""
+    with pytest.raises(ValueError, match=r"LaterWriting writes through \.data into its input, or into") as caught:
+        trained(LaterWriting, 4, alpha=0.5)
+    assert "\n" not in str(caught.value)
+    trained(LaterWriting, 2, alpha=0.5)
