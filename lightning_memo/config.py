@@ -22,9 +22,8 @@ HOST_BACKED: Final = ("auto", "none", "attention", "all")
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "alpha": ("auto",),
     "slice_tokens": ("auto",),
-    "context_parallel_size": (1,),
     "host_backed": ("auto", "none"),
-    "schedule": ("auto", "layer"),
+    "schedule": ("auto", "layer", "nest"),
 }
 
 
@@ -165,8 +164,7 @@ class MemoConfig:
     @property
     def plans_kinds(self) -> bool:
         """Whether plans name a place for each kind of tensor, if there is one stack of layers that can be cut."""
-        alone = self.tensor_parallel_size == 1  # estimates do not know such plans otherwise
-        return self.storage == "kinds" or (self.storage == "auto" and alone and not self._contradicts_kinds())
+        return self.storage == "kinds" or (self.storage == "auto" and not self._contradicts_kinds())
 
     def _check_spill(self) -> None:
         _check_name("spill_path", self.spill_path, 'a folder on a local disk, like "/nvme/spill"')

@@ -82,8 +82,8 @@ class MemoStrategy(DistributedStrategy):
             "auto": "attention" if `slice_tokens` is set, attention is causal and layers can be cut, otherwise "none".
         storage: How a plan selects the activations to swap. "kinds" solves a linear program over kinds of tensors,
             which may also store single matrix products, keep some on the device, or run attention again instead of
-            storing its output. "alpha" swaps a fraction of the tokens. "auto" is "kinds" where a single stack of layers
-            runs slice after slice in one process for each sequence, and neither `alpha` nor `slice_tokens` is given.
+            storing its output. "alpha" swaps a fraction of the tokens. "auto" is "kinds" where the layers of a single
+            stack can be cut, and neither `alpha` nor `slice_tokens` is given.
         loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
             and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
             tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.

@@ -136,7 +136,7 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     whole = schedule == "nest" or len(slices) == 1
     total = 0
     for item in saved:
-        if item.kind == "input" or (item.kind == "lse" and whole):
+        if item.kind == "input" or (item.kind == "lse" and len(slices) == 1):
             total += aligned(share(item, slices[-1].stop, tokens))
             continue
         total += sum(

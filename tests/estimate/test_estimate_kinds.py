@@ -88,22 +88,34 @@ def test_it_is_faster_than_a_single_alpha_on_a_small_host() -> None:
         ({"alpha": 0.0}, ALONE),
         ({"method": "full_recompute"}, ALONE),
         ({"slices": Slices(tokens=2**14)}, ALONE),
-        ({"gpus": 2}, Parallelism(tp=2)),
-        ({"gpus": 2}, Parallelism(cp=2)),
         ({"gpus": 2, "batch_size": 2}, Parallelism(pp=2)),
     ],
-    ids=["alpha", "method", "slices", "tp", "cp", "pp"],
+    ids=["alpha", "method", "slices", "pp"],
 )
 def test_alpha_decides_elsewhere(changes: dict[str, Any], parallel: Parallelism) -> None:
     assert estimate(ask(cluster=load_cluster("h200"), **changes), parallel).storage is None
 
 
-def test_data_parallel_processes_name_kinds() -> None:
-    answer = estimate(ask(gpus=2, batch_size=2), Parallelism(dp=2, zero_stage=3))
+@pytest.mark.parametrize(
+    ("changes", "parallel"),
+    [
+        ({"batch_size": 2}, Parallelism(dp=2, zero_stage=3)),
+        ({"seq_len": 2**17}, Parallelism(tp=2)),
+        ({"seq_len": 2**17}, Parallelism(cp=2)),
+    ],
+    ids=["dp", "tp", "cp"],
+)
+def test_several_processes_name_kinds(changes: dict[str, Any], parallel: Parallelism) -> None:
+    question = ask(gpus=2, cluster=load_cluster("h200"), **changes)
+    answer = estimate(question, parallel)
     assert answer.storage is not None
-    parts = step_parts(ask(gpus=2, batch_size=2), answer)
+    assert ("mlp.gate_proj" in answer.storage) == (parallel.tp == 1)
+    parts = step_parts(question, answer)
     assert parts["recomputing"] == pytest.approx(answer.recompute_seconds)
     assert sum(parts.values()) == pytest.approx(answer.step_seconds)
+    alphas = [estimate(replace(question, alpha=alpha), parallel).step_seconds for alpha in (0.0, 0.25, 0.5)]
+    fitting = [seconds for seconds in alphas if seconds is not None]
+    assert fitting and answer.step_seconds is not None and answer.step_seconds < min(fitting)
 
 
 def test_plain_training_where_that_fits() -> None:
@@ -154,13 +166,13 @@ def test_products_and_the_bytes_of_a_plan_are_those_of_training(
 ) -> None:
     monkeypatch.setattr(plan_by_kind, "plain_plan", lambda *_: None)
     plan, question = trained(tmp_path, family, precision, lora)
-    products = recomputed_products(question)
+    products = recomputed_products(question, TOKENS)
     assert plan.storage_costs is not None and plan.swap.storage is not None
     # No gradient goes through the first layer of a model with adapters, which therefore saves less.
     *first, call = plan.storage_costs.classes
     assert bool(first) == (lora is not None)
     assert {p.name: p.size_bytes for p in products} == {p.name: p.size_bytes for p in call.products}
-    tensors = storable_tensors(question, products)
+    tensors = storable_tensors(question, products, TOKENS)
     sizes = stored_bytes_of_calls(plan.swap.storage, [tensors] * plan.swap.calls, TOKENS)
     assert sizes.kept >= plan.swap.kept_bytes > 0 and sizes.host >= plan.swap.stored_host_bytes
     assert lora or (sizes.kept, sizes.host) == (plan.swap.kept_bytes, plan.swap.stored_host_bytes)

@@ -125,12 +125,29 @@ def test_keys_and_values_on_the_host(configuration: str, family: str, host_backe
     check(configuration, Run(family=family, tokens=29), alpha=0.5, **settings)
 
 
-@slow_if(lambda configuration, device_memory: configuration == "tp2" or device_memory == "0.8MiB")
-@pytest.mark.parametrize("device_memory", ["0.6MiB", "0.8MiB"])
-@pytest.mark.parametrize("configuration", ["tp2", "tp2+sp"])
+def _storage_of(trainer: Any) -> dict[str, Any]:
+    return {"storage": trainer.strategy.plan.swap.storage}
+
+
+@slow_if(lambda configuration, device_memory: configuration == "tp2" or device_memory in ("0.8MiB", "1.05MiB"))
+@pytest.mark.parametrize(
+    ("configuration", "device_memory"),
+    [
+        *((configuration, size) for configuration in ("tp2", "tp2+sp") for size in ("0.6MiB", "0.8MiB")),
+        ("cp2 ring", "0.95MiB"), ("cp2 ring", "1.05MiB"), ("cp2 ulysses", "1.0MiB"),
+        ("cp4 ulysses2 x ring2", "0.95MiB"), ("cp2 x tp2+sp", "0.55MiB"),
+    ],
+)  # fmt: skip
 def test_a_place_for_each_kind_of_tensor(configuration: str, device_memory: str) -> None:
-    settings = {"storage": "kinds", "device_memory": device_memory, "host_memory": "200KiB"}
-    check(configuration, Run(family="llama_gqa", tokens=45), **settings)
+    size, settings = CONFIGURATIONS[configuration]
+    skip_ring_on_cuda(settings)
+    by_kind = {"storage": "kinds", "device_memory": device_memory, "host_memory": "200KiB"}
+    run = Run(family="llama_gqa", tokens=45)
+    together = train_together(size, run, settings | by_kind, _storage_of)
+    plans = together.notes["storage"]
+    assert None not in plans and len({plan.executed for plan in plans}) == 1
+    errors = together.worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in PARTS), errors
 
 
 @pytest.mark.parametrize(

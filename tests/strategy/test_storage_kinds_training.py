@@ -86,15 +86,15 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
 # ---- the default
 
 
-def test_kinds_are_planned_by_default() -> None:
-    result = fit(MemoStrategy(**BUDGET), LanguageModel("llama_gqa"))
+@pytest.mark.parametrize("schedule", ["auto", "nest"])
+def test_kinds_are_planned_by_default(schedule: str) -> None:
+    result = fit(MemoStrategy(schedule=schedule, **BUDGET), LanguageModel("llama_gqa"))
+    assert result.plan.swap.schedule == ("nest" if schedule == "nest" else "layer")
     assert result.plan.swap.storage is not None
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"alpha": 0.25}, {"slice_tokens": 16}, {"storage": "alpha"}, {"schedule": "nest"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"alpha": 0.25}, {"slice_tokens": 16}, {"storage": "alpha"}], ids=str)
 def test_alpha_is_planned_where_kinds_cannot_be(settings: dict[str, Any]) -> None:
     result = fit(MemoStrategy(**BUDGET | {"host_memory": "1MiB"} | settings), LanguageModel("llama_gqa"))
     assert result.plan.swap.mode == "memo" and result.plan.swap.storage is None
@@ -141,8 +141,7 @@ def test_the_faster_plan_that_fits_is_used(
     [
         {"alpha": 0.5},
         {"slice_tokens": 64},
-        {"context_parallel_size": 2},
-        {"schedule": "nest"},
+        {"schedule": "slice"},
         {"host_backed": "all"},
     ],
     ids=lambda setting: next(iter(setting)),
@@ -195,6 +194,8 @@ def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None
     )  # fmt: skip
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
     assert common_problem([*problems, (other, problems[0][1])]) is None
+    with pytest.raises(StorageError, match="different sizes on processes that share the tokens"):
+        common_problem([*problems, (other, problems[0][1])], common_bounds=True)
 
 
 def test_some_of_the_free_device_memory_is_left() -> None:

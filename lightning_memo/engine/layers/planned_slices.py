@@ -22,7 +22,8 @@ def planned_slices(
         why_nest: Why its attention cannot run slice after slice; empty if it can.
     """
     alpha = swap.alpha_of(key)
-    if swap.whole_layers or why_whole or (swap.storage is not None and why_nest):
+    stores_attention = swap.storage is None or swap.schedule == "nest"
+    if swap.whole_layers or why_whole or (why_nest and not stores_attention):
         return (TokenRange(0, tokens, Action.SWAP if alpha >= 1.0 else Action.RECOMPUTE),)
     if swap.storage is not None:
         return stored_slices(swap.storage, key, tokens)

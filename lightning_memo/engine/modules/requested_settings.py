@@ -58,12 +58,10 @@ class RequestedSettings:
             tokens: Number of tokens in the layer's input.
 
         Raises:
-            ValueError: `storage` is "kinds", and the layer cannot run slice after slice.
+            ValueError: `storage` is "kinds", and the layer cannot be cut.
         """
-        if self.storage != "kinds" or tokens < 2:
-            return
-        if why := traits.why_whole or traits.why_nest:
-            raise ValueError(f'storage="kinds" runs layers slice after slice, but {why}: use storage="alpha"')
+        if self.storage == "kinds" and tokens >= 2 and traits.why_whole:
+            raise ValueError(f'storage="kinds" runs layers in slices, but {traits.why_whole}: use storage="alpha"')
 
     @property
     def may_stream(self) -> bool:

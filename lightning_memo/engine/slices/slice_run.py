@@ -167,14 +167,14 @@ class SliceRun:
             v: Values.
             result: The result of the kernel.
             spec: The attention call.
-            nested: Whether attention ran over all slices at once: their common log-sum-exp is stored elsewhere.
+            nested: Whether attention ran over all slices at once.
         """
         run, storage = self.run, self.storage
         needed_later = not nested and (run.storage.per_slice or self.index < len(run.slices) - 1)
         dropped = self.range.place("out") is None
         saved = SavedAttention(
             out=None if dropped else storage.store("out", result.out),
-            lse=None if dropped else result.lse if nested else storage.store("lse", result.lse),
+            lse=None if dropped else storage.store("lse", result.lse),
             state=result.state,
             query=None if self.recomputes else storage.store_once("query", q),
             keys_values=self._store_keys(k, v) if needed_later or not self.recomputes else None,

@@ -118,7 +118,8 @@ def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, SideValues]:
 
 def run_nested(run: LayerRun, x: Tensor) -> Any:
     """Run a layer with its slices nested in one attention call, and return what the layer returns."""
-    slices = [SliceRun(run, number, tokens, x) for number, tokens in enumerate(run.slices)]
+    parts = x.detach().split([part.tokens for part in run.slices], run.call.token_dim)
+    slices = [SliceRun(run, n, tokens, part) for n, (tokens, part) in enumerate(zip(run.slices, parts, strict=True))]
     before: Tensor | None = None
     if x.requires_grad:
         x = _Enter.apply(slices, x)
@@ -195,11 +196,12 @@ class _NestedAttention(torch.autograd.Function):
         with run.engine.recorder.computing("attention"):
             result = merge_sinks(backend.forward(q, k, v, spec), sinks)
         ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
-        ctx.lse = run.storage.store(slices[0].storage.group, "lse", result.lse.detach(), slices[0].range.place("lse"))
         # Each slice gets an output of its own, which its output projection reads without another copy.
-        outs = tuple(token_major(out) for out in result.out.split([part.tokens for part in run.attention.slices], 2))
-        for n, (part, out) in enumerate(zip(slices, outs, strict=True)):
-            part.save_attention(*(p[n] for p in parts), AttentionResult(out, result.lse[..., :0]), spec, nested=True)
+        lengths = [part.tokens for part in run.attention.slices]
+        outs = tuple(token_major(out) for out in result.out.split(lengths, 2))
+        lses, ctx.lse_shape = _in_shares(result.lse, lengths), result.lse.shape
+        for n, part in enumerate(slices):
+            part.save_attention(*(p[n] for p in parts), AttentionResult(outs[n], lses[n]), spec, nested=True)
         return outs
 
     @staticmethod
@@ -211,13 +213,20 @@ class _NestedAttention(torch.autograd.Function):
         out = torch.cat([part.storage.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(
             1, 2
         )
-        result = AttentionResult(out, slices[0].storage.load(ctx.lse), ctx.state)
+        lse = torch.cat([part.storage.load(part.attentions[0].lse) for part in slices]).view(ctx.lse_shape)
+        result = AttentionResult(out, lse, ctx.state)
         with run.engine.recorder.computing("attention"):
             dout = torch.cat(douts, 2)
             grads = ctx.backend.backward(dout, q, k, v, result, ctx.spec)
             dsinks = None if ctx.spec.sinks is None else gradient_of_sinks(dout, result, ctx.spec.sinks)
         lengths = [part.tokens for part in run.attention.slices]
         return (None, None, dsinks, *(piece for grad in grads for piece in grad.split(lengths, 2)))
+
+
+def _in_shares(lse: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Cut a log-sum-exp in proportion to lengths. Where processes exchange heads, it is that of some heads."""
+    of_token = lse.numel() // sum(lengths)
+    return lse.flatten().split([of_token * length for length in lengths])
 
 
 def _with_sides(y: Tensor, sides: Sequence[SideValues], run: LayerRun) -> Any:

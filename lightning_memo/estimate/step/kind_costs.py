@@ -30,15 +30,18 @@ _KERNEL_SECONDS: Final = 3e-6
 to store, per byte, and a plan would choose arbitrarily among them."""
 
 
-def estimated_storage_costs(question: Question, costs: LayerCosts) -> StorageCosts:
-    """Compute what a first step measures for each kind of tensor of a layer that runs on a whole sequence.
+def estimated_storage_costs(question: Question, parallel: Parallelism, costs: LayerCosts) -> StorageCosts:
+    """Compute what a first step measures for each kind of tensor of a layer that runs on a process's tokens.
+
+    Plans do not name products whose weights are divided over tensor-parallel processes.
 
     Args:
         question: Question that was asked.
+        parallel: Sizes of the parallelism.
         costs: Costs of the layers of the step.
     """
-    times = layer_times(question, Parallelism())
-    products = recomputed_products(question)
+    times = layer_times(question, parallel)
+    products = recomputed_products(question, costs.tokens) if parallel.tp == 1 else ()
     call = CallCosts(
         input_bytes=costs.input_bytes[0],
         attention_bytes=costs.attention_bytes[0],
@@ -53,13 +56,12 @@ def estimated_storage_costs(question: Question, costs: LayerCosts) -> StorageCos
     return StorageCosts.of_step([call] * costs.calls, costs)
 
 
-def recomputed_products(question: Question) -> tuple[Product, ...]:
-    """Return the matrix products that a recomputation computes, with the times of their kernels.
+def recomputed_products(question: Question, tokens: int) -> tuple[Product, ...]:
+    """Return the matrix products that a recomputation of some tokens computes, with the times of their kernels.
 
     The products of adapters take as long as their bytes; all others as long as their operations.
     """
     shape, sizes, kernels = question.shape, element_bytes(question), layer_kernels(question)
-    tokens = question.seq_len
     rate = question.cluster.peak_flops * sizes.rate * question.constants.dense_efficiency
     groups = {group.name: group for group in layer_traffic(shape, kernels=kernels, sizes=sizes) if group.again}
     products = []
@@ -80,15 +82,22 @@ def recomputed_products(question: Question) -> tuple[Product, ...]:
     return tuple(products)
 
 
-def recomputed_flops(question: Question, stored: CallPlan) -> float:
-    """Count the FLOPs of a layer's recomputation by a plan, without those of adapters."""
-    shape, tokens = question.shape, question.seq_len
+def recomputed_flops(question: Question, stored: CallPlan, tokens: int) -> float:
+    """Count the FLOPs of a layer's recomputation by a plan, on all processes, without those of adapters.
+
+    Args:
+        question: Question that was asked.
+        stored: What a layer call stores.
+        tokens: Tokens of a layer call on one process.
+    """
+    shape, processes = question.shape, question.seq_len // tokens
     whole = stored.tokens(ALL)
-    flops = shape.attention_flops(tokens - stored.tokens(ATTENTION))
+    flops = shape.attention_flops(processes * (tokens - stored.tokens(ATTENTION)))
     for product in layer_products(shape, layer_kernels(question)):
         name = product.recomputed_name(shape)
         if name:
-            flops += 2.0 * product.inputs * product.outputs * (tokens - whole - stored.tokens(name))
+            again = tokens - whole - stored.tokens(name)
+            flops += 2.0 * product.inputs * product.outputs * processes * again
     return flops
 
 
@@ -107,12 +116,12 @@ def shares_by_place(plan: Plan) -> Storage:
     return shares
 
 
-def storable_tensors(question: Question, products: tuple[Product, ...]) -> list[SavedBytes]:
-    """Return the tensors of a layer call that a plan may store: those that it saves, and outputs of its products."""
+def storable_tensors(question: Question, products: tuple[Product, ...], tokens: int) -> list[SavedBytes]:
+    """Return the tensors of a layer call on some tokens that a plan may store, outputs of its products included."""
     saved = saved_bytes(
         question.shape,
         kernels=layer_kernels(question),
         sizes=element_bytes(question),
-        tokens=question.seq_len,
+        tokens=tokens,
     )
     return [*saved, *(SavedBytes(product.name, product.size_bytes) for product in products)]

@@ -84,7 +84,7 @@ def _outcome(question: Question, parallel: Parallelism, plan: Plan, limits: list
     if swap.storage is not None:
         assert plan.storage_costs is not None
         (call,), (stored,) = plan.storage_costs.classes, swap.storage.calls
-        recomputed = question.shape.layers * recomputed_flops(question, stored)
+        recomputed = question.shape.layers * recomputed_flops(question, stored, costs.tokens)
         seconds = costs.calls * recompute_seconds(call, stored, costs.tokens)
     return LayersEstimate(
         status="ok",

@@ -103,8 +103,8 @@ def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, 
     plain = plain_plan(costs, budget, label, "layer")
     if plain is not None:
         return plain
-    storage_costs = estimated_storage_costs(question, costs)
-    tensors = storable_tensors(question, storage_costs.classes[0].products)
+    storage_costs = estimated_storage_costs(question, parallel, costs)
+    tensors = storable_tensors(question, storage_costs.classes[0].products, costs.tokens)
     try:
         return plan_kinds(
             costs,
@@ -113,6 +113,8 @@ def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, 
             label,
             tile_tokens=tile_of(costs.tokens),
             stored_bytes=lambda plan: stored_bytes_of_calls(plan, [tensors] * costs.calls, costs.tokens),
+            common_bounds=parallel.tp > 1 or parallel.cp > 1,
+            nested=parallel.cp > 1,
         )
     except StorageError:
         return None

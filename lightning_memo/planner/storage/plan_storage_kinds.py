@@ -33,6 +33,7 @@ def plan_kinds(
     tile_tokens: int,
     stored_bytes: Callable[[StoragePlan], StoredBytes],
     common_bounds: bool = False,
+    nested: bool = False,
 ) -> Plan:
     """Decide where each kind of tensor is stored so that the step time is minimal and all budgets hold to the byte.
 
@@ -44,11 +45,12 @@ def plan_kinds(
         tile_tokens: Slices begin at multiples of this many tokens where possible.
         stored_bytes: Returns the exact bytes of a plan, alignment included.
         common_bounds: Whether all layer calls run in the same slices.
+        nested: Whether attention runs over all slices of a layer at once, so that its outputs cannot be recomputed.
 
     Raises:
         StorageError: The budget cannot hold the tensors that have to be stored.
     """
-    swap = _Problem(storage_costs, tile_tokens, stored_bytes, common_bounds).best(budget)
+    swap = _Problem(storage_costs, tile_tokens, stored_bytes, common_bounds, nested).best(budget)
     storage = swap.storage
     assert storage is not None
     return Plan(
@@ -62,17 +64,28 @@ def plan_kinds(
     )
 
 
-def common_problem(problems: Sequence[tuple[StorageCosts, StorageBudget]]) -> tuple[StorageCosts, StorageBudget] | None:
+def common_problem(
+    problems: Sequence[tuple[StorageCosts, StorageBudget]], common_bounds: bool = False
+) -> tuple[StorageCosts, StorageBudget] | None:
     """Combine the processes' problems: the costs of the slowest process and the smallest budget.
 
     Args:
         problems: Costs and budget of each process.
+        common_bounds: Whether the layers of all processes run in the same slices.
 
     Returns:
         The common costs and budget; None if the layers of the processes save different sizes.
+
+    Raises:
+        StorageError: Layers that have to run in the same slices save different sizes.
     """
     sizes = [(costs.call_classes, [(call.kinds, call.sizes) for call in costs.classes]) for costs, _ in problems]
     if any(size != sizes[0] for size in sizes):
+        if common_bounds:
+            raise StorageError(
+                "layers save tensors of different sizes on processes that share the tokens of a sequence, and have to "
+                'run in the same slices: use storage="alpha"'
+            )
         return None
     slowest = max((costs for costs, _ in problems), key=_compute_seconds)
     budgets = [budget for _, budget in problems]
@@ -111,6 +124,7 @@ class _Problem:
     tile_tokens: int
     stored_bytes: Callable[[StoragePlan], StoredBytes]
     common_bounds: bool
+    nested: bool
 
     def best(self, budget: StorageBudget) -> SwapPlan:
         """The fastest plan that fits. It may be one without the disk, which needs no bounce buffers."""
@@ -133,7 +147,9 @@ class _Problem:
         nvme = budget.nvme and replace(budget.nvme, bounce_share=_LEAST_BOUNCE_SHARE)
         limits = replace(budget, nvme=nvme)
         for _ in range(_ATTEMPTS):
-            swap = self._exact(plan_storage(self.costs, limits, tile_tokens=self.tile_tokens))
+            swap = self._exact(
+                plan_storage(self.costs, limits, tile_tokens=self.tile_tokens, may_drop_attention=not self.nested)
+            )
             less = self._less(limits, swap, budget)
             if less is None:
                 return self._explained(swap, budget)
@@ -152,7 +168,7 @@ class _Problem:
         return SwapPlan(
             mode="memo",
             alpha=storage.share(ALL, "swap", "spill"),
-            schedule="layer",
+            schedule="nest" if self.nested else "layer",
             slice_tokens=None,
             calls=self.costs.calls,
             slot_bytes=sizes.slot,

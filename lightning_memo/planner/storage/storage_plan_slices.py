@@ -84,15 +84,20 @@ def stored_bytes_of_calls(plan: StoragePlan, calls: Sequence[Sequence[SavedBytes
     return StoredBytes(slot=slot, host=sum(swapped[:-2]), kept=sum(kept), spill=tuple(spilled))
 
 
-def why_not_stored(plan: StoragePlan) -> str:
-    """Return why no layer can run by a plan, which may come from a file; empty if layers can."""
+def why_not_stored(plan: StoragePlan, nested: bool) -> str:
+    """Return why no layer can run by a plan, which may come from a file; empty if layers can.
+
+    Args:
+        plan: The plan.
+        nested: Whether attention runs over all slices of a layer at once.
+    """
     if not plan.call_classes or not set(plan.call_classes) <= set(range(len(plan.calls))):
         return "its layer calls are of classes that it does not have"
-    wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens)))
+    wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens, nested)))
     return next(wrong, "")
 
 
-def _why_not(call: CallPlan, tokens: int) -> str:
+def _why_not(call: CallPlan, tokens: int, nested: bool) -> str:
     kinds = {r.kind: [o for o in call.ranges if o.kind == r.kind] for r in call.ranges}
     for kind, ranges in kinds.items():
         ordered = sorted(ranges, key=lambda r: r.start)
@@ -101,6 +106,8 @@ def _why_not(call: CallPlan, tokens: int) -> str:
             return f"ranges of {kind} overlap, or leave the {tokens} tokens"
     if call.tokens(INPUT) != tokens:
         return "layer inputs have no place for some tokens"
+    if nested and call.tokens(ATTENTION) != tokens:
+        return "attention runs over all tokens at once, and its outputs have no place for some of them"
     needy = (r for r in call.ranges if r.kind == ALL)
     stored = [range(r.start, r.stop) for r in call.ranges if r.kind == ATTENTION]
     if any(not any(token in s for s in stored) for r in needy for token in (r.start, r.stop - 1)):

@@ -216,8 +216,15 @@ class ActivationPlanner(MetersSteps):
     def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
         storage, by_kind = self._engine.settings.storage, None
         if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
-            optional, divided = storage == "auto", self._engine.settings.divided
-            by_kind = plan_by_kind(step, self._ranks, everyone, self._measures_device, optional, divided)
+            by_kind = plan_by_kind(
+                step,
+                self._ranks,
+                everyone,
+                device_measured=self._measures_device,
+                optional=storage == "auto",
+                divided=self._engine.settings.divided,
+                schedule=self._engine.layer_classes.schedule,
+            )
         if by_kind is not None and storage == "kinds":
             return by_kind
 
@@ -240,7 +247,7 @@ class ActivationPlanner(MetersSteps):
     def _can_name_kinds(self, profile: StepProfile, everyone: bool) -> bool:
         """Whether layers can run by a plan that names a place for each kind of tensor."""
         classes = self._engine.layer_classes
-        return all(self._ranks.gather(profile.uniform and not (classes.why_whole or classes.why_nest), everyone))
+        return all(self._ranks.gather(profile.uniform and not classes.why_whole, everyone))
 
     def _raising_together(self, work: Callable[[], T], everyone: bool = True) -> T:
         """Do work that the disk of a single process may refuse; then all processes end.

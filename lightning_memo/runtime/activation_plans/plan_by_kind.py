@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
+from lightning_memo.artifacts.swap_plan import Schedule
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.device_budget import with_spare_device
@@ -15,7 +16,14 @@ from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
 
 def plan_by_kind(
-    step: MeasuredStep, ranks: Ranks, everyone: bool, device_measured: bool, optional: bool, divided: bool
+    step: MeasuredStep,
+    ranks: Ranks,
+    everyone: bool,
+    *,
+    device_measured: bool,
+    optional: bool,
+    divided: bool,
+    schedule: Schedule,
 ) -> Plan | None:
     """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
@@ -29,6 +37,7 @@ def plan_by_kind(
         device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
         optional: Whether there is another way to plan.
         divided: Whether processes share the tokens of a sequence, and therefore run all layers in the same slices.
+        schedule: The order in which slices run, "layer" or "nest".
 
     Returns:
         The plan; `None` if it is optional, and some process finds none.
@@ -37,15 +46,16 @@ def plan_by_kind(
         ValueError: Some process finds no plan.
     """
     profile, costs, budget, label = step.profile, step.costs, step.budget, step.label
-    plain = plain_plan(costs, budget, label, "layer")
+    plain = plain_plan(costs, budget, label, schedule)
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
     limits = with_spare_device(budget, costs) if device_measured else budget
     own = measured_storage_costs(profile, costs), StorageBudget.of(limits, costs)
-    problem, storage_budget = common_problem(ranks.gather(own, everyone)) or own
+    problems = ranks.gather(own, everyone)
     saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
     plan, error = None, None
     try:
+        problem, storage_budget = common_problem(problems, divided) or own
         plan = plan_kinds(
             costs,
             problem,
@@ -54,6 +64,7 @@ def plan_by_kind(
             tile_tokens=tile_of(profile.tokens),
             stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, profile.tokens),
             common_bounds=divided,
+            nested=schedule == "nest",
         )
     except ValueError as refused:
         error = refused

@@ -45,11 +45,14 @@ def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
     )
 
 
-def everything(names: list[str]) -> Rows:
-    """Return rows with every kind in every place, in eight slices; attention of the first tokens is recomputed."""
+def everything(names: list[str], nested: bool = False) -> Rows:
+    """Return rows with every kind in every place, in eight slices.
+
+    Attention of the first tokens is recomputed, unless it runs over all tokens at once.
+    """
     rows: Rows = {
         "input": [("keep", 0, 20), ("swap", 20, TOKENS)],
-        "attention": [("swap", 16, 32), ("keep", 32, TOKENS)],
+        "attention": [("swap", 0 if nested else 16, 32), ("keep", 32, TOKENS)],
         "all": [("swap", 40, 48), ("keep", 48, TOKENS)],
     }
     for n, name in enumerate(names):
@@ -66,12 +69,14 @@ class ByKind(EngineUnderTest):
         test_mode: TestMode | None = DELAYS,
         spill_path: Path | None = None,
         host_limit: float = math.inf,
+        schedule: str = "auto",
     ) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
         settings = RequestedSettings(
-            storage="kinds", spill_path=spill_path, test_mode=test_mode, host_limit=lambda: host_limit
-        )
+            storage="kinds", spill_path=spill_path, test_mode=test_mode, host_limit=lambda: host_limit,
+            schedule=schedule,
+        )  # fmt: skip
         self.engine = Engine(model, layers, DEVICE, settings)
 
     @property
@@ -86,7 +91,8 @@ class ByKind(EngineUnderTest):
         plan = storage_plan(classes, len(profile.calls))
         kept, swapped, spilled = (predicted_bytes(profile, plan, place) for place in PLACES)
         swap = SwapPlan(
-            mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(profile.calls),
+            mode="memo", alpha=0.0, schedule=self.engine.layer_classes.schedule, slice_tokens=None,
+            calls=len(profile.calls),
             slot_bytes=max(map(sum, zip(swapped, spilled, strict=True))), storage=plan,
             stored_host_bytes=sum(swapped[:-2]), stored_spill_bytes=tuple(spilled), kept_bytes=sum(kept),
         )  # fmt: skip
