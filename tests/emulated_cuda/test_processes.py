@@ -212,6 +212,8 @@ def late(run: Run, settings: dict[str, Any]) -> Outcome:
         ("dp2 x cp2 zero3 ulysses", {"alpha": 0.5}),
         ("dp2 x tp2+sp zero3", {"alpha": 0.0}),
         ("cp2 ring", {"alpha": 0.5, "host_backed": "all", "slice_tokens": 4}),
+        ("cp2 ring", {"storage": "kinds", "device_memory": "0.8MiB"}),
+        ("cp2 x tp2+sp", {"storage": "kinds", "device_memory": "0.43MiB"}),
     ],
 )
 def test_half_precision_with_late_copies_and_kernels(configuration: str, settings: dict[str, Any]) -> None:
