@@ -25,8 +25,9 @@ from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.device_budget import usable_device_bytes
-from lightning_memo.profiler.machine import available_host_bytes, free_device_bytes, measure_copy_bandwidth
+from lightning_memo.profiler.machine import free_device_bytes, measure_copy_bandwidth
 from lightning_memo.profiler.memory_meter import WorkingSet
+from lightning_memo.utils.free_host_memory import available_host_bytes
 
 _LONGEST_COPY_BYTES = 256 * 2**20
 _SHORTEST_COPY_BYTES = 2**16

@@ -7,8 +7,8 @@ from typing import Final
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.engine import Engine
-from lightning_memo.profiler.machine import available_host_bytes
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
+from lightning_memo.utils.free_host_memory import available_host_bytes
 from lightning_memo.utils.units import format_bytes
 
 _CHECK_BATCHES: Final = 10

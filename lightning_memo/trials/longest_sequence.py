@@ -15,13 +15,13 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 
 from lightning_memo.config import MemoConfig
-from lightning_memo.profiler.machine import available_host_bytes
 from lightning_memo.profiler.measured_costs import model_fingerprint
 from lightning_memo.trials.attempt_records import attempts_table, load_attempts, save_search
 from lightning_memo.trials.length_search import Attempt, LengthSearch
 from lightning_memo.trials.random_tokens import random_tokens
 from lightning_memo.trials.training_trial import OVERRIDDEN_TRAINER_ARGUMENTS, BatchOf, StrategyFactory, Trial
 from lightning_memo.trials.trial_process import TrialProcess
+from lightning_memo.utils.free_host_memory import available_host_bytes
 
 _USABLE_FRACTION = 0.9
 

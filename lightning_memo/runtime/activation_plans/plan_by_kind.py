@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.swap_plan import Schedule
+from lightning_memo.artifacts.tensor_kind_costs import StorageCosts
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.device_budget import with_spare_device
@@ -45,27 +46,15 @@ def plan_by_kind(
     Raises:
         ValueError: Some process finds no plan.
     """
-    profile, costs, budget, label = step.profile, step.costs, step.budget, step.label
-    plain = plain_plan(costs, budget, label, schedule)
+    plain = plain_plan(step.costs, step.budget, step.label, schedule)
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
-    limits = with_spare_device(budget, costs) if device_measured else budget
-    own = measured_storage_costs(profile, costs), StorageBudget.of(limits, costs)
+    limits = with_spare_device(step.budget, step.costs) if device_measured else step.budget
+    own = measured_storage_costs(step.profile, step.costs), StorageBudget.of(limits, step.costs)
     problems = ranks.gather(own, everyone)
-    saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
     plan, error = None, None
     try:
-        problem, storage_budget = common_problem(problems, divided) or own
-        plan = plan_kinds(
-            costs,
-            problem,
-            storage_budget,
-            label,
-            tile_tokens=tile_of(profile.tokens),
-            stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, profile.tokens),
-            common_bounds=divided,
-            nested=schedule == "nest",
-        )
+        plan = _solve(step, *(common_problem(problems, divided) or own), divided, schedule)
     except ValueError as refused:
         error = refused
     if optional and any(ranks.gather(error is not None, everyone)):
@@ -73,3 +62,18 @@ def plan_by_kind(
     ranks.raise_together(error, everyone)
     assert plan is not None
     return plan
+
+
+def _solve(step: MeasuredStep, costs: StorageCosts, budget: StorageBudget, divided: bool, schedule: Schedule) -> Plan:
+    profile = step.profile
+    saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
+    return plan_kinds(
+        step.costs,
+        costs,
+        budget,
+        step.label,
+        tile_tokens=tile_of(profile.tokens),
+        stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, profile.tokens),
+        common_bounds=divided,
+        nested=schedule == "nest",
+    )

@@ -1,0 +1,73 @@
+"""The host memory that this process may still use."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+# Files of a memory cgroup: limit, usage, and the key of memory.stat that counts page cache that was not used recently.
+_V1_FILES: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2_FILES: Final = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Return the host bytes that this process can allocate before the kernel kills a process.
+
+    This is the minimum of the machine's available memory and the memory left in each memory cgroup (v1 or v2) above
+    this process. Page cache that was not used recently counts as available, because the kernel reclaims it first.
+
+    Args:
+        root: Folder that contains `proc` and `sys`.
+
+    Raises:
+        ValueError: This system does not report its available memory.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        machine_kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        raise ValueError('available host memory can\'t be read here: set host_memory, for example "32GiB"') from None
+    return max(min([int(machine_kib) * 1024, *_cgroup_bytes(root)]), 0)
+
+
+def _cgroup_bytes(root: Path) -> list[int]:
+    """Return the bytes left in each memory cgroup that limits this process."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    mount = root / "sys/fs/cgroup"
+    left = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            left += _bytes_above(mount / "memory", group, _V1_FILES)
+        elif not controllers:
+            # If v1 controllers are mounted too, v2 has a folder of its own.
+            left += _bytes_above(mount, group, _V2_FILES) + _bytes_above(mount / "unified", group, _V2_FILES)
+    return left
+
+
+def _bytes_above(mount: Path, group: str, files: tuple[str, str, str]) -> list[int]:
+    """Return the bytes left in a cgroup and in all its ancestors, each of which limits its descendants."""
+    path = PurePosixPath(group.lstrip("/"))
+    # A container may see its group by the host's path, of which only the mount itself exists in the container.
+    groups = [PurePosixPath()] if ".." in path.parts else [path, *path.parents]
+    left = (_bytes_left(mount / group, *files) for group in dict.fromkeys(groups))
+    return [size_bytes for size_bytes in left if size_bytes is not None]
+
+
+def _bytes_left(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
+    """Return limit minus usage plus reclaimable page cache of a cgroup in bytes; `None` if it has no limit."""
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage_bytes = int((folder / usage_name).read_text())
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        stat = {}
+    return int(limit) - max(usage_bytes - int(stat.get(cache_key, 0)), 0)
