@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
-from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
+from lightning_memo.engine.attention.whole_attention import WholeAttention
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
 from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.engine.forward.as_written import run_as_written
@@ -263,9 +263,7 @@ class Engine:
         streamed = self.swap is None or self.swap.streamed
         if not (divided_by_slices(call.layout) or (isinstance(x, LazyTensor) and streamed)):
             self.layer_classes.of(call, x)
-            with handling(
-                lambda q, k, v, spec: attend(self.attention.backend(q, k, v, spec), q, k, v, spec), call.layout
-            ):
+            with handling(WholeAttention(self.attention, call.layout), call.layout):
                 return forward(*args, **kwargs)
         x = x.contiguous()
         if not self.calls and self.profiles(call.batch, call.tokens):

@@ -58,6 +58,13 @@ def test_gathering_a_slice_from_all_shards_gives_a_range_of_the_layer_order(sett
 
 
 @given(settings())
+def test_gathering_all_tokens_gives_the_layer_order_in_another_order(setting):
+    for layout in everyone(setting):
+        order, gathered = layout.gathered_order(), layout.fed_order()
+        assert (gathered if order is None else gathered[order]).equal(layout.layer_order())
+
+
+@given(settings())
 def test_without_shards_or_slices_the_model_gets_the_layer_order(setting):
     for changed in ({"shards": 1, "bounds": ()}, {"bounds": ()}):
         for layout in everyone(setting | changed):

@@ -59,11 +59,10 @@ def divided_runs(draw: st.DrawFn) -> tuple[int, Run, dict[str, Any]]:
         "offload_state": draw(one_of(False, False, False, True)),
         "alpha": draw(one_of("auto", 0.0, 0.3, 0.5, 1.0)),
         "loss_chunk_tokens": draw(one_of("auto", None, 5, 16)),
-        "device_memory": draw(one_of(None, "1MiB")),
+        "device_memory": draw(one_of(None, "1MiB", "0.7MiB")),
     }
     drawn |= draw(st.sampled_from(WAYS))
-    if context == 1:  # others refuse these
-        drawn |= draw(one_of({}, {"storage": "kinds", "alpha": "auto", "slice_tokens": "auto", "host_backed": "auto"}))
+    drawn |= draw(one_of({}, {"storage": "kinds", "alpha": "auto", "slice_tokens": "auto", "host_backed": "auto"}))
     return size, draw(runs(size // tensor // context)), drawn
 
 

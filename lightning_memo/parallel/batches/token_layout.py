@@ -107,9 +107,19 @@ class TokenLayout:
         Shard `t` is the `t`-th contiguous part of `1 / shards`. The tokens `[a, b)` of a slice, concatenated over the
         shards, are the tokens `[shards * a, shards * b)` of the layer order.
         """
-        layer = self.layer_order()
+        return self._as_fed(self.layer_order())
+
+    def gathered_order(self) -> Tensor | None:
+        """Returns where the tokens that are gathered from all shards hold those of the layer order.
+
+        Returns:
+            int64 `[local_tokens]`; None if the orders are the same.
+        """
+        return self._as_fed(torch.arange(self.local_tokens)).argsort() if len(self.bounds) > 1 else None
+
+    def _as_fed(self, tokens: Tensor) -> Tensor:
         edges = (0, *(self.bounds or (self.local_tokens // self.shards,)))
-        slices = [layer[self.shards * a : self.shards * b].chunk(self.shards) for a, b in pairwise(edges)]
+        slices = [tokens[self.shards * a : self.shards * b].chunk(self.shards) for a, b in pairwise(edges)]
         return torch.cat([parts[shard] for shard in range(self.shards) for parts in slices])
 
     def _check_ranks(self) -> None:
