@@ -71,7 +71,8 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
     made_for = "alpha" if swap.storage is None else "kinds"
     if swap.mode == "memo" and settings.storage not in ("auto", made_for):
         return f'it was made for storage="{made_for}"'
-    if swap.storage is not None and (why := why_not_stored(swap.storage, swap.schedule == "nest")):
+    nested = "nest" in (swap.schedule, settings.schedule)
+    if swap.storage is not None and (why := why_not_stored(swap.storage, nested)):
         return why
     if sliced_outside is not None and swap.streamed != sliced_outside:
         return f'it was made for host_backed="{swap.host_backed}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_memo.planner.storage.plan_storage_kinds import common_problem, pl
 from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
 from lightning_memo.runtime.activation_plans import activation_planner
+from lightning_memo.runtime.activation_plans import plan_by_kind as planning
 from lightning_memo.runtime.activation_plans.plan_by_kind import plan_by_kind
 
 KIB = 1024
@@ -59,6 +61,20 @@ def test_a_resumed_run_goes_on_with_the_same_plan() -> None:
     resumed = run(6, ckpt_path=Path("saved") / "epoch=0-step=3.ckpt")
     assert resumed.plan.swap == uninterrupted.plan.swap
     assert resumed.losses == uninterrupted.losses[3:]
+
+
+@pytest.mark.parametrize("host_memory", ["40KiB", "100KiB"], ids=["recomputes attention", "stores attention"])
+def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
+    budget = BUDGET | {"host_memory": host_memory}
+    first = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
+    assert first.plan.swap.storage is not None and first.plan.swap.schedule == "layer"
+    again = MemoStrategy(schedule="nest", **budget, plan=tmp_path / "memo_plan.json")
+    if host_memory == "40KiB":
+        with pytest.warns(UserWarning, match="attention runs over all tokens at once, and its outputs have no place"):
+            result = fit(again, LanguageModel("llama_gqa"))
+    else:
+        result = fit(again, LanguageModel("llama_gqa"))
+    assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
 def test_a_plan_of_one_alpha_is_made_anew(tmp_path: Path) -> None:
@@ -196,6 +212,43 @@ def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None
     assert common_problem([*problems, (other, problems[0][1])]) is None
     with pytest.raises(StorageError, match="different sizes on processes that share the tokens"):
         common_problem([*problems, (other, problems[0][1])], common_bounds=True)
+
+
+@pytest.mark.parametrize("sharing", ["the same", "different"])
+def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data-parallel processes may get batches of other lengths."""
+    other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
+    budget = StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70)
+
+    class Others:
+        def gather(self, value: Any, everyone: bool = True) -> list[Any]:
+            if not isinstance(value, tuple):
+                return [value]
+            return [value, (other if everyone or sharing == "different" else COSTS, budget)]
+
+        def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
+            if error is not None:
+                raise error
+
+    step: Any = SimpleNamespace(
+        profile=None, costs=LAYERS, budget=Budget(device_bytes=ALWAYS + 8500, host_bytes=70), label=LABEL
+    )
+    monkeypatch.setattr(planning, "plain_plan", lambda *_: None)
+    monkeypatch.setattr(planning, "measured_storage_costs", lambda *_: COSTS)
+    monkeypatch.setattr(planning, "_solve", lambda step, costs, budget, divided, schedule: costs)
+
+    def plan(divided: bool) -> Any:
+        ranks: Any = Others()
+        return plan_by_kind(
+            step, ranks, True, device_measured=False, optional=False, divided=divided, schedule="layer"
+        )  # fmt: skip
+
+    assert plan(divided=False) == COSTS
+    if sharing == "the same":
+        assert plan(divided=True) == COSTS
+    else:
+        with pytest.raises(StorageError, match="different sizes on processes that share the tokens"):
+            plan(divided=True)
 
 
 def test_some_of_the_free_device_memory_is_left() -> None:

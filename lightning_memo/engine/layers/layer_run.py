@@ -105,7 +105,8 @@ class LayerRun:
         if not self.whole and not spec.sliceable:
             raise ValueError(
                 f"{self.call.name} was cut into {len(self.slices)} slices, but its attention is now "
-                "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set alpha=0"
+                "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set "
+                'schedule="nest"'
             )
 
     def check_whole(self, why: str) -> None:
@@ -120,7 +121,7 @@ class LayerRun:
         if not self.whole:
             raise ValueError(
                 f"{self.call.name} was cut into {len(self.slices)} slices, but now {why}: keep "
-                "attention alike in all steps, or set alpha=0"
+                'attention alike in all steps, or set storage="alpha" and alpha=0'
             )
 
     def take_output(self) -> Tensor:

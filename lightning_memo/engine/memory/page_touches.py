@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Collection
@@ -31,9 +32,14 @@ def touch_pages(memory: Tensor, cpus: Collection[int]) -> None:
         memory[start : start + _CHUNK_BYTES : mmap.PAGESIZE].zero_()
 
     threads = min(len(cpus), _MOST_THREADS)
-    with ThreadPoolExecutor(threads, initializer=os.sched_setaffinity, initargs=(0, cpus)) as pool:
+    with ThreadPoolExecutor(threads, initializer=_move_to, initargs=(cpus,)) as pool:
         for _ in pool.map(touch, range(0, memory.nbytes, _CHUNK_BYTES)):
             pass
+
+
+def _move_to(cpus: Collection[int]) -> None:
+    with contextlib.suppress(OSError):  # containers may forbid it
+        os.sched_setaffinity(0, cpus)  # of this thread
 
 
 def cpus_near(device: int, root: Path = Path("/")) -> Collection[int]:

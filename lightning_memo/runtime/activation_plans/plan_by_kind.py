@@ -51,10 +51,11 @@ def plan_by_kind(
         return plain
     limits = with_spare_device(step.budget, step.costs) if device_measured else step.budget
     own = measured_storage_costs(step.profile, step.costs), StorageBudget.of(limits, step.costs)
-    problems = ranks.gather(own, everyone)
+    common = common_problem(ranks.gather(own, everyone))
+    sharing = ranks.gather(own, everyone=False)  # the processes that have to run in the same slices
     plan, error = None, None
     try:
-        plan = _solve(step, *(common_problem(problems, divided) or own), divided, schedule)
+        plan = _solve(step, *(common or common_problem(sharing, divided) or own), divided, schedule)
     except ValueError as refused:
         error = refused
     if optional and any(ranks.gather(error is not None, everyone)):
