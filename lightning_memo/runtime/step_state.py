@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.state.held_values import Held, copied
+from lightning_memo.engine.state.held_values import Held
 from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.containers import copied, entries_of, size_of
 
 _VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -211,19 +212,18 @@ def _other(present: Any, t: Tensor | None, version: int) -> bool:
 
 def _is_value(value: Any) -> bool:
     """Return whether an attribute is a tensor that belongs to no graph."""
-    return isinstance(value, Tensor) and not value.requires_grad and not value.is_inference()
+    return issubclass(type(value), Tensor) and not value.requires_grad and not value.is_inference()
 
 
 def _is_list(value: Any) -> bool:
     """Return whether an attribute is a short container without tensors of a graph."""
-    if not isinstance(value, (list, dict, set, deque)) or len(value) > LONGEST:
+    if not issubclass(type(value), (list, dict, set, deque)) or size_of(value) > LONGEST:
         return False
-    inner = value.values() if isinstance(value, dict) else value
-    return not any(isinstance(each, Tensor) and each.requires_grad for each in inner)
+    return not any(issubclass(type(each), Tensor) and each.requires_grad for each in entries_of(value))
 
 
 def _is_kept(value: Any) -> bool:
-    return type(value) in _VALUES or isinstance(value, (Tensor, list, dict, set, deque))
+    return type(value) in _VALUES or issubclass(type(value), (Tensor, list, dict, set, deque))
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:

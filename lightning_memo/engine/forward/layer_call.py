@@ -18,7 +18,8 @@ from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
-from lightning_memo.utils.python_objects import contents_of, slots_of
+from lightning_memo.utils.containers import entries_of, items_of
+from lightning_memo.utils.python_objects import contents_of, dict_of, in_slots
 
 
 class _TheInput:
@@ -86,20 +87,21 @@ class LayerCall:
         if isinstance(value, Tensor):
             by_token = token_dim_of(value, self.tokens, self.batch, self.token_dim, self.shards)
             return value.dtype, value.dim(), by_token, value.requires_grad
-        if isinstance(value, (tuple, list)):
-            return type(value), *(self._form(each, depth) for each in value)
-        if isinstance(value, dict):
-            return type(value), *((name, self._form(each, depth)) for name, each in value.items())
-        if value is None or isinstance(value, (bool, float, complex, str, type, torch.dtype, torch.device)):
-            return type(value), value
-        if isinstance(value, int):
+        kind = type(value)
+        if issubclass(kind, (tuple, list)):
+            return kind, *(self._form(each, depth) for each in entries_of(value))
+        if issubclass(kind, dict):
+            return kind, *((name, self._form(each, depth)) for name, each in items_of(value))
+        if value is None or issubclass(kind, (bool, float, complex, str, type, torch.dtype, torch.device)):
+            return kind, value
+        if issubclass(kind, int):
             return int, "tokens" if value == self.tokens else value
-        if isinstance(value, nn.Module):
-            return type(value), id(value)
+        if issubclass(kind, nn.Module):
+            return kind, id(value)
         # Objects like masks behave like tensors; of others, attributes count as arguments do.
-        if depth == 0 or hasattr(value, "__torch_function__"):
-            return type(value)
-        return type(value), self._form(_parts_of(value), depth - 1)
+        if depth == 0 or hasattr(kind, "__torch_function__"):
+            return kind
+        return kind, self._form(_parts_of(value), depth - 1)
 
     def with_copied_containers(self) -> LayerCall:
         """Return the same call, whose layer cannot write to the caller's dicts and lists."""
@@ -115,19 +117,20 @@ class LayerCall:
         return LayerMode(self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
 
 
-def _parts_of(value: object) -> object:
+def _parts_of(value: Any) -> object:
     """Return what an object or a function consists of, as far as it may decide what a layer computes."""
-    if isinstance(value, (slice, range)):
+    kind, attributes = type(value), dict_of(value)
+    if kind in (slice, range):
         return value.start, value.stop, value.step
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return value.func, value.args, value.keywords
-    if isinstance(value, MethodType):
+    if kind is MethodType:
         return value.__func__, value.__self__
-    if isinstance(value, FunctionType):
+    if kind is FunctionType:
         return id(value.__code__), value.__defaults__, contents_of(value)
-    if callable(value) and not hasattr(value, "__dict__"):
+    if callable(value) and attributes is None:
         return id(value)  # a function that is not written in Python
-    return {name: getattr(value, name, None) for name in slots_of(type(value))} | getattr(value, "__dict__", {})
+    return in_slots(value) | (attributes or {})
 
 
 def _copy_containers(tree: Any) -> Any:

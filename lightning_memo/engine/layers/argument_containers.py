@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_memo.engine.forward.layer_output import fields_of, is_unknown_dataclass
-from lightning_memo.engine.state.held_values import refill
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.containers import refill
 
 Run = Callable[..., Any]
 Dict: TypeAlias = dict[Any, Any] | UserDict[Any, Any]
 _NOTHING = object()
+_READING = ("__iter__", "keys", "values", "items", "clear")
 
 
 def taken_apart(run: Run) -> Run:
@@ -98,7 +99,7 @@ def dicts_apart(run: Run) -> Run:
 
     def run_apart(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = (*enumerate(args), *kwargs.items())
-        given: dict[int | str, Dict] = {at: d for at, d in arguments if isinstance(d, (dict, UserDict))}
+        given: dict[int | str, Dict] = {at: d for at, d in arguments if _is_dict(d)}
         if not given:
             return run(layer, forward, *args, **kwargs)
         # Plain dicts, whose tensors are found and cut like other arguments.
@@ -117,6 +118,15 @@ def dicts_apart(run: Run) -> Run:
         return output.output if like is None else dataclasses.replace(like, **output.output)
 
     return run_apart
+
+
+def _is_dict(value: object) -> bool:
+    """Return whether an argument is a dict that is copied. Others do whatever they do when they are read."""
+    kind = type(value)
+    base = next((each for each in (dict, UserDict) if issubclass(kind, each)), None)
+    if base is dict and issubclass(kind, OrderedDict):
+        base = OrderedDict
+    return base is not None and all(getattr(kind, name) is getattr(base, name) for name in _READING)
 
 
 class _Written(NamedTuple):

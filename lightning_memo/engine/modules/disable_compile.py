@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.python_objects import dict_of
 
 
 def rest_compiled(
@@ -46,7 +48,8 @@ def _compiled_functions(module: nn.Module) -> Iterator[str]:
     known = getattr(forward, "__globals__", {})
     used = [(name, known.get(name)) for name in getattr(getattr(forward, "__code__", None), "co_names", ())]
     for name, value in (*used, *vars(module).items()):
-        if not isinstance(value, nn.Module) and hasattr(value, "_torchdynamo_orig_callable"):
+        function = value.__func__ if type(value) is MethodType else value
+        if not issubclass(type(value), nn.Module) and "_torchdynamo_orig_callable" in (dict_of(function) or {}):
             yield name
 
 

@@ -44,7 +44,7 @@ def without_caches(
 
 def _is_cache(value: object) -> bool:
     """Return whether an argument is a key-value cache of transformers."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    return hasattr(type(value), "get_seq_length") and hasattr(type(value), "update")
 
 
 def _is_filled(cache: Any, layer: nn.Module) -> bool:

@@ -30,7 +30,7 @@ def in_training(call: LayerCall, on_saved: Callable[[Tensor], None] = lambda t: 
     saved = saved_tensors_hooks(on_saved, lambda _: refuse_inner_backward(call.name))
     # What a layer adds to in place must not become a function of a probe.
     tables = [table for module in call.layer.modules() for table in (module._buffers, vars(module))]
-    held = [(table, name, t, t.detach()) for table in tables for name, t in table.items() if isinstance(t, Tensor)]
+    held = [(table, name, t, t.detach()) for table in tables for name, t in table.items() if _is_tensor(t)]
     for table, name, _, alias in held:
         table[name] = alias
     try:
@@ -40,6 +40,11 @@ def in_training(call: LayerCall, on_saved: Callable[[Tensor], None] = lambda t: 
         for table, name, t, alias in held:
             if table.get(name) is alias:
                 table[name] = t
+
+
+def _is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor. Proxies are not asked for their classes."""
+    return issubclass(type(value), Tensor)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
-from lightning_memo.engine.state.held_values import Container, name_of
+from lightning_memo.engine.state.held_values import name_of
 from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.containers import Container, size_of
 
 _LONGEST_REWRITTEN = 2**16  # containers of layers that write, for example lists that grow while training
 _CHANGE = (
@@ -85,7 +86,7 @@ class ForwardState(PythonState):
         self._drop_graphs()
 
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
-        if len(container) <= (_LONGEST_REWRITTEN if self._rewritten else LONGEST):
+        if size_of(container) <= (_LONGEST_REWRITTEN if self._rewritten else LONGEST):
             super()._note(owner, key, container)
 
     def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:

@@ -6,6 +6,7 @@ from types import CellType, FunctionType
 from typing import Any, NamedTuple, Protocol
 
 from lightning_memo.engine.state.held_values import NOTHING, are_tensors
+from lightning_memo.utils.python_objects import slots_of
 
 
 class Namespace(Protocol):
@@ -63,26 +64,26 @@ class Closure:
 
 
 class Slots:
-    """The slots of an object.
+    """The slots of an object, also where its class is frozen, or has properties of the same names.
 
     Args:
         owner: The object.
     """
 
     def __init__(self, owner: object) -> None:
-        self._owner = owner
+        self._owner, self._slots = owner, slots_of(type(owner))
 
     def get(self, name: str) -> Any:
         try:
-            return object.__getattribute__(self._owner, name)
+            return self._slots[name].__get__(self._owner)
         except AttributeError:
             return NOTHING
 
     def set(self, name: str, value: Any) -> None:
         if value is not NOTHING:
-            object.__setattr__(self._owner, name, value)  # also where the class is frozen
+            self._slots[name].__set__(self._owner, value)
         elif self.get(name) is not NOTHING:
-            object.__delattr__(self._owner, name)
+            self._slots[name].__delete__(self._owner)
 
 
 class HeldNames(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,9 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.containers import Container, copied, entries_of, holds_other, refill
 
-Array = np.ndarray[Any, Any]
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
 NOTHING = object()
 _PYTHONS_OWN = "_abc_impl"  # attribute of classes
 
@@ -36,38 +33,29 @@ class Held(NamedTuple):
     @property
     def changed(self) -> bool:
         """Whether it holds anything else now."""
-        container, before = self.container, self.before
-        if isinstance(container, np.ndarray) or isinstance(before, np.ndarray):
-            return not _same_bytes(container, before)
-        if len(container) != len(before):
-            return True
-        if isinstance(container, dict) and isinstance(before, dict):
-            same = all(map(operator.is_, container, before))
-            return not (same and all(map(operator.is_, container.values(), before.values())))
-        if isinstance(container, set):  # a copy may have another order
-            return set(map(id, container)) != set(map(id, before))
-        return not all(map(operator.is_, container, before))
+        return holds_other(self.container, self.before)
 
     @property
     def only_filled(self) -> bool:
         """Whether a dict got tensors where there was nothing, and nothing else has changed, as in caches."""
-        container, before = self.container, self.before
-        if not (isinstance(container, dict) and isinstance(before, dict)):
+        before = self.before
+        if not isinstance(before, dict):
             return False
+        container: Any = copied(self.container)
         kept = ((key, value) for key, value in before.items() if value is not None)
         return all(container.get(key, NOTHING) is value for key, value in kept) and are_tensors(self.gained())
 
     @property
     def first_changed(self) -> str:
         """Name of something in it that has changed; empty if nothing has."""
-        container, before, name = self.container, self.before, name_of(self.owner, self.key)
-        if isinstance(container, dict) and isinstance(before, dict):
-            keys = {**container, **before}
-            changed = (key for key in keys if container.get(key, NOTHING) is not before.get(key, NOTHING))
-            return next((f"{name}.{key}" for key in changed), "")
+        before, name = self.before, name_of(self.owner, self.key)
         if not self.changed:
             return ""
-        return name if isinstance(container, np.ndarray) else f"a {type(container).__name__} of {name}"
+        if isinstance(before, dict):
+            present: Any = copied(self.container)
+            keys = (key for key in {**present, **before} if present.get(key, NOTHING) is not before.get(key, NOTHING))
+            return next((f"{name}.{_word(key)}" for key in keys), "")
+        return name if isinstance(before, np.ndarray) else f"a {type(self.container).__name__} of {name}"
 
     def present(self) -> Held:
         """Return what the container holds now."""
@@ -75,13 +63,14 @@ class Held(NamedTuple):
 
     def gained(self) -> list[Any]:
         """Return what it has got since."""
-        container, before = self.container, self.before
-        if isinstance(container, np.ndarray) or isinstance(before, np.ndarray):
+        before = self.before
+        if isinstance(before, np.ndarray):
             return []
-        if isinstance(container, dict) and isinstance(before, dict):
-            return [value for key, value in container.items() if before.get(key, NOTHING) is not value]
+        if isinstance(before, dict):
+            present: Any = copied(self.container)
+            return [value for key, value in present.items() if before.get(key, NOTHING) is not value]
         known = set(map(id, before))
-        return [value for value in container if id(value) not in known]
+        return [value for value in entries_of(self.container) if id(value) not in known]
 
     def restore(self) -> None:
         """Let it hold the same again."""
@@ -93,36 +82,9 @@ def are_tensors(values: Iterable[Any]) -> bool:
     return all(issubclass(type(t), Tensor) for each in values for t in (each if type(each) is tuple else (each,)))
 
 
-def refill(container: Container, values: Any) -> None:
-    """Let a container hold other values."""
-    if isinstance(container, np.ndarray):
-        container[...] = values
-        return
-    if isinstance(container, dict):  # classes may forbid `update`
-        kind = OrderedDict if isinstance(container, OrderedDict) else dict
-        kind.clear(container)
-        kind.update(container, values)
-        return
-    container.clear()
-    if isinstance(container, set):
-        container.update(values)
-    else:
-        container.extend(values)
-
-
-def copied(container: Container) -> Container:
-    """Return a plain container that holds the same. Classes may have other constructors."""
-    if isinstance(container, np.ndarray):
-        return container.copy()
-    if isinstance(container, dict):
-        return dict(container)
-    if isinstance(container, set):
-        return set(container)
-    return deque(container, container.maxlen) if isinstance(container, deque) else list(container)
-
-
-def _same_bytes(container: Any, before: Any) -> bool:
-    return bool(container.shape == before.shape and container.tobytes() == before.tobytes())
+def _word(key: object) -> str:
+    """Return a key for a message."""
+    return str(key) if type(key) in (str, int, float, bool, type(None)) else f"[{type(key).__name__}]"
 
 
 def name_of(owner: nn.Module | str, key: str) -> str:
@@ -164,6 +126,6 @@ class ClassAttributes:
         for kind, name in self.changed():
             value: Any = self._before[kind].get(name, NOTHING)
             if value is NOTHING:
-                delattr(kind, name)
+                type.__delattr__(kind, name)
             else:
-                setattr(kind, name, value)
+                type.__setattr__(kind, name, value)  # metaclasses may forbid it

@@ -14,29 +14,26 @@ from typing import Any
 from lightning_memo.engine.state.held_names import Closure, Globals, HeldNames
 from lightning_memo.engine.state.held_values import NOTHING
 from lightning_memo.engine.state.user_objects import LIBRARIES, TRUSTED
-from lightning_memo.utils.python_objects import contents_of
+from lightning_memo.utils.python_objects import contents_of, dict_of, package_of, variables_of
 
 _MOST_FUNCTIONS = 1024  # that are read
 
 
 def functions_in(code: object) -> Iterator[FunctionType]:
     """Yield the functions that run if a function, method, descriptor or partial of these is called."""
-    while not isinstance(code, FunctionType):
-        inner = _inner(code)
-        if inner is None:
-            return
-        code = inner
-    yield code
-    if (wrapped := getattr(code, "__wrapped__", None)) is not None:
-        yield from functions_in(wrapped)
+    while code is not None:
+        if type(code) is FunctionType:
+            yield code
+        code = _inner(code)
 
 
-def _inner(code: object) -> object | None:
-    if isinstance(code, (MethodType, staticmethod, classmethod)):
+def _inner(code: Any) -> Any:
+    kind = type(code)
+    if issubclass(kind, (MethodType, staticmethod, classmethod)):
         return code.__func__
-    if isinstance(code, (functools.partial, functools.partialmethod, functools.cached_property)):
+    if issubclass(kind, (functools.partial, functools.partialmethod, functools.cached_property)):
         return code.func
-    return getattr(code, "__wrapped__", None)  # of `functools.lru_cache`, for example
+    return (dict_of(code) or {}).get("__wrapped__")  # of decorators, and of `functools.lru_cache`
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,8 +59,8 @@ def is_of_users(module: str, packages: frozenset[str] = frozenset()) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_installed(package: str) -> bool:
     """Return whether a package is installed among other libraries."""
-    module = sys.modules.get(package)
-    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    variables = variables_of(sys.modules.get(package))
+    file = variables.get("__file__") or next(iter(variables.get("__path__", ())), "")
     paths = sysconfig.get_paths()
     return bool(file) and file.startswith((paths["purelib"], paths["platlib"], site.getusersitepackages()))
 
@@ -95,21 +92,22 @@ class NamesOfCode:
         """Read what was noted, and what it names."""
         while self._waiting and len(self._seen) < _MOST_FUNCTIONS:
             code = self._waiting.popleft()
-            if isinstance(code, type):
+            kind = type(code)
+            if issubclass(kind, type):
                 self._read_class(code)
                 continue
-            if isinstance(code, property):
-                self._waiting += filter(None, (code.fget, code.fset, code.fdel))
+            if issubclass(kind, property):
+                self._waiting += (each for each in (code.fget, code.fset, code.fdel) if each is not None)
                 continue
-            if isinstance(code, (MethodType, functools.partial)):
-                bound = code.__self__ if isinstance(code, MethodType) else (code.args, code.keywords)
+            if issubclass(kind, (MethodType, functools.partial)):
+                bound = code.__self__ if kind is MethodType else (code.args, code.keywords)
                 self._look_into(bound, "an argument")
             for function in functions_in(code):
                 self._read_function(function)
 
     def _read_class(self, kind: type) -> None:
         for c in kind.__mro__:
-            if c not in self.classes and is_of_users(c.__module__, self._packages):
+            if c not in self.classes and is_of_users(package_of(c), self._packages):
                 self.classes[c] = None
                 for name, value in vars(c).items():
                     self._look_into(value, f"{c.__name__}.{name}")
@@ -122,7 +120,7 @@ class NamesOfCode:
         self._look_into((*defaults, vars(function)), function.__qualname__)
         module = str(variables.get("__name__"))
         if not is_of_users(module, self._packages):  # a decorator's, for example
-            self._waiting += (each for each in contents_of(function) if isinstance(each, FunctionType))
+            self._waiting += (each for each in contents_of(function) if type(each) is FunctionType)
             return
         names = names_in(code)
         # Also names of which there is no variable yet: the function may make it.
@@ -138,10 +136,12 @@ class NamesOfCode:
                 value = sys.modules.get(name, NOTHING)  # a function may import it
             if not issubclass(type(value), ModuleType):  # without asking the object for its class
                 self._look_into(value, f"{held.owner}.{name}")
-            elif is_of_users(value.__name__, self._packages) and self._is_new(id(value), *map(hash, names)):
-                variables = vars(value)
+                continue
+            variables = variables_of(value)
+            module = str(variables.get("__name__"))
+            if is_of_users(module, self._packages) and self._is_new(id(value), *map(hash, names)):
                 used = tuple(sorted(name for name in names if name in variables))
-                self._note(HeldNames.of(value.__name__, Globals(variables), used), names)
+                self._note(HeldNames.of(module, Globals(variables), used), names)
 
     def _is_new(self, *ids: int) -> bool:
         new = ids not in self._seen

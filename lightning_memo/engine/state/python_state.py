@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.state.held_names import HeldNames, Namespace, Slots
-from lightning_memo.engine.state.held_values import NOTHING, Array, ClassAttributes, Container, Held, copied, name_of
+from lightning_memo.engine.state.held_values import NOTHING, ClassAttributes, Held, name_of
 from lightning_memo.engine.state.names_of_code import NamesOfCode
 from lightning_memo.engine.state.user_objects import attributes_of, classes_of, is_users
-from lightning_memo.utils.python_objects import slots_of
+from lightning_memo.utils.containers import Array, Container, array_of, copied, entries_of, size_of
+from lightning_memo.utils.python_objects import package_of, slots_of
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 # The owner of a tensor (the name of one that is no module), its attribute, and the tensor.
@@ -108,7 +109,7 @@ class PythonState:
                 if vars(p) or type(p) is not nn.Parameter:  # weights of bitsandbytes have attributes
                     self._note(module, key, vars(p))
                     for each in vars(p).values():
-                        if not isinstance(each, Tensor):  # sums of gradients, for example
+                        if not issubclass(type(each), Tensor):  # sums of gradients, for example
                             self._look_into(each, module, key, depth)
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -125,7 +126,7 @@ class PythonState:
         if issubclass(kind, _CODE):
             return self._note_code(value)
         if issubclass(kind, tuple):
-            inner: Collection[Any] = value
+            inner: Any = value
         elif id(value) in self._seen:
             return None
         elif issubclass(kind, np.ndarray):
@@ -137,7 +138,7 @@ class PythonState:
             self._note(owner, key, value)
             if attributes := attributes_of(value):
                 self._note(owner, key, attributes)
-            inner = value.values() if issubclass(kind, dict) else value
+            inner = value
         elif is_users(kind):
             owner = kind.__name__ if isinstance(owner, str) else owner
             inner = self._note_object(value, owner, key)
@@ -148,8 +149,8 @@ class PythonState:
         self._seen.add(id(value))
         if issubclass(kind, (tuple, set)):
             owner, key = name_of(owner, key), ""
-        if depth and len(inner) <= LONGEST:
-            for each in inner:
+        if depth and size_of(inner) <= LONGEST:
+            for each in entries_of(inner):
                 if type(each) not in _PLAIN:
                     self._look_into(each, owner, key, depth - 1)
         return None
@@ -161,14 +162,14 @@ class PythonState:
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:
         self._notes.append(Held(owner, key, container, copied(container)))
 
-    def _note_object(self, value: Any, owner: nn.Module | str, key: str) -> Collection[Any]:
+    def _note_object(self, value: Any, owner: nn.Module | str, key: str) -> list[Any]:
         """Note the attributes and slots of an object, and return what they hold."""
         self._note_code(type(value))
-        attributes, names = attributes_of(value) or {}, slots_of(type(value))
+        attributes, names = attributes_of(value) or {}, tuple(slots_of(type(value)))
         if attributes:
             self._note(owner, key, attributes)
         if not names:
-            return attributes.values()
+            return list(attributes.values())
         slots = HeldNames.of(type(value).__name__, Slots(value), names)
         self._elsewhere.append(slots)
         return [*attributes.values(), *(held for held in slots.before.values() if held is not NOTHING)]
@@ -179,8 +180,9 @@ class PythonState:
 
     def _note_array(self, owner: nn.Module | str, key: str, array: Array) -> None:
         self._seen.add(id(array))
-        if array.size <= MOST_COPIED and array.flags.writeable:
-            self._notes.append(Held(owner, key, array, array.copy()))
+        plain = array_of(array)
+        if plain.size <= MOST_COPIED and plain.flags.writeable:
+            self._notes.append(Held(owner, key, array, plain.copy()))
 
     def _note_tensor(self, owner: nn.Module | str, key: str, t: Tensor) -> None:
         """Note a tensor. Its values are no part of this."""
@@ -205,7 +207,7 @@ class PythonState:
     def gained(self) -> list[Tensor]:
         """Return the tensors that were put into what is neither an attribute nor an argument."""
         values = [held.gained() for held in self._elsewhere if held.changed]
-        return [t for t in tree_leaves([*values, self._other_classes.gained()]) if isinstance(t, Tensor)]
+        return [t for t in tree_leaves([*values, self._other_classes.gained()]) if issubclass(type(t), Tensor)]
 
     def restore(self) -> None:
         """Undo what has changed."""
@@ -225,4 +227,4 @@ def is_generator(value: Any) -> bool:
 
 
 def _names_of(layer: nn.Module, look_into: Callable[[Any, str], None]) -> NamesOfCode:
-    return NamesOfCode(frozenset(type(module).__module__.partition(".")[0] for module in layer.modules()), look_into)
+    return NamesOfCode(frozenset(package_of(type(module)) for module in layer.modules()), look_into)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memo.utils.python_objects import slots_of
+from lightning_memo.utils.python_objects import dict_of, package_of, slots_of
 
 _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"})
 # Packages whose code treats each token by itself, and keeps no count of what a layer computes.
@@ -22,21 +22,15 @@ def is_users(kind: type) -> bool:
     """Return whether objects of a class have attributes or slots, and are no state of a library."""
     if issubclass(kind, (nn.Module, type)) or not (kind.__dictoffset__ or slots_of(kind)):
         return False
-    return kind.__module__.partition(".")[0] not in LIBRARIES
+    return package_of(kind) not in LIBRARIES
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
     """Return the attributes of an object of a user's class, which may be state of a layer; `None` for other objects."""
-    if not is_users(type(value)):
-        return None
-    try:  # a proxy has the attributes of something else
-        attributes = object.__getattribute__(value, "__dict__")
-    except Exception:  # a property of this name
-        return None
-    return attributes if type(attributes) is dict else None
+    return dict_of(value) if is_users(type(value)) else None
 
 
 @functools.lru_cache(maxsize=1024)
 def classes_of(kind: type) -> tuple[type, ...]:
     """Return a class and those from which it is derived, apart from those of libraries."""
-    return tuple(c for c in kind.__mro__ if c.__module__.partition(".")[0] not in LIBRARIES)
+    return tuple(c for c in kind.__mro__ if package_of(c) not in LIBRARIES)

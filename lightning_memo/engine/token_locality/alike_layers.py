@@ -23,11 +23,13 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.token_locality.fake_run import Place
 from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality
 from lightning_memo.engine.token_locality.user_code import hooked_module
+from lightning_memo.utils.containers import copied, entries_of, size_of
 
 _TABLES = set(vars(nn.Module()))
 # FSDP2's own notes on a module are objects of that module, and decide nothing that the module computes.
 _NOTES = "__composable_api_state_key"
 _STYLES = "lightning_memo.parallel.tensor."  # each module has an object of its own
+_PLAIN = frozenset({bool, int, float, complex, str, bytes})
 _CHANGING = (list, dict, set)
 _REPLACEABLE = (int, float, str, tuple, list, dict)
 _MOST_PROOFS = 8  # of layers that are alike but for attributes that they use
@@ -109,7 +111,7 @@ def _attributes_of(layer: nn.Module) -> dict[Place, Any]:
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
             if name not in _TABLES and not name.startswith(_NOTES):
-                own = isinstance(value, MethodType) and value.__self__ is module
+                own = type(value) is MethodType and value.__self__ is module
                 # Containers as they are now: users change them in place.
                 attributes[path, name] = value.__func__ if own else value.copy() if type(value) in _CHANGING else value
     attributes.pop(("", "forward"), None)  # the engine's
@@ -137,19 +139,21 @@ def _same(a: Any, b: Any) -> bool:
     """Return whether two values are certainly the same."""
     if a is b:
         return True
-    if type(a) is not type(b):
+    kind = type(a)
+    if kind is not type(b):
         return False
-    if isinstance(a, (bool, int, float, complex, str, bytes, Placement)):
+    if kind in _PLAIN or issubclass(kind, Placement):
         return bool(a == b)
-    if type(a).__module__.startswith(_STYLES):
+    if kind.__module__.startswith(_STYLES):
         return _same(vars(a), vars(b))
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
+    if issubclass(kind, (tuple, list)):  # read without methods of a user's class, as in the following
+        return size_of(a) == size_of(b) and all(map(_same, entries_of(a), entries_of(b)))
+    if issubclass(kind, dict):
+        a, b = copied(a), copied(b)
         return a.keys() == b.keys() and all(_same(value, b[name]) for name, value in a.items())
-    if isinstance(a, functools.partial):
+    if kind is functools.partial:
         return all(map(_same, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
-    if isinstance(a, FunctionType):
+    if kind is FunctionType:
         cells = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b))
         defaults = ((f.__defaults__, f.__kwdefaults__) for f in (a, b))
         return a.__code__ is b.__code__ and _same(*defaults) and all(map(_same, *cells))

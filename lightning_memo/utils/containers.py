@@ -1,0 +1,100 @@
+"""Reads and refills containers by the methods of Python's own classes: those of users' classes may do anything.
+
+Lazy sequences read a file when they are iterated over, and configurations raise if a value is missing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, deque
+from collections.abc import ItemsView, Iterable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
+_KINDS: tuple[type, ...] = (dict, list, tuple, set, deque)
+_MAXLEN: Any = vars(deque)["maxlen"]
+
+
+def base_of(kind: type) -> type:
+    """Return the class of Python from which the class of a container is derived."""
+    if issubclass(kind, OrderedDict):  # knows an order of its own
+        return OrderedDict
+    return next(base for base in _KINDS if issubclass(kind, base))
+
+
+def size_of(container: Any) -> int:
+    """Return how much a container or a tuple holds."""
+    size: int = base_of(type(container)).__len__(container)  # type: ignore[attr-defined]
+    return size
+
+
+def items_of(container: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """Return the keys and values of a dict."""
+    items: ItemsView[Any, Any] = base_of(type(container)).items(container)  # type: ignore[attr-defined]
+    return items
+
+
+def entries_of(container: Any) -> Iterable[Any]:
+    """Return the values of a dict, or what another container or a tuple holds."""
+    base: Any = base_of(type(container))
+    entries: Iterable[Any] = base.values(container) if issubclass(base, dict) else base.__iter__(container)
+    return entries
+
+
+def array_of(array: Array) -> Array:
+    """Return an array of NumPy's own class that shares the memory of another one."""
+    return np.ndarray.view(array, np.ndarray)
+
+
+def copied(container: Container) -> Container:
+    """Return a plain container that holds the same."""
+    kind = type(container)
+    if issubclass(kind, np.ndarray):
+        return array_of(container).copy()  # type: ignore[arg-type]
+    if kind is dict:  # without asking the keys for their hashes
+        return container.copy()
+    if issubclass(kind, dict):
+        return dict(items_of(container))  # type: ignore[arg-type]
+    if issubclass(kind, set):
+        return set(container)  # which does not iterate over a set
+    entries = entries_of(container)
+    return deque(entries, _MAXLEN.__get__(container)) if issubclass(kind, deque) else list(entries)
+
+
+def refill(container: Container, values: Any) -> None:
+    """Let a container hold other values, which a plain one holds."""
+    kind, into = type(container), container
+    if issubclass(kind, np.ndarray):
+        array_of(into)[...] = values  # type: ignore[arg-type]
+        return
+    base: Any = base_of(kind)
+    base.clear(container)
+    if base is OrderedDict:  # whose `update` calls `__setitem__` of a derived class
+        for key, value in values.items():
+            OrderedDict.__setitem__(container, key, value)  # type: ignore[arg-type]
+    elif issubclass(base, (dict, set)):
+        base.update(container, values)
+    else:
+        base.extend(container, values)
+
+
+def holds_other(container: Container, before: Container) -> bool:
+    """Return whether a container does not hold the very values of its copy."""
+    kind = type(container)
+    if issubclass(kind, np.ndarray):
+        return not _same_bytes(array_of(container), before)  # type: ignore[arg-type]
+    if size_of(container) != len(before):
+        return True
+    if issubclass(kind, set):  # a copy may have another order
+        return set(map(id, entries_of(container))) != set(map(id, before))
+    if isinstance(before, dict):
+        same_keys = all(map(operator.is_, base_of(kind).__iter__(container), before))  # type: ignore[attr-defined]
+        return not (same_keys and all(map(operator.is_, entries_of(container), before.values())))
+    return not all(map(operator.is_, entries_of(container), before))
+
+
+def _same_bytes(array: Array, before: Any) -> bool:
+    return bool(array.shape == before.shape and array.tobytes() == before.tobytes())
