@@ -20,8 +20,8 @@ from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.state.forward_context import ForwardContext
-from lightning_memo.engine.state.forward_state import ForwardState
-from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.forward_state import ForwardState, is_copied
+from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import PythonState
 from lightning_memo.kernels import AttentionSpec, RngState
@@ -130,7 +130,18 @@ class LayerRun:
         return self.states.take_output()
 
     def end_forward(self) -> None:
-        """Release what only the forward needs on the device."""
+        """Release what only the forward needs on the device.
+
+        Raises:
+            ValueError: The layer has begun to write into a buffer, and does so in each slice.
+        """
+        versions = self.forward_context.versions
+        if versions is not None and (name := versions.first_written()):
+            raise ValueError(
+                f"{self.call.name} writes into its buffer {name}, which it did not in its first forward, and each "
+                "slice would do it again: let it write from the first step on, or set alpha=0 or alpha=1 without "
+                "slice_tokens"
+            )
         self.attention.end_forward()
         self.storage.end_forward()
         self.arguments.end_forward()
@@ -228,8 +239,10 @@ def run_of_call(
 
 
 def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits) -> ForwardContext:
-    buffers, arguments = MutatedBuffers(call.layer, traits.changing), (call.args, call.kwargs)
-    recomputes = any(part.action is Action.RECOMPUTE for part in slices)
+    recomputes, arguments = any(part.action is Action.RECOMPUTE for part in slices), (call.args, call.kwargs)
+    # Autograd may have saved a buffer, which a recomputation must not write then: a copy of a small one replaces it.
+    changing = [name for name in traits.changing if not (recomputes and is_copied(call.layer.get_buffer(name)))]
+    buffers = MutatedBuffers(call.layer, changing)
     state, whole = None, bool(traits.why_whole)
     if recomputes:
         state = ForwardState(call.layer, arguments, buffers.ids, rewritten=whole, named=whole or traits.fills)
@@ -237,4 +250,5 @@ def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], t
     if recomputes or len(slices) > 1:  # otherwise, the layer draws once
         generators = OtherGenerators.of(call.layer, state or PythonState(call.layer, arguments))
     rng, autocast = RngState.capture(x.device), ambient_autocast(x.device.type)
-    return ForwardContext(rng, generators, buffers, state, autocast)
+    versions = BufferVersions(call.layer) if len(slices) > 1 else None
+    return ForwardContext(rng, generators, buffers, state, autocast, versions)

@@ -23,7 +23,7 @@ from lightning_memo.engine.sliced_model.sequence_services import SequenceService
 from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
 from lightning_memo.engine.state.forward_context import ForwardContext
 from lightning_memo.engine.state.forward_state import ForwardState
-from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
 from lightning_memo.parallel.batches.positions import why_positions_unknown
@@ -143,7 +143,7 @@ def _run_of_slice(
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
         ForwardContext(
             sequence.capture_rng(x.device), generators, MutatedBuffers(call.layer, ()), state,
-            ambient_autocast(x.device.type),
+            ambient_autocast(x.device.type), BufferVersions(call.layer),
         ),
         LayerTraits("", chooses=any(traits.chooses for traits in engine.layer_classes)),
     )  # fmt: skip

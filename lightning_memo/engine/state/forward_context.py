@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.state.forward_state import ForwardState
-from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
+from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.kernels import RngState
 
@@ -27,6 +27,7 @@ class ForwardContext:
         buffers: The values that the layer's changing buffers had before the forward.
         state: What the forward read apart from its inputs; `None` if nothing is recomputed.
         autocast: A factory of the autocast context that was active in the forward.
+        versions: Counts of changes of the buffers before the forward; `None` if the layer runs on all tokens at once.
         variables: The context variables (`contextvars`) of the forward. In the backward on a GPU, which has a thread of
             its own, they would have their defaults.
     """
@@ -36,6 +37,7 @@ class ForwardContext:
     buffers: MutatedBuffers
     state: ForwardState | None
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    versions: BufferVersions | None
     variables: Context = field(default_factory=copy_context)
 
     def restore_random(self) -> None:

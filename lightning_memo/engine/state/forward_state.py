@@ -94,7 +94,7 @@ class ForwardState(PythonState):
             self._trained.append((t, t.requires_grad))
         if t.is_inference() or id(t) in self._known:
             return
-        small = type(t) is Tensor and isinstance(owner, nn.Module) and t.numel() <= self._most_copied
+        small = isinstance(owner, nn.Module) and is_copied(t, self._most_copied)
         copy = t.detach().clone() if small else None
         self._versions.append(_Version(owner, key, t, t._version, copy, small and self._rewritten))
 
@@ -178,6 +178,11 @@ class _RefusedReads(TorchDispatchMode):
                 if (name := self._names.get(part.untyped_storage()._cdata)) is not None:
                     raise RuntimeError(f"{name} ({self._layer}) {self._change}")
         return func(*args, **kwargs or {})
+
+
+def is_copied(t: Tensor, most_copied: int = MOST_COPIED) -> bool:
+    """Return whether a recomputation can replace a tensor of a module by a copy."""
+    return type(t) is Tensor and not t.is_inference() and t.numel() <= most_copied
 
 
 def _train(tensors: Collection[tuple[Tensor, bool]]) -> None:

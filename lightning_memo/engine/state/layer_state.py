@@ -38,6 +38,11 @@ class LayerState:
         call = self._call
         return why_not_written(call.layer, call.name, (call.args, call.kwargs), self.python, t)
 
+    def first_written(self) -> str:
+        """Return the name of a buffer or a small tensor among the attributes that has changed; empty if none has."""
+        buffers = (f"its buffer {name}" for name in self.buffers.changed())
+        return next(buffers, self.tensors.changed())
+
     def restore(self) -> None:
         """Undo what has changed."""
         self.buffers.restore(self.buffers.changed())
