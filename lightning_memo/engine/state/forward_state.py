@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.held_values import name_of
 from lightning_memo.engine.state.mutated_buffers import same_bytes
+from lightning_memo.engine.state.named_values import named_values
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import Container, size_of
@@ -65,7 +66,8 @@ class ForwardState(PythonState):
         most_copied: Values of the largest tensors of which a copy is kept.
         rewritten: Whether the layer may write into small tensors among its attributes, also where PyTorch does not
             count it. Layers that run in slices do not.
-        named: Whether to look up what the code of the layer reads by name.
+        named: Whether to look up what the code of the layer reads by name. Otherwise, numbers in global variables that
+            were found earlier are noted.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class ForwardState(PythonState):
         self._versions: list[_Version] = []
         self._trained: list[tuple[Tensor, bool]] = []
         super().__init__(layer, arguments, named=named)
+        if not named:
+            self._elsewhere += named_values(layer).present_numbers()
         self._drop_graphs()
 
     def _note(self, owner: nn.Module | str, key: str, container: Container) -> None:

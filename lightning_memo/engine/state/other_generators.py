@@ -6,17 +6,13 @@ import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.state.held_names import Namespace
+from lightning_memo.engine.state.named_values import named_values
 from lightning_memo.engine.state.python_state import Generator, PythonState, is_generator
-
-# Generators that objects hold which the code of a layer names, and names of generators. They are looked for once.
-_NAMED: WeakKeyDictionary[nn.Module, tuple[list[Generator], list[tuple[Namespace, str]]]] = WeakKeyDictionary()
 
 
 class OtherGenerators:
@@ -37,13 +33,10 @@ class OtherGenerators:
             layer: The layer.
             state: What its modules and arguments hold.
         """
-        if layer not in _NAMED:
-            looked_up = PythonState(layer, (), named=True)
-            _NAMED[layer] = looked_up.generators, looked_up.generator_names
-        held, names = _NAMED[layer]
+        known = named_values(layer)
         # A name may stand for another generator by now.
-        named = filter(is_generator, (namespace.get(name) for namespace, name in names))
-        found = {id(generator): generator for generator in (*state.generators, *held, *named)}
+        named = filter(is_generator, (namespace.get(name) for namespace, name in known.generator_names))
+        found = {id(generator): generator for generator in (*state.generators, *known.generators, *named)}
         return cls([random._inst, np.random.mtrand._rand, *found.values()])
 
     def drawn(self) -> list[Generator]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.state.held_names import HeldNames, Namespace, Slots
+from lightning_memo.engine.state.held_names import HeldNames, Slots
 from lightning_memo.engine.state.held_values import NOTHING, ClassAttributes, Held, name_of
 from lightning_memo.engine.state.names_of_code import NamesOfCode
 from lightning_memo.engine.state.user_objects import attributes_of, classes_of, is_users
@@ -60,13 +60,13 @@ class PythonState:
         tensors: The tensors among all these. Those that a tuple or a set holds, and in which no other can be put in
             their place, have the name of an owner.
         generators: The generators of random numbers that are held.
-        generator_names: Names that stand for generators, with their namespaces.
+        named: What the code of the layer reads by name.
     """
 
     def __init__(self, layer: nn.Module, arguments: Any, named: bool = False) -> None:
         self.tensors: list[HeldTensor] = []
         self.generators: list[Generator] = []
-        self.generator_names: list[tuple[Namespace, str]] = []
+        self.named: list[HeldNames] = []
         self._held: list[Held] = []
         self._elsewhere: list[Held | HeldNames] = []  # neither attributes nor arguments
         self._notes: list[Any] = self._held
@@ -83,11 +83,8 @@ class PythonState:
         if self._code is not None:
             self._notes = self._elsewhere
             self._code.read()
-            self._elsewhere += self._code.found
-            named_values = (
-                (held.namespace, name, value) for held in self._code.found for name, value in held.before.items()
-            )
-            self.generator_names = [(space, name) for space, name, value in named_values if is_generator(value)]
+            self.named = self._code.found
+            self._elsewhere += self.named
             others = {kind: None for kind in self._code.classes if kind not in kinds}
             self._code = None  # which knows this object: tensors would live until garbage is collected
         self._other_classes = ClassAttributes(others)
