@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import Container, copied, entries_of, holds_other, refill
 
 NOTHING = object()
+_OF_TENSORS = frozenset({tuple, list, dict, OrderedDict, defaultdict})
+_DEPTH = 4  # of containers within a cache
 _PYTHONS_OWN = "_abc_impl"  # attribute of classes
 
 
@@ -78,8 +81,15 @@ class Held(NamedTuple):
 
 
 def are_tensors(values: Iterable[Any]) -> bool:
-    """Return whether all values are tensors or tuples of tensors."""
-    return all(issubclass(type(t), Tensor) for each in values for t in (each if type(each) is tuple else (each,)))
+    """Return whether all values are tensors, or tuples, lists and dicts of such values that are not empty."""
+    return all(_is_tensor(value, _DEPTH) for value in values)
+
+
+def _is_tensor(value: Any, depth: int) -> bool:
+    if type(value) not in _OF_TENSORS:
+        return issubclass(type(value), Tensor)
+    # An empty one may be a count.
+    return depth > 0 and bool(value) and all(_is_tensor(each, depth - 1) for each in entries_of(value))
 
 
 def _word(key: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,11 @@ COUNT = 0.0
 LIST, DICT, QUEUE, ARRAY = [0], {"calls": {"all": 0}}, deque([0], maxlen=1), np.zeros(2)
 SPACE, COUNTER = SimpleNamespace(inner=SimpleNamespace(count=0)), counters.Counter()
 NUMBERED = {0: 0}
+EMPTY: dict[int, dict[str, int]] = {}
 TABLES: dict[int, tuple[Tensor, Tensor]] = {}
 TABLE: Tensor | None = None
+NESTED: dict[str, dict[int, Any]] = {}
+BY_DEFAULT: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
 
 class Slotted:
@@ -54,8 +57,11 @@ def begin(block: Any) -> None:
     QUEUE.append(0)
     NUMBERED.clear()
     NUMBERED[0] = 0
+    EMPTY.clear()
     CALLED.count = decorated.count = 0  # type: ignore[attr-defined]
     TABLES.clear()
+    NESTED.clear()
+    BY_DEFAULT.clear()
     TABLE = None
     block.slotted = Slotted()
     block.slotted.count = 0
@@ -106,6 +112,11 @@ def in_a_dict(block: Any) -> int:
 def in_new_keys(block: Any) -> int:
     NUMBERED[len(NUMBERED)] = 0  # a value that it holds already
     return len(NUMBERED)
+
+
+def in_empty_dicts(block: Any) -> int:
+    EMPTY[len(EMPTY)] = {}
+    return len(EMPTY)
 
 
 def in_a_queue(block: Any) -> int:
@@ -227,6 +238,7 @@ COUNTS = {
     in_a_list: "a list of .*test_values_by_name.LIST",
     in_a_dict: "test_values_by_name.DICT.all",
     in_new_keys: "test_values_by_name.NUMBERED.1",
+    in_empty_dicts: "test_values_by_name.EMPTY.0",
     in_a_queue: "a deque of .*test_values_by_name.QUEUE",
     in_an_array: "test_values_by_name.ARRAY",
     in_a_namespace: "SimpleNamespace.count",
@@ -407,8 +419,21 @@ def table_once(block: Any, x: Tensor) -> Tensor:
     return x * TABLE
 
 
+def table_by_device(block: Any, x: Tensor) -> Tensor:
+    of_device = NESTED.setdefault(str(x.device), {})
+    if x.shape[2] not in of_device:
+        of_device[x.shape[2]] = {"scales": [torch.full((32,), 0.5)], "bias": torch.zeros(1)}
+    return x * of_device[x.shape[2]]["scales"][0] + of_device[x.shape[2]]["bias"]
+
+
+def table_by_default(block: Any, x: Tensor) -> Tensor:
+    if x.shape[2] not in BY_DEFAULT[x.device.type]:
+        BY_DEFAULT[x.device.type][x.shape[2]] = torch.full((32,), 0.5)
+    return x * BY_DEFAULT[x.device.type][x.shape[2]]
+
+
 @pytest.mark.filterwarnings("error:.*as one slice")
-@pytest.mark.parametrize("acts", [table_by_width, table_once])
+@pytest.mark.parametrize("acts", [table_by_width, table_once, table_by_device, table_by_default])
 def test_caches_in_global_variables(acts: Callable[[Any, Tensor], Tensor]) -> None:
     """The layers are cut."""
     compare(home(block_that(acts, begin)), {"alpha": 0.5})
