@@ -38,9 +38,14 @@ def _inner(code: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of global variables and attributes that code uses, functions inside it included."""
+    """Return the names of global variables and attributes that code uses, functions inside it included.
+
+    Strings in code that calls `globals()` may be names.
+    """
+    strings = (each for each in code.co_consts if type(each) is str and each.isidentifier())
+    named = frozenset(strings) if "globals" in code.co_names else frozenset()
     inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(code.co_names).union(*inner)
+    return named.union(code.co_names, *inner)
 
 
 def is_of_users(module: str, packages: frozenset[str] = frozenset()) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import UserDict, UserList
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,8 @@ _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate"
 TRUSTED = _FRAMEWORKS | {"transformers", "peft", "torchao", "bitsandbytes", "liger_kernel"}
 # Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
 LIBRARIES = _FRAMEWORKS | (sys.stdlib_module_names - {"types", "argparse"})
+# Classes of a library whose objects hold what users put into them.
+_HELD_BY_USERS = frozenset({UserDict, UserList})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -22,7 +25,7 @@ def is_users(kind: type) -> bool:
     """Return whether objects of a class have attributes or slots, and are no state of a library."""
     if issubclass(kind, (nn.Module, type)) or not (kind.__dictoffset__ or slots_of(kind)):
         return False
-    return package_of(kind) not in LIBRARIES
+    return kind in _HELD_BY_USERS or package_of(kind) not in LIBRARIES
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict, deque
+from collections import UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ COUNT = 0.0
 LIST, DICT, QUEUE, ARRAY = [0], {"calls": {"all": 0}}, deque([0], maxlen=1), np.zeros(2)
 SPACE, COUNTER = SimpleNamespace(inner=SimpleNamespace(count=0)), counters.Counter()
 NUMBERED = {0: 0}
+USER_DICT, USER_LIST = UserDict(calls=0), UserList([0])
 EMPTY: dict[int, dict[str, int]] = {}
 TABLES: dict[int, tuple[Tensor, Tensor]] = {}
 TABLE: Tensor | None = None
@@ -58,6 +59,8 @@ def begin(block: Any) -> None:
     NUMBERED.clear()
     NUMBERED[0] = 0
     EMPTY.clear()
+    USER_DICT["calls"] = USER_LIST[0] = 0
+    globals().pop("MADE", None)
     CALLED.count = decorated.count = 0  # type: ignore[attr-defined]
     TABLES.clear()
     NESTED.clear()
@@ -117,6 +120,21 @@ def in_new_keys(block: Any) -> int:
 def in_empty_dicts(block: Any) -> int:
     EMPTY[len(EMPTY)] = {}
     return len(EMPTY)
+
+
+def in_a_user_dict(block: Any) -> int:
+    USER_DICT["calls"] += 1
+    return USER_DICT["calls"]
+
+
+def in_a_user_list(block: Any) -> int:
+    USER_LIST[0] += 1
+    return USER_LIST[0]
+
+
+def in_globals(block: Any) -> int:
+    globals()["MADE"] = globals().get("MADE", 0) + 1
+    return int(globals()["MADE"])
 
 
 def in_a_queue(block: Any) -> int:
@@ -239,6 +257,9 @@ COUNTS = {
     in_a_dict: "test_values_by_name.DICT.all",
     in_new_keys: "test_values_by_name.NUMBERED.1",
     in_empty_dicts: "test_values_by_name.EMPTY.0",
+    in_a_user_dict: "UserDict.calls",
+    in_a_user_list: "a list of UserList",
+    in_globals: "test_values_by_name.MADE",
     in_a_queue: "a deque of .*test_values_by_name.QUEUE",
     in_an_array: "test_values_by_name.ARRAY",
     in_a_namespace: "SimpleNamespace.count",
