@@ -27,7 +27,8 @@ def base_of(kind: type) -> type:
 
 def size_of(container: Any) -> int:
     """Return how much a container or a tuple holds."""
-    size: int = base_of(type(container)).__len__(container)  # type: ignore[attr-defined]
+    kind = type(container)
+    size: int = len(container) if kind in _KINDS else base_of(kind).__len__(container)  # type: ignore[attr-defined]
     return size
 
 
@@ -84,16 +85,24 @@ def refill(container: Container, values: Any) -> None:
 def holds_other(container: Container, before: Container) -> bool:
     """Return whether a container does not hold the very values of its copy."""
     kind = type(container)
+    if kind is dict:  # most are, and all of a layer are looked at in each recomputation
+        return _other_items(container, container, container.values(), before)  # type: ignore[arg-type, union-attr]
     if issubclass(kind, np.ndarray):
         return not _same_bytes(array_of(container), before)  # type: ignore[arg-type]
+    if issubclass(kind, dict):
+        keys = base_of(kind).__iter__(container)  # type: ignore[attr-defined]
+        return _other_items(container, keys, entries_of(container), before)  # type: ignore[arg-type]
     if size_of(container) != len(before):
         return True
     if issubclass(kind, set):  # a copy may have another order
         return set(map(id, entries_of(container))) != set(map(id, before))
-    if isinstance(before, dict):
-        same_keys = all(map(operator.is_, base_of(kind).__iter__(container), before))  # type: ignore[attr-defined]
-        return not (same_keys and all(map(operator.is_, entries_of(container), before.values())))
     return not all(map(operator.is_, entries_of(container), before))
+
+
+def _other_items(container: dict[Any, Any], keys: Iterable[Any], values: Iterable[Any], before: dict[Any, Any]) -> bool:
+    if dict.__len__(container) != len(before):
+        return True
+    return not (all(map(operator.is_, keys, before)) and all(map(operator.is_, values, before.values())))
 
 
 def _same_bytes(array: Array, before: Any) -> bool:
