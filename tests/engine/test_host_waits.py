@@ -22,7 +22,6 @@ from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
-from lightning_memo.engine.memory import host_arena
 from lightning_memo.engine.memory import slot_memory as memory
 from lightning_memo.engine.memory.host_arena import HostArena, host_memory
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -314,8 +313,6 @@ class Runtime:
 def test_pages_are_locked_once_and_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(host_arena, "cpus_near", lambda device: {0})
     arenas = [HostArena(size, pinned=True) for size in (0, 100, 5000, 100)]
     assert len(runtime.locked) == 3
     arenas[1].close()

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyError, CopyEvent
-from lightning_memo.engine.memory.page_touches import cpus_near, touch_pages
 from lightning_memo.engine.memory.saved_storages import POISON
-from lightning_memo.utils.free_host_memory import available_host_bytes
 
 
 class FreeSpace:
@@ -85,8 +83,6 @@ def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]
     if not pinned:
         return memory, None
     pages.madvise(mmap.MADV_DONTFORK)
-    if size_bytes <= available_host_bytes():  # otherwise, the kernel would end the process, and not refuse the lock
-        touch_pages(memory, cpus_near(torch.cuda.current_device()))
     return memory, PageLock(memory)
 
 
