@@ -60,8 +60,9 @@ def test_gathering_a_slice_from_all_shards_gives_a_range_of_the_layer_order(sett
 @given(settings())
 def test_gathering_all_tokens_gives_the_layer_order_in_another_order(setting):
     for layout in everyone(setting):
-        order, gathered = layout.gathered_order(), layout.fed_order()
-        assert (gathered if order is None else gathered[order]).equal(layout.layer_order())
+        assert layout.as_attended(layout.fed_order(), 0).equal(layout.layer_order())
+        columns = layout.layer_order().expand(3, -1)
+        assert layout.as_attended(layout.as_fed(columns, 1), 1).equal(columns)
 
 
 @given(settings())

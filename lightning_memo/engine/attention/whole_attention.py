@@ -23,13 +23,12 @@ class WholeAttention:
 
     def __init__(self, selector: AttentionSelector, layout: TokenLayout | None) -> None:
         self._selector = selector
-        self._order = None if layout is None or layout.shards == 1 else layout.gathered_order()
+        self._layout = layout if layout is not None and layout.shards > 1 and len(layout.bounds) > 1 else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the output, `[batch, heads, tokens, head_dim]`, of tokens in the order in which they were gathered."""
-        order = self._order
-        if order is None:
-            return attend(self._selector.backend(q, k, v, spec), q, k, v, spec)
-        order = order.to(q.device)
-        q, k, v = (t.index_select(2, order) for t in (q, k, v))
-        return attend(self._selector.backend(q, k, v, spec), q, k, v, spec).index_select(2, order.argsort())
+        layout = self._layout
+        if layout is not None:
+            q, k, v = (layout.as_attended(t, 2) for t in (q, k, v))
+        out = attend(self._selector.backend(q, k, v, spec), q, k, v, spec)
+        return out if layout is None else layout.as_fed(out, 2)

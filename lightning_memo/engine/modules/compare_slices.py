@@ -93,7 +93,7 @@ def difference_in_slices(
             comparison.writes.refuse()
             if any(t.requires_grad for t in state.python.gained()):
                 raise ValueError(kept_elsewhere(call.name))
-            if written := state.python.first_written() or state.first_written():
+            if written := state.first_written():
                 return f"it writes to {written}, which it did not in its first forward"
             try:
                 parts = [comparison.run(half) for half in halves]

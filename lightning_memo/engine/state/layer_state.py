@@ -39,9 +39,9 @@ class LayerState:
         return why_not_written(call.layer, call.name, (call.args, call.kwargs), self.python, t)
 
     def first_written(self) -> str:
-        """Return the name of a buffer or a small tensor among the attributes that has changed; empty if none has."""
+        """Return the name of something that the layer has written; empty if there is nothing."""
         buffers = (f"its buffer {name}" for name in self.buffers.changed())
-        return next(buffers, self.tensors.changed())
+        return self.python.first_written() or next(buffers, self.tensors.changed())
 
     def restore(self) -> None:
         """Undo what has changed."""

@@ -107,20 +107,22 @@ class TokenLayout:
         Shard `t` is the `t`-th contiguous part of `1 / shards`. The tokens `[a, b)` of a slice, concatenated over the
         shards, are the tokens `[shards * a, shards * b)` of the layer order.
         """
-        return self._as_fed(self.layer_order())
+        return self.as_fed(self.layer_order(), 0)
 
-    def gathered_order(self) -> Tensor | None:
-        """Returns where the tokens that are gathered from all shards hold those of the layer order.
+    def as_fed(self, t: Tensor, dim: int) -> Tensor:
+        """Returns a tensor whose dimension `dim` has the tokens of the layer order, with these in fed order."""
+        slices = [part.chunk(self.shards, dim) for part in t.split([self.shards * n for n in self._lengths], dim)]
+        return torch.cat([parts[shard] for shard in range(self.shards) for parts in slices], dim)
 
-        Returns:
-            int64 `[local_tokens]`; None if the orders are the same.
-        """
-        return self._as_fed(torch.arange(self.local_tokens)).argsort() if len(self.bounds) > 1 else None
+    def as_attended(self, t: Tensor, dim: int) -> Tensor:
+        """Inverse of :meth:`as_fed`."""
+        shards = [shard.split(self._lengths, dim) for shard in t.chunk(self.shards, dim)]
+        return torch.cat([part for parts in zip(*shards, strict=True) for part in parts], dim)
 
-    def _as_fed(self, tokens: Tensor) -> Tensor:
-        edges = (0, *(self.bounds or (self.local_tokens // self.shards,)))
-        slices = [tokens[self.shards * a : self.shards * b].chunk(self.shards) for a, b in pairwise(edges)]
-        return torch.cat([parts[shard] for shard in range(self.shards) for parts in slices])
+    @property
+    def _lengths(self) -> list[int]:
+        """Numbers of tokens of the slices on one shard."""
+        return [b - a for a, b in pairwise((0, *(self.bounds or (self.local_tokens // self.shards,))))]
 
     def _check_ranks(self) -> None:
         for name, size, rank in (

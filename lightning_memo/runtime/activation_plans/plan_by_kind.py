@@ -52,7 +52,8 @@ def plan_by_kind(
     limits = with_spare_device(step.budget, step.costs) if device_measured else step.budget
     own = measured_storage_costs(step.profile, step.costs), StorageBudget.of(limits, step.costs)
     common = common_problem(ranks.gather(own, everyone))
-    sharing = ranks.gather(own, everyone=False)  # the processes that have to run in the same slices
+    # Those that have to run in the same slices may agree where not all do.
+    sharing = [] if common else ranks.gather(own, everyone=False)
     plan, error = None, None
     try:
         plan = _solve(step, *(common or common_problem(sharing, divided) or own), divided, schedule)
