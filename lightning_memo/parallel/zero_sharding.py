@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_leaves
 
 
 def shard_state(
@@ -77,6 +78,8 @@ def shard_state(
             # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
             again = stage == 3 and unit in layers
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=home)
+            if again:
+                unit.register_forward_hook(_expect_no_backward)
     for unit in fsdp_units(module):
         # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
         unit.set_force_sum_reduction_for_comms(True)
@@ -106,6 +109,23 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
             state._training_state = TrainingState.IDLE
 
 
+def _expect_no_backward(unit: FSDPModule, inputs: Any, output: Any) -> None:
+    """Leave a forward without gradients out of what FSDP2 expects a backward of.
+
+    Otherwise the backward of the next layer would gather the unit's weights once more, and nothing would use them: a
+    frozen layer below those that are trained, or a pass under `torch.no_grad()`. Their memory would be freed while it
+    is still written.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1  # then nothing was recorded
+    if in_backward or any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+        return
+    for group in _parameter_groups(unit._get_fsdp_state()):
+        order = group.comm_ctx.post_forward_order
+        if order and order[-1] is group:
+            order.pop()
+            group._post_forward_indices.pop()
+
+
 def _is_container(module: nn.Module) -> bool:
     """Whether a module is a container without a forward, which FSDP2 cannot wrap."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
@@ -117,8 +137,10 @@ def forget_unfinished(module: nn.Module) -> None:
     `zero_grad` does not reach unsharded accumulated gradients.
     """
     for unit in fsdp_units(module):
-        unit.reshard()
         state = unit._get_fsdp_state()
+        for group in _parameter_groups(state):
+            group.wait_for_unshard()  # what was gathered for a backward that did not come
+        unit.reshard()
         state._training_state = TrainingState.IDLE
         context = state._state_ctx
         context.post_backward_final_callback_queued, context.iter_forward_root = False, None

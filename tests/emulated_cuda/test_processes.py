@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.devices import DEVICE, emulated_device
-from support.parallel_training import Outcome, Run, train, train_alone
+from support.parallel_training import Outcome, Run, train, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import CONFIGURATIONS
 from torch import Tensor
@@ -222,3 +222,10 @@ def test_half_precision_with_late_copies_and_kernels(configuration: str, setting
     first: Outcome = run_in_processes(size, late, run, of_configuration | settings)[0]
     errors = first.worst_error(train_alone(run))
     assert errors["gradients"] <= 2**-4 and errors["norm"] <= 2**-5, errors
+
+
+def test_full_precision_is_refused_in_slices_whose_heads_are_exchanged() -> None:
+    size, settings = CONFIGURATIONS["cp2 ulysses"]
+    line = r'in half precision only on a GPU, and not in torch\.float32: set host_backed="none"'
+    with pytest.raises(ProcessError, match=line):
+        train_together(size, Run(), settings | {"host_backed": "all", "slice_tokens": 4})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_together
-from support.samples.collectives import EXPECTED, RUN, Collectives
+from support.samples.collectives import EXPECTED, GATHER, RUN, Collectives
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -80,3 +81,13 @@ def test_collectives_of_an_optimizer_step(stage: int) -> None:
     notes = train_together(2, RUN, {"zero_stage": stage, "alpha": 0.5}, watch=Collectives).notes
     for counts in notes["counts"]:
         assert dict(+counts) == EXPECTED[stage]
+
+
+@pytest.mark.parametrize(
+    ("family", "forwards", "backwards"), [("llama_frozen_below", 3, 1), ("llama_with_reference", 6, 3)]
+)
+def test_weights_are_gathered_for_backwards_that_come(family: str, forwards: int, backwards: int) -> None:
+    run = replace(RUN, family=family, layers=3)
+    notes = train_together(2, run, {"zero_stage": 3, "alpha": 0.5}, watch=Collectives).notes
+    for counts in notes["counts"]:
+        assert counts[GATHER] == (1 + forwards + backwards) * RUN.accumulate

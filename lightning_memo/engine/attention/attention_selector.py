@@ -97,7 +97,8 @@ class AttentionSelector:
             self._is_choosing = False
             self._choose(q, k, v, spec)
         if self._context is not None:
-            return ContextAttention(self._context, self._select, self._sliced)
+            sliced = self._sliced and self._select(q, k, v, spec).blocks
+            return ContextAttention(self._context, self._select, sliced)
         return self._select(q, k, v, spec)
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionBackend:
