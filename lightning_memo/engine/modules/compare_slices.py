@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
@@ -29,6 +28,7 @@ from lightning_memo.engine.token_locality.user_code import without_parameter_hoo
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.utils.operator_values import tensors_in
 
 # Relative errors. Slices differ from the whole by rounding only; a token that rounding sends to another expert may
 # differ, and with it the gradient of that expert.
@@ -117,8 +117,8 @@ class _NotedPrecision(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {})
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.is_floating_point() and t.dtype not in (torch.float32, torch.float64):
+        for t in tensors_in(result):
+            if t.is_floating_point() and t.dtype not in (torch.float32, torch.float64):
                 self.full = False
         return result
 

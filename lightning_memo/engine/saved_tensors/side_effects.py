@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from lightning_memo.utils.operator_values import tensors_in
 
 Result = TypeVar("Result")
 
@@ -52,8 +53,7 @@ def written_in_schema(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Return the tensors that an operator's schema says a call of it writes into."""
     if not isinstance(func, OpOverload):
         return []
-    values = [args[n] if n < len(args) else kwargs.get(name) for n, name in _written_arguments(func)]
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    return tensors_in(*(args[n] if n < len(args) else kwargs.get(name) for n, name in _written_arguments(func)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,14 +180,14 @@ class SideEffects(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in(args, kwargs)
         if any(is_traceable_wrapper_subclass(t) for t in given):
             return NotImplemented  # their class takes them apart
         written = written_by(func, args, kwargs)
         for t in written:
             self._check(t)
         result = func(*args, **kwargs)
-        self._note(func, given, [*written, *(t for t in tree_leaves(result) if isinstance(t, Tensor))])
+        self._note(func, given, [*written, *tensors_in(result)])
         return result
 
     def _note(self, func: Any, given: list[Tensor], results: list[Tensor]) -> None:

@@ -30,6 +30,7 @@ from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, Tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
 from lightning_memo.engine.token_locality.user_code import has_custom_functions
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.operator_values import tensors_in
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 Names = Mapping[nn.Module, str]
@@ -104,20 +105,19 @@ class MixingTracker(TokenTracker):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except TokensMixed as mixed:
             why = str(mixed)
-            if not any(id(t) in self._mixed for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+            if not any(id(t) in self._mixed for t in tensors_in(args, kwargs)):
                 why = f"{self._where()} may not compute each token by itself: {why}"
             if func._schema.is_mutable:  # views of what it writes to would not be known
                 raise TokensMixed(why) from None
         else:
-            drawn = [t for t in tree_leaves(result) if isinstance(t, Tensor)] if draws else []
+            drawn = tensors_in(result) if draws else []
             if drawn and not any(holds_tokens(self.dims(t)) for t in drawn):
                 raise TokensMixed(f"{self._where()} draws random numbers for all tokens at once, others for each slice")
             return result
         del self.steps[count:]
         result = func(*args, **kwargs or {})
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                self._mixed[id(self.mark(t, ()))] = why
+        for t in tensors_in(result):
+            self._mixed[id(self.mark(t, ()))] = why
         return result
 
     def _where(self) -> str:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.held_values import name_of
@@ -18,6 +17,7 @@ from lightning_memo.engine.state.named_values import named_values
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import Container, size_of
+from lightning_memo.utils.operator_values import tensors_in
 
 _LONGEST_REWRITTEN = 2**16  # containers of layers that write, for example lists that grow while training
 _CHANGE = (
@@ -176,9 +176,8 @@ class _RefusedReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        tensors = [] if getattr(func, "is_view", False) else tree_leaves((args, kwargs))
-        for t in tensors:
-            for part in plain_parts(t) if isinstance(t, Tensor) else ():
+        for t in () if getattr(func, "is_view", False) else tensors_in(args, kwargs):
+            for part in plain_parts(t):
                 if (name := self._names.get(part.untyped_storage()._cdata)) is not None:
                     raise RuntimeError(f"{name} ({self._layer}) {self._change}")
         return func(*args, **kwargs or {})

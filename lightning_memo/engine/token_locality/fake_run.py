@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import handling
@@ -37,11 +37,13 @@ from lightning_memo.engine.token_locality.user_code import (
     without_parameter_hooks,
 )
 from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.utils.operator_values import tensors_in
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 # An attribute: the dotted name of its module, and its own.
 Place = tuple[str, str]
 Result = TypeVar("Result")
+_WITH_VALUES = (Tensor, nn.Parameter)
 
 
 class TrialMode(FakeTensorMode):
@@ -67,14 +69,14 @@ class TrialMode(FakeTensorMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func not in LIFTS:
+        if func not in LIFTS and any(type(t) in _WITH_VALUES for t in tensors_in(args, kwargs)):
             args, kwargs = tree_map_only(Tensor, self._fake_of, (args, kwargs))
         for t in written_by(func, args, kwargs):
             if address_of(t) in self._stand_for:
                 self.written.append(self._stand_for[address_of(t)])
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._constants.note(func, args, kwargs, result)
-        for t in tree_leaves(result):
+        for t in tensors_in(result):
             if isinstance(t, FakeTensor):
                 self._made.add(t)
         return result
@@ -125,7 +127,7 @@ class TrialMode(FakeTensorMode):
         return bool(kept)
 
     def _fake_of(self, t: Tensor) -> Tensor:
-        if type(t) not in (Tensor, nn.Parameter):
+        if type(t) not in _WITH_VALUES:
             return t
         if id(t) not in self._stand_ins:
             made = self.from_tensor(t.detach())

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_memo.engine.saved_tensors.side_effects import LIFTS, address_of, written_by
+from lightning_memo.utils.operator_values import tensors_in
 
 _MOST = 2**22  # entries of a constant
 
@@ -70,10 +71,10 @@ class KeptConstants:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note an operation and its result, if all that it reads is known."""
-        outs = [t for t in tree_leaves(result) if isinstance(t, FakeTensor)]
+        outs = [t for t in tensors_in(result) if isinstance(t, FakeTensor)]
         written = written_by(func, args, kwargs)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in(args, kwargs)
         known = func in LIFTS or all(isinstance(t, FakeTensor) and t in self for t in given)
         known = known and not any(address_of(t) in self._given for t in written)
         if outs and known and not drawn and all(t.numel() <= _MOST for t in outs):
@@ -103,7 +104,7 @@ class KeptConstants:
         storages = dict(self._given)
         for made in reversed(needed):
             args, kwargs = tree_map_only(_View, lambda view: view.take(storages[view.address]), made.arguments)
-            values = [t for t in tree_leaves(made.func(*args, **kwargs)) if isinstance(t, Tensor)]
+            values = tensors_in(made.func(*args, **kwargs))
             for view, value in zip(made.views, values, strict=True):
                 assert (view.stride, view.offset) == (value.stride(), value.storage_offset()), made.func
                 storages.setdefault(view.address, value)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dim, Dims, TokenSizes, TokensMixed
+from lightning_memo.utils.operator_values import tensors_in
 
 _MISSING = object()
 
@@ -36,7 +36,7 @@ class Operation:
     outs: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outs", [t for t in tree_leaves(self.result) if isinstance(t, Tensor)])
+        object.__setattr__(self, "outs", tensors_in(self.result))
 
     @property
     def name(self) -> str:

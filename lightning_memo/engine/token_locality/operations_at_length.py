@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.token_locality.token_tracker import SIZED, Step
 from lightning_memo.kernels import AttentionSpec
+from lightning_memo.utils.operator_values import tensors_in, values_in
 
 
 class OperationLog(TorchDispatchMode):
@@ -35,7 +34,7 @@ class OperationLog(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+        if any(is_traceable_wrapper_subclass(t) for t in tensors_in(args, kwargs)):
             return NotImplemented  # their class takes them apart
         if func.namespace != "prim":
             self.steps.append((str(func), tuple(_numbers(func, (args, kwargs)))))
@@ -44,7 +43,7 @@ class OperationLog(TorchDispatchMode):
 
 def _numbers(func: Any, arguments: Any) -> Iterator[object]:
     kinds = (bool, float, complex) if func.overloadpacket in SIZED else (bool, int, float, complex)
-    for value in tree_leaves(arguments):
+    for value in values_in(arguments):
         if isinstance(value, (*kinds, torch.dtype)):
             yield value
 

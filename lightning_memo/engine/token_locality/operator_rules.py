@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.token_locality import view_rules as views
 from lightning_memo.engine.token_locality.operation import Operation
 from lightning_memo.engine.token_locality.token_dims import Dims, once
+from lightning_memo.utils.operator_values import tensors_in
 
 Rule = Callable[[Operation], Dims | list[Dims]]
 
@@ -24,9 +24,8 @@ Rule = Callable[[Operation], Dims | list[Dims]]
 def elementwise(op: Operation) -> Dims:
     """Each entry of the result depends on entries at the same place."""
     result: Dims = ((),) * op.out.dim()
-    for t in tree_leaves((op.arguments, op.keywords)):
-        if isinstance(t, Tensor):
-            result = broadcast_to(op, result, op.dims_of(t))
+    for t in tensors_in(op.arguments, op.keywords):
+        result = broadcast_to(op, result, op.dims_of(t))
     return result
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.token_locality.operation import Operation
 from lightning_memo.engine.token_locality.operator_rules import rule_of
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokenSizes, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_sums import dims_of_sum, stays_a_sum, sums_tokens
+from lightning_memo.utils.operator_values import tensors_in, values_in
 
 _aten = torch.ops.aten
 # Operators whose results hold the same value everywhere.
@@ -96,7 +96,7 @@ class TokenTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks for the device
             return func(*args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in(args, kwargs)
         if any(is_traceable_wrapper_subclass(t) for t in given):
             return NotImplemented  # their class takes them apart
         self.steps.append((str(func), tuple(self._numbers(func, (args, kwargs)))))
@@ -137,8 +137,8 @@ class TokenTracker(TorchDispatchMode):
     def _without_tokens(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of which no argument holds tokens. The result may hold the same value for each token."""
         result = func(*args, **kwargs)
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and any(map(self.sizes.holds_tokens, t.shape)):
+        for t in tensors_in(result):
+            if any(map(self.sizes.holds_tokens, t.shape)):
                 if func.overloadpacket not in _CONSTANTS and not self._repeats(func, args, t):
                     raise TokensMixed(f"{func.overloadpacket} makes a tensor by the number of tokens")
                 self.mark(t, tuple(map(self.sizes.of_size, t.shape)))
@@ -162,7 +162,7 @@ class TokenTracker(TorchDispatchMode):
         raise TokensMixed(f"calls {func.overloadpacket}, of which it is not known whether it relates tokens")
 
     def _mark_outputs(self, func: Any, given: Sequence[Tensor], result: Any, dims: Dims | list[Dims]) -> None:
-        outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        outs = tensors_in(result)
         for t, of_t in zip(outs, dims if isinstance(dims, list) else [dims] * len(outs), strict=True):
             assert tuple(map(self.sizes.size, of_t)) == tuple(t.shape), (func, of_t, t.shape)
             if any(t is other for other in given) and self.dims(t) != of_t:
@@ -176,7 +176,7 @@ class TokenTracker(TorchDispatchMode):
             arguments = (t, dim, start, min(stop, t.shape[dim]), *step)  # what is beyond the end may be any number
         sized = func.overloadpacket in SIZED
         fill = arguments[0][_FILLS[func.overloadpacket]] if func.overloadpacket in _FILLS else None
-        for value in tree_leaves(arguments):
+        for value in values_in(arguments):
             if isinstance(value, int) and sized and value is not fill and self.sizes.holds_tokens(abs(value)):
                 yield TOKENS, value // self.sizes.tokens
             elif isinstance(value, (bool, int, float, complex, torch.dtype)):
