@@ -12,12 +12,19 @@ import wrapt
 
 if TYPE_CHECKING:
     from lightning_memo.artifacts.plan import Plan
+    from lightning_memo.integrations.memo_callback import MemoCallback
+    from lightning_memo.integrations.memo_loop import MemoLoop
     from lightning_memo.strategy import MemoStrategy
 
-__all__ = ["MemoStrategy", "Plan"]
+__all__ = ["MemoCallback", "MemoLoop", "MemoStrategy", "Plan"]
 __version__ = "0.1.0"
 
-_LAZY = {"MemoStrategy": "lightning_memo.strategy", "Plan": "lightning_memo.artifacts.plan"}
+_LAZY = {
+    "MemoCallback": "lightning_memo.integrations.memo_callback",
+    "MemoLoop": "lightning_memo.integrations.memo_loop",
+    "MemoStrategy": "lightning_memo.strategy",
+    "Plan": "lightning_memo.artifacts.plan",
+}
 _PACKAGES = {"callbacks", "config", "data", "engine", "estimate", "kernels", "models", "planner", "strategy"}
 
 

@@ -24,11 +24,9 @@ from lightning_memo.callbacks.runtime_callback import RuntimeCallback
 from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.memory.spill_file import open_unnamed
-from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
-from lightning_memo.runtime.start_engine import start_engine
+from lightning_memo.runtime.start_engine import check_machine, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.trials.longest_sequence import find_longest
 
@@ -150,7 +148,7 @@ class MemoStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
     ) -> None:
         config = MemoConfig.of(locals())
-        _check_machine(config)
+        check_machine(config)
         super().__init__(config, timeout, process_group_backend)
         # A name of its own, because with `_accelerator` set, Lightning's refusal of this strategy names devices only.
         self._given_accelerator: Accelerator | None = None
@@ -333,16 +331,3 @@ class MemoStrategy(DistributedStrategy):
         if self._runtime is not None:
             closure = functools.partial(self._runtime.step, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-
-def _check_machine(config: MemoConfig) -> None:
-    """Refuse settings that this machine cannot follow.
-
-    Raises:
-        ValueError: The attention kernel is not installed, the plan does not exist, or the disk cannot be used.
-    """
-    check_available(config.attention)
-    if config.plan is not None and not Path(config.plan).is_file():
-        raise ValueError(f'plan="{config.plan}": no such file; give one that Plan.save wrote, or None to profile')
-    if config.spill_path is not None:
-        open_unnamed(Path(config.spill_path)).close()

@@ -24,6 +24,10 @@ class LightningRun:
         return self._trainer.lightning_module
 
     @property
+    def framework_module(self) -> pl.LightningModule:
+        return self._trainer.lightning_module
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         return self._trainer.optimizers
 

@@ -68,7 +68,7 @@ class OutOfMemoryRetry:
         if not again:
             self._batch, self._retried = batch, False
         if self._state is None:
-            self._state = StepState(self._run.model, self._engine.device)
+            self._state = StepState(self._run.model, self._engine.device, without=self._run.framework_module)
         else:
             self._state.note(again)
         return self._run_with_retry(forward)
@@ -189,6 +189,12 @@ class OutOfMemoryRetry:
             # The device may have less than the user's budget: another process, or a smaller device than planned for.
             whole_bytes = free_device_bytes(device) + torch.cuda.memory_allocated(device)
             self._planner.limit_device(_SHRUNK_SHARE * whole_bytes)
+
+    def advise(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError | None:
+        """Return an error with advice for one that no method here has seen; `None` for others, which have some."""
+        if isinstance(error, _ExplainedError):
+            return None
+        return self._explained(error, "and only `memo.step(...)` runs a backward again, with less memory")
 
     def _explained(self, error: torch.OutOfMemoryError, why: str) -> _ExplainedError:
         return _ExplainedError(

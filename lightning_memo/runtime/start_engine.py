@@ -11,7 +11,8 @@ from torch import nn
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
-from lightning_memo.parallel.processes import Processes
+from lightning_memo.engine.memory.spill_file import open_unnamed
+from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.profiler.measured_costs import host_budget
 from lightning_memo.runtime.model_checks import (
     announce_fused_loss,
@@ -20,14 +21,28 @@ from lightning_memo.runtime.model_checks import (
     refuse_scripted_modules,
     warn_of_uncompiled,
 )
+from lightning_memo.runtime.training_run_protocol import ProcessesOfRun
 from lightning_memo.utils.find_layers import select_stacks
+
+
+def check_machine(config: MemoConfig) -> None:
+    """Refuse settings that this machine cannot follow.
+
+    Raises:
+        ValueError: The attention kernel is not installed, the plan does not exist, or the disk cannot be used.
+    """
+    check_available(config.attention)
+    if config.plan is not None and not Path(config.plan).is_file():
+        raise ValueError(f'plan="{config.plan}": no such file; give one that Plan.save wrote, or None to profile')
+    if config.spill_path is not None:
+        open_unnamed(Path(config.spill_path)).close()
 
 
 def start_engine(
     model: nn.Module,
     config: MemoConfig,
     device: torch.device,
-    processes: Processes | None,
+    processes: ProcessesOfRun | None,
     trains: bool,
     test_mode: TestMode | None = None,
 ) -> Engine:

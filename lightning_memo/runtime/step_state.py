@@ -27,21 +27,22 @@ class StepState:
     """The state from before the forward of a batch, to which the process can return.
 
     It holds the states of generators of random numbers, the buffers, and the numbers, tensors and containers among the
-    attributes of modules. Those of the model itself, to which a framework's training step belongs, are left out.
+    attributes of modules.
 
     Tensors are copied into the memory of the first batch's copies: planned buffers do not outlive a step.
 
     Args:
         model: The model that is trained.
         device: Where it runs.
+        without: A module of the training framework, whose attributes are left out.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, without: nn.Module | None) -> None:
         self._model, self._rng = model, RngState.capture(device)
         # Those of modules are looked for once, which takes as long as 20 later notes.
         self._generators = OtherGenerators.of(model, PythonState(model, ()))
         self._modules = _modules_of(model)
-        self._with_attributes, self._is_first = self._modules[1:], True
+        self._with_attributes, self._is_first = [m for m in self._modules if m is not without], True
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._note_modules()
 

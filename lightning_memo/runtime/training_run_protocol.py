@@ -9,6 +9,11 @@ from typing import Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
+from lightning_memo.parallel.ranks import Ranks
+
 
 class TrainingRun(Protocol):
     """What the runtime reads of a training run. Each training framework has an implementation of its own."""
@@ -16,6 +21,10 @@ class TrainingRun(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model that is trained, as the framework holds it."""
+
+    @property
+    def framework_module(self) -> nn.Module | None:
+        """The module whose attributes are the framework's, like those of a LightningModule; `None` if none are."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -57,8 +66,28 @@ class TrainingRun(Protocol):
     def logs_now(self) -> bool:
         """Whether metrics of the current step are logged."""
 
-    def folder(self) -> Path:
-        """Folder for the files of the run. All processes have to call this method at the same time."""
+    def folder(self) -> Path | None:
+        """Folder for the files of the run; `None` to write none. All processes have to call this at the same time."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Send metrics of the current step to the loggers."""
+
+
+class ProcessesOfRun(Protocol):
+    """What the runtime reads of the processes of a run, of which there are several."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """Data, context and tensor parallel sizes."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that must use the same plan."""
+
+    @property
+    def context_groups(self) -> ContextGroups | None:
+        """Process groups of context-parallel attention; `None` without context parallelism."""
+
+    @property
+    def current_layout(self) -> CurrentLayout:
+        """Holds the layout of the batch that the model is given."""

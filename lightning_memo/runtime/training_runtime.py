@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -13,7 +14,6 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
-from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.parallel.tensor.mixed_tensors import explaining_mixed_tensors
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
@@ -23,7 +23,7 @@ from lightning_memo.runtime.host_memory_watch import HostMemoryWatch
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry
 from lightning_memo.runtime.shorter_slices import ShorterSlices
-from lightning_memo.runtime.training_run_protocol import TrainingRun
+from lightning_memo.runtime.training_run_protocol import ProcessesOfRun, TrainingRun
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class TrainingRuntime:
     """
 
     def __init__(
-        self, engine: Engine, model: nn.Module, config: MemoConfig, processes: Processes | None, run: TrainingRun
+        self, engine: Engine, model: nn.Module, config: MemoConfig, processes: ProcessesOfRun | None, run: TrainingRun
     ) -> None:
         alone = processes is None
         self.engine = engine
@@ -65,7 +65,7 @@ class TrainingRuntime:
         self._device = DeviceMemoryWatch(engine, self._planner, run) if budgeted else None
         self._chunk_loss(model, config, processes)
 
-    def _chunk_loss(self, model: nn.Module, config: MemoConfig, processes: Processes | None) -> None:
+    def _chunk_loss(self, model: nn.Module, config: MemoConfig, processes: ProcessesOfRun | None) -> None:
         if config.loss_chunk_tokens is None:
             return
         sizes = None if processes is None else processes.sizes
@@ -115,8 +115,8 @@ class TrainingRuntime:
         with explaining_mixed_tensors(self._sequence_parallel):
             return self._retry.forward(forward)
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Prepare for the backward pass of a loss."""
+    def before_backward(self, loss: Tensor | None) -> None:
+        """Prepare for the backward pass of a loss; `None` if the backward has just begun, in this thread."""
         self._planner.before_backward()
         if self.memory is not None:
             self.memory.marks.before_backward(loss)
@@ -139,6 +139,10 @@ class TrainingRuntime:
     def step(self, closure: Callable[[], T]) -> T:
         """Run the forward and backward before an optimizer step; see :class:`OutOfMemoryRetry`."""
         return self._retry.step(closure)
+
+    def advise(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError | None:
+        """Return an error with advice for one from outside of `forward`, `backward` and `step`; `None` for others."""
+        return self._retry.advise(error)
 
     def abandon_batch(self) -> None:
         """Stop in the middle of a batch.

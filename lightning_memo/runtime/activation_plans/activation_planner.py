@@ -67,7 +67,7 @@ class ActivationPlanner(MetersSteps):
         self._engine, self._config, self._ranks, self._run = engine, config, ranks, run
         self._started_seconds = 0.0
         self._is_first_batch = True
-        self._folder = Path()
+        self._folder: Path | None = None
         self._most_device_bytes, self._most_alpha = math.inf, 1.0  # limits of later plans, once a plan was too large
         self._shrunk = self._dropped = self._warned = False
         self._is_unproven = False  # whether the plan is an earlier one, and no layer has run yet
@@ -272,7 +272,9 @@ class ActivationPlanner(MetersSteps):
             on_host = settings.may_stream and settings.host_backed == "auto" and settings.schedule != "nest"
             why_on_device = classes.why_nest if on_host and not classes.why_whole else ""
             announce_plan(plan, self._config, classes.why_whole, why_on_device)
-            rank_zero_info(f"MemoStrategy: plan saved to {self._save(plan)}")
+            self._save(plan)
+            if self._folder is not None:
+                rank_zero_info(f"MemoStrategy: plan saved to {self._folder / PLAN_FILE}")
 
     def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:
         shortage = plan_shortage(plan, can_have_more=self._most_device_bytes == math.inf)
@@ -316,18 +318,18 @@ class ActivationPlanner(MetersSteps):
         if self._run.rank == 0:
             self._save(plan)
 
-    def _save(self, plan: Plan) -> Path:
-        path = self._folder / PLAN_FILE
-        plan.save(path)
-        return path
+    def _save(self, plan: Plan) -> None:
+        if self._folder is not None:
+            plan.save(self._folder / PLAN_FILE)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path | None) -> None:
     """Refuse a folder that the plan cannot be written to before the first step rather than after it."""
     try:
-        check_writable(folder)
+        if folder is not None:
+            check_writable(folder)
     except OSError as error:
         raise ValueError(
-            f"{folder}: {PLAN_FILE} can't be written there ({error.strerror}); give Trainer a default_root_dir, or a "
-            "logger, whose folder can be written"
+            f"{folder}: {PLAN_FILE} can't be written there ({error.strerror}); give Trainer a default_root_dir or a "
+            "logger whose folder can be written, or MemoLoop another output_dir"
         ) from None

@@ -55,11 +55,11 @@ class StepMarks:
         if name in _LAYER_PHASES:
             self._mark(_LAYER_PHASES[name].format(index))
 
-    def before_backward(self, loss: torch.Tensor) -> None:
-        """The backward of a loss is about to begin."""
-        if not (self._in_batch and loss.requires_grad):
+    def before_backward(self, loss: torch.Tensor | None) -> None:
+        """The backward of a loss is about to begin; `None` if it has just begun, in this thread."""
+        if not (self._in_batch and (loss is None or loss.requires_grad)):
             return
-        if loss.is_cpu:
+        if loss is None or loss.is_cpu:
             self._mark("backward")
         else:  # in a hook, because the backward runs in a thread of its own, and the allocator has to know that thread
             loss.register_hook(lambda gradient: self._mark("backward"))  # type: ignore[no-untyped-call]

@@ -1,0 +1,466 @@
+"""A PyTorch loop inside of MemoLoop trains as it does outside."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from support.devices import DEVICE
+from support.families import FAMILIES, VOCABULARY
+from support.processes import run_in_processes
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memo import MemoLoop, MemoStrategy
+from lightning_memo.engine import TestMode
+
+TOKENS, STEPS = 40, 5
+LATE = {"test_mode": TestMode(seed=1, longest_delay_seconds=0.0005)}
+
+
+def build(family: str = "llama") -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES[family].build().to(DEVICE)
+
+
+def ids_of(number: int, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(number)).to(DEVICE)
+
+
+def loss_of(model: nn.Module, number: int, tokens: int = TOKENS) -> Tensor:
+    ids = ids_of(number, tokens)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that does not amplify the rounding of small gradients."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Run:
+    """A model and its optimizer; afterwards, what a loop has made of them."""
+
+    def __init__(self, family: str = "llama") -> None:
+        self.model = build(family)
+        self.optimizer = sgd(self.model)
+        self.losses: list[float] = []
+        self.memo: MemoLoop | None = None
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [p.detach() for p in self.model.parameters()]
+
+
+Loop = Callable[[Run], None]
+
+
+def plain_loop(run: Run) -> None:
+    torch.manual_seed(1)  # dropout
+    for number in range(STEPS):
+        run.backward(loss_of(run.model, number))
+        run.step()
+
+
+def with_memo(loop: Loop, family: str = "llama", **settings: Any) -> Run:
+    run = Run(family)
+    with MemoLoop(run.model, run.optimizer, **settings) as run.memo:
+        loop(run)
+    return run
+
+
+def compare(memo: Run, plain: Run) -> None:
+    assert memo.losses == pytest.approx(plain.losses, rel=1e-5)
+    for found, expected in zip(memo.weights, plain.weights, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def check(loop: Loop, family: str = "llama", **settings: Any) -> Run:
+    plain, memo = Run(family), with_memo(loop, family, **settings)
+    loop(plain)
+    compare(memo, plain)
+    return memo
+
+
+# ---- loops
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["llama", "gpt2_dropout"])
+def test_a_plain_loop(family: str, alpha: float) -> None:
+    memo = check(plain_loop, family, alpha=alpha, **LATE).memo
+    assert memo is not None
+    assert memo.plan is not None
+    assert memo.plan.swap.alpha == alpha
+    assert memo.memory is not None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"storage": "kinds", "device_memory": "0.8MiB"},
+        {"schedule": "nest", "alpha": 0.5},
+        {"slice_tokens": 16, "host_backed": "all"},
+        {"plan_memory": False, "loss_chunk_tokens": 16, "alpha": 0.5},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings(settings: dict[str, Any]) -> None:
+    check(plain_loop, **settings, **LATE)
+
+
+def test_planned_memory_serves_the_steps() -> None:
+    memo = with_memo(plain_until_served, alpha=0.5).memo
+    assert memo is not None
+    assert memo.memory is not None
+    assert memo.memory.use is not None
+    assert memo.memory.use.hits > 0
+    assert memo.memory.use.missed <= 0.05 * memo.memory.use.hits
+
+
+def plain_until_served(run: Run) -> None:
+    """Train until the planned memory has served some steps."""
+    served = 0
+    for number in range(2000):
+        run.backward(loss_of(run.model, number))
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        run.step()
+        assert run.memo is not None
+        assert run.memo.memory is not None
+        served += run.memo.memory.settled
+        if served == 5:
+            return
+
+
+def accumulating(run: Run) -> None:
+    for number in range(2 * STEPS):
+        run.backward(loss_of(run.model, number) / 2)
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+            run.step()
+
+
+def preferring(run: Run) -> None:
+    """Two forwards before a backward, and a reference without gradients."""
+    for number in range(STEPS):
+        with torch.no_grad():
+            reference = loss_of(run.model, number)
+        chosen, rejected = loss_of(run.model, number), loss_of(run.model, 100 + number)
+        run.backward(-torch.nn.functional.logsigmoid(rejected - chosen + reference))
+        run.step()
+
+
+def with_several_optimizers(run: Run) -> None:
+    """Two optimizers step after each backward; in every other batch, one of them does."""
+    for number in range(STEPS):
+        run.backward(loss_of(run.model, number))
+        run.optimizer.step()
+        if number % 2:
+            run.second.step()  # type: ignore[attr-defined]
+        run.model.zero_grad()
+
+
+def with_other_lengths(run: Run) -> None:
+    for number, tokens in enumerate((24, 40, 33, 48, 40, 24)):
+        run.backward(loss_of(run.model, number, tokens))
+        run.step()
+
+
+def evaluating(run: Run) -> None:
+    for number in range(STEPS):
+        run.backward(loss_of(run.model, number))
+        run.step()
+        run.model.eval()
+        with torch.no_grad():
+            run.losses.append(loss_of(run.model, 200 + number).item())
+        run.model.train()
+
+
+def skipping(run: Run) -> None:
+    """A batch without a backward, and one without a step."""
+    for number in range(2 * STEPS):
+        loss = loss_of(run.model, number)
+        if number == 4:
+            continue
+        run.backward(loss)
+        if number == 6:
+            run.optimizer.zero_grad()
+            continue
+        run.step()
+
+
+def with_closure(run: Run) -> None:
+    """An optimizer that calls forward and backward itself."""
+    optimizer = torch.optim.LBFGS(run.model.parameters(), lr=0.01, max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(run.model, 0)
+        run.backward(loss)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+LOOPS = [accumulating, preferring, with_other_lengths, evaluating, skipping, with_closure]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_loops(loop: Loop) -> None:
+    check(loop, alpha=0.5, **LATE)
+
+
+def test_several_optimizers() -> None:
+    runs = [Run(), Run()]
+    for run in runs:
+        halves = list(run.model.parameters())
+        run.optimizer = torch.optim.SGD(halves[::2], lr=0.05)
+        run.second = torch.optim.SGD(halves[1::2], lr=0.05)  # type: ignore[attr-defined]
+    plain, memo = runs
+    with_several_optimizers(plain)
+    with MemoLoop(memo.model, [memo.optimizer, memo.second], alpha=0.5):  # type: ignore[attr-defined]
+        with_several_optimizers(memo)
+    compare(memo, plain)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric(precision: str) -> None:
+    def train(memo: bool) -> Run:
+        fabric, run = Fabric(accelerator=DEVICE.type, devices=1, precision=precision), Run()
+        model, optimizer = fabric.setup(run.model, run.optimizer)
+        loop = MemoLoop(model, optimizer, alpha=0.5) if memo else contextlib.nullcontext()
+        with loop as run.memo:
+            for number in range(STEPS):
+                loss = loss_of(model, number)
+                fabric.backward(loss)
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.losses.append(loss.item())
+        return run
+
+    plain, memo = train(False), train(True)
+    assert memo.memo is not None
+    assert memo.memo.plan is not None
+    assert memo.memo.plan.fingerprint.precision == precision
+    if precision == "32-true":
+        compare(memo, plain)
+    assert memo.losses == pytest.approx(plain.losses, rel=2**-7)
+
+
+def test_accelerate() -> None:
+    def train(memo: bool) -> Run:
+        accelerator, run = Accelerator(cpu=DEVICE.type == "cpu", gradient_accumulation_steps=2), Run()
+        model, optimizer = accelerator.prepare(run.model, run.optimizer)
+        loop = MemoLoop(model, optimizer, alpha=0.5) if memo else contextlib.nullcontext()
+        with loop as run.memo:
+            for number in range(2 * STEPS):
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, number)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.losses.append(loss.item())
+        return run
+
+    compare(train(True), train(False))
+
+
+# ---- several processes
+
+
+def of_rank(kind: str, memo: bool) -> tuple[list[float], list[Tensor]]:
+    rank, model = dist.get_rank(), build()
+    wrapped = model
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer, losses = sgd(wrapped), []
+    with MemoLoop(wrapped, optimizer, alpha=0.5, **LATE) if memo else contextlib.nullcontext():
+        for number in range(STEPS):
+            loss = loss_of(wrapped, 2 * number + rank, TOKENS + number % 2)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in (p.detach() for p in model.parameters())]
+    return losses, [t.cpu() for t in weights]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes(kind: str) -> None:
+    plain, memo = (run_in_processes(2, of_rank, kind, memo) for memo in (False, True))
+    for (losses, weights), (expected_losses, expected) in zip(memo, plain, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        for found, t in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found, t, rtol=1e-5, atol=1e-6)
+
+
+# ---- failures
+
+
+class Failing:
+    """Raises an error in a forward or a backward of a layer, in one of the calls."""
+
+    def __init__(self, model: Any, error: Exception, call: int, backward: bool) -> None:
+        self._left, self._error = call, error
+        weight = model.model.layers[2].mlp.down_proj.weight
+        self._handle = (
+            weight.register_hook(self._count) if backward else model.model.norm.register_forward_hook(self._count)
+        )
+
+    def _count(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise self._error
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_error_in_a_backward_that_the_loop_catches(call: int) -> None:
+    def loop(run: Run) -> None:
+        Failing(run.model, RuntimeError("no luck"), call, backward=True)
+        for number in range(STEPS):
+            try:
+                run.backward(loss_of(run.model, number))
+            except RuntimeError as error:
+                assert "no luck" in str(error)  # noqa: PT017 - the loop goes on, as a user's may
+                run.optimizer.zero_grad()
+                continue
+            run.step()
+
+    assert len(check(loop, alpha=0.5).losses) == STEPS - 1
+
+
+def test_a_forward_without_memory_is_run_again() -> None:
+    plain = Run()
+    plain_loop(plain)
+
+    def loop(run: Run) -> None:
+        Failing(run.model, torch.OutOfMemoryError("no memory"), 3, backward=False)
+        plain_loop(run)
+
+    with pytest.warns(UserWarning, match="out of device memory with alpha=0.5"):
+        compare(with_memo(loop, alpha=0.5), plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2_dropout"])
+def test_step_runs_a_backward_without_memory_again(family: str) -> None:
+    plain = Run(family)
+    plain_loop(plain)
+
+    def loop(run: Run) -> None:
+        weight = list(run.model.parameters())[-3]
+        failing, calls = torch.OutOfMemoryError("no memory"), iter(range(100))
+
+        def fail(gradient: Tensor) -> None:
+            if next(calls) == 3:
+                raise failing
+
+        weight.register_hook(fail)
+        assert run.memo is not None
+        torch.manual_seed(1)
+        for number in range(STEPS):
+            run.losses.append(run.memo.step(lambda number=number: loss_of(run.model, number)).item())
+            run.step()
+
+    with pytest.warns(UserWarning, match="out of device memory with alpha=0.5"):
+        compare(with_memo(loop, family, alpha=0.5), plain)
+
+
+def test_a_backward_without_memory_tells_what_to_do() -> None:
+    def loop(run: Run) -> None:
+        Failing(run.model, torch.OutOfMemoryError("no memory"), 3, backward=True)
+        plain_loop(run)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"only `memo\.step\(\.\.\.\)` runs a backward again"):
+        with_memo(loop, alpha=0.5)
+
+
+def test_the_model_is_as_before_afterwards() -> None:
+    run = Run()
+    before = [set(vars(module)) for module in run.model.modules()]
+    hooks = len(run.optimizer._optimizer_step_post_hooks)
+
+    def stopped(run: Run) -> None:
+        run.backward(loss_of(run.model, 0))
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError), MemoLoop(run.model, run.optimizer, alpha=0.5):
+        stopped(run)
+    assert [set(vars(module)) for module in run.model.modules()] == before
+    assert len(run.optimizer._optimizer_step_post_hooks) == hooks
+    with MemoLoop(run.model, run.optimizer, alpha=0.5):  # another one
+        plain_loop(run)
+    assert [set(vars(module)) for module in run.model.modules()] == before
+
+
+# ---- refusals
+
+
+@contextlib.contextmanager
+def refused(line: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    with pytest.raises(error, match=line) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals() -> None:
+    run = Run()
+    with refused("optimizer: got list"):
+        MemoLoop(run.model, [[run.optimizer]])  # type: ignore[list-item]
+    with refused("optimizer: got none"):
+        MemoLoop(run.model, [])
+    with refused("use MemoStrategy"):
+        MemoLoop(run.model, run.optimizer, schedule="slice", slice_tokens=8)
+    with refused("not a fraction of the tokens"):
+        MemoLoop(run.model, run.optimizer, alpha=2.0)
+    memo = MemoLoop(run.model, run.optimizer)
+    with refused("is called inside of `with MemoLoop"):
+        memo.step(lambda: loss_of(run.model, 0))
+    with memo:
+        pass
+    with refused("is entered once"), memo:
+        pass
+    with refused("is called inside of `with MemoLoop"):
+        memo.step(lambda: loss_of(run.model, 0))
+
+
+def test_checkpointing_is_refused() -> None:
+    run = Run()
+    run.model.gradient_checkpointing_enable()
+    with refused("gradient checkpointing is on"), MemoLoop(run.model, run.optimizer):
+        pass
+
+
+def test_float16_is_refused() -> None:
+    run = Run()
+    with warnings.catch_warnings(), refused("float16"), MemoLoop(run.model.half(), run.optimizer):
+        loss_of(run.model, 0)
+
+
+def test_settings_are_those_of_the_strategy() -> None:
+    of_strategy = inspect.signature(MemoStrategy).parameters
+    own = dict(list(inspect.signature(MemoLoop).parameters.items())[3:])
+    assert {name: p.default for name, p in own.items()} == {name: of_strategy[name].default for name in own}
