@@ -33,7 +33,8 @@ test-slow: $(INSTALLED)
 	$(RUN) -m pytest $(WORKERS) -m slow tests $(QUANTIZED_TESTS:%=--ignore=%)
 	PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
 
-# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last command also run on the CPU.
+# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last command also run on the CPU, where the slow
+# cases combine more settings.
 test-cuda: export OMP_NUM_THREADS = 1
 test-cuda: export PYTHONDONTWRITEBYTECODE =
 test-cuda: export EMULATED_CUDA_DEVICES = 4
@@ -42,7 +43,7 @@ test-cuda: $(CUDA_INSTALLED)
 	$(CUDA_RUN) -m pytest $(WORKERS) tests/emulated_cuda tests/gpu
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest tests/gpu/test_cuda_allocator.py \
 		tests/gpu/test_cuda_allocator_training.py
-	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
+	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -1,0 +1,209 @@
+"""Trainers of Hugging Face and TRL train with MemoCallback as they do without."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from support.devices import DEVICE
+from support.families import FAMILIES
+from support.markers.slow import slow_if
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from lightning_memo import MemoCallback
+
+LETTERS = [chr(ord("a") + n) for n in range(26)]
+STEPS = 5
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "max_steps": STEPS, "report_to": [], "save_strategy": "no", "logging_steps": 1,
+    "use_cpu": DEVICE.type == "cpu", "learning_rate": 1e-2, "optim": "sgd", "disable_tqdm": True, "bf16": False,
+    "seed": 1, "gradient_checkpointing": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARGUMENTS, "output_dir", str(tmp_path))
+
+
+def build(family: str = "llama") -> Any:
+    torch.manual_seed(0)
+    return FAMILIES[family].build()
+
+
+def random_text(length: int) -> str:
+    return "".join(LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,)).tolist())
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
+    letters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=256
+    )
+
+
+def rows(count: int = 24) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 29, (40,), generator=generator) for _ in range(count)]
+    return [{"input_ids": t, "labels": t} for t in ids]
+
+
+class Outcome:
+    """What a trainer has logged and trained."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        self.weights = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
+
+    def compare(self, plain: Outcome) -> None:
+        assert len(self.logs) == len(plain.logs) == STEPS
+        for key in ("loss", "grad_norm"):
+            assert [entry[key] for entry in self.logs] == pytest.approx([entry[key] for entry in plain.logs], rel=2e-5)
+        for name, expected in plain.weights.items():
+            torch.testing.assert_close(self.weights[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def train(trainer: Trainer) -> Outcome:
+    torch.manual_seed(1)  # dropout
+    trainer.train()
+    return Outcome(trainer)
+
+
+def of_rows(memo: MemoCallback | None, family: str = "llama", **arguments: Any) -> Trainer:
+    callbacks = [] if memo is None else [memo]
+    data, settings = rows(), TrainingArguments(**ARGUMENTS | arguments)
+    return Trainer(build(family), settings, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [("llama", {"gradient_accumulation_steps": 2}), ("gpt2_dropout", {"eval_strategy": "steps", "eval_steps": 2})],
+)
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
+)
+def test_trainer(family: str, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    if family == "gpt2_dropout" and "slice_tokens" in settings:
+        settings = {"alpha": 1.0}
+    memo = MemoCallback(**settings)
+    train(of_rows(memo, family, **arguments)).compare(train(of_rows(None, family, **arguments)))
+    assert memo.loop is not None
+    assert memo.loop.plan is not None
+    assert memo.loop.plan.swap.alpha == settings.get("alpha", 1.0)
+
+
+def supervised(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer:
+    torch.manual_seed(2)
+    texts = Dataset.from_list([{"text": random_text(30 + n)} for n in range(16)])
+    return SFTTrainer(
+        build(), SFTConfig(**ARGUMENTS), train_dataset=texts, processing_class=tokenizer(), peft_config=adapter,
+        callbacks=[] if memo is None else [memo],
+    )  # fmt: skip
+
+
+def preferring(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer:
+    torch.manual_seed(2)
+    pairs = [{"prompt": random_text(10), "chosen": random_text(20 + n), "rejected": random_text(15)} for n in range(16)]
+    return DPOTrainer(
+        build(), None if adapter else build(), DPOConfig(**ARGUMENTS), train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer(), peft_config=adapter, callbacks=[] if memo is None else [memo],
+    )  # fmt: skip
+
+
+@slow_if(lambda make, lora: make is supervised and lora)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("make", [supervised, preferring])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trainers_of_trl(make: Any, lora: bool) -> None:
+    """DPO computes the reference with the adapter switched off, or with another model."""
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if lora else None
+    memo = MemoCallback(alpha=0.5)
+    train(make(memo, adapter)).compare(train(make(None, adapter)))
+    assert memo.loop is not None
+    assert memo.loop.plan is not None
+    assert memo.loop.plan.swap.alpha == 0.5
+
+
+def test_the_plan_is_written_to_the_output_folder(tmp_path: Path) -> None:
+    train(of_rows(MemoCallback(alpha=0.5)))
+    plan = json.loads((tmp_path / "memo_plan.json").read_text())
+    assert plan["swap"]["alpha"] == 0.5
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise KeyError("stop")
+
+
+def test_another_training_after_an_exception() -> None:
+    trainer = of_rows(memo := MemoCallback(alpha=0.5))
+    trainer.add_callback(Stop())
+    with pytest.raises(KeyError):
+        trainer.train()
+    trainer.remove_callback(Stop)
+    trainer.train()
+    assert memo.loop is not None
+    assert not memo.loop.is_active
+    assert not any("forward" in vars(module) for module in trainer.model.modules())
+
+
+def test_close_restores_the_model() -> None:
+    trainer = of_rows(memo := MemoCallback(alpha=0.5))
+    trainer.add_callback(Stop())
+    with pytest.raises(KeyError):
+        trainer.train()
+    memo.close()
+    memo.close()
+    assert not any("forward" in vars(module) for module in trainer.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"gradient_checkpointing": True}, "_checkpointing=True contradicts MemoCallback"),
+        ({"fp16": True}, "fp16=True is not supported by MemoCallback: give bf16=True"),
+    ],
+    ids=["checkpointing", "fp16"],
+)
+def test_refused_arguments(arguments: dict[str, Any], line: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = of_rows(MemoCallback(), **arguments)
+        with pytest.raises(ValueError, match=line) as caught:
+            trainer.train()
+    assert "\n" not in str(caught.value)
+
+
+def test_refused_settings() -> None:
+    with pytest.raises(TypeError, match=r"alhpa=0\.5 is no setting of MemoCallback: give alpha, plan_memory"):
+        MemoCallback(alhpa=0.5)
+    with pytest.raises(ValueError, match="not a fraction of the tokens"):
+        MemoCallback(alpha=2)
+
+
+class NoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.head(x).sum()}
+
+
+def test_a_model_without_layers() -> None:
+    data = [{"x": torch.ones(4)} for _ in range(8)]
+    trainer = Trainer(NoLayers(), TrainingArguments(**ARGUMENTS), train_dataset=data, callbacks=[MemoCallback()])
+    with pytest.raises(ValueError, match="layers"):
+        trainer.train()
