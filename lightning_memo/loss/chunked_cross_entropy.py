@@ -14,7 +14,7 @@ it is 8 bytes in fp32, with a soft cap 16 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,31 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
-from lightning_memo.engine.modules.token_local_modules import GradientSums, TokenLocal, chunks, noting_saved
+from lightning_memo.engine.modules.token_local_modules import GradientSums, chunks
+from lightning_memo.loss.chunked_logits import ChunkedLogits, Columns
 from lightning_memo.parallel.local_tensors import awaited
-
-Pointwise = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedLogits:
-    """Computes logits from hidden states chunk by chunk.
-
-    Attributes:
-        head: The output head. It maps hidden states `[1, tokens, hidden]` to the logits of all sequence-parallel ranks'
-            tokens, a tensor or a `DTensor` that is sharded in the vocabulary.
-        pointwise: Functions that are applied to the logits after the head.
-        chunk_tokens: Number of this process's tokens whose logits exist at the same time.
-        shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
-    """
-
-    head: TokenLocal
-    pointwise: Sequence[Pointwise]
-    chunk_tokens: int
-    shards: int = 1
 
 
 def chunked_cross_entropy(
@@ -111,7 +91,7 @@ class _Parts:
         self, x: Tensor, target: Tensor, weight: Tensor, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
         with torch.set_grad_enabled(needs_gradient):
-            logits, columns, spare = _compute(self.logits, x)
+            logits, columns, spare = self.logits.compute(x)
         # The logits are overwritten if the graph does not need them (`spare`). `data` hides this from autograd, which
         # refuses it for views. See Note: [One chunk of logits].
         work = logits.data.to(torch.promote_types(logits.dtype, torch.float32), copy=not spare)
@@ -125,49 +105,7 @@ class _Parts:
         return loss, *self.logits.head.gradients(logits, x, gradient)
 
 
-def _compute(logits: ChunkedLogits, x: Tensor) -> tuple[Tensor, _Columns, bool]:
-    """Return the logits `[tokens, columns]` of a chunk, their columns, and whether they may be overwritten."""
-    saved: set[int] = set()
-    with noting_saved(saved):
-        z = logits.head(x)
-        columns = _Columns.of(z)
-        z = awaited(z.to_local() if isinstance(z, DTensor) else z)
-        for function in logits.pointwise:
-            z = function(z)
-        z = z.flatten(0, -2)
-    return z, columns, z.untyped_storage().data_ptr() not in saved
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The part of the vocabulary whose logits this process has.
-
-    Attributes:
-        first: First token id.
-        size: Number of token ids.
-        group: Processes that share the vocabulary; `None` if this process has all of it.
-    """
-
-    first: int
-    size: int
-    group: dist.ProcessGroup | None
-
-    @classmethod
-    def of(cls, logits: Tensor) -> _Columns:
-        if not isinstance(logits, DTensor) or not logits.placements[0].is_shard():
-            return cls(0, logits.shape[-1], None)
-        mesh, vocabulary = logits.device_mesh, logits.shape[-1]
-        per_rank = -(-vocabulary // mesh.size())
-        return cls(per_rank * mesh.get_local_rank(), logits.to_local().shape[-1], mesh.get_group())
-
-    def combine(self, t: Tensor, operation: Any) -> Tensor:
-        """Reduce `t` over the processes that share the vocabulary, in place."""
-        if self.group is not None:
-            dist.all_reduce(t, operation, self.group)
-        return t
-
-
-def _cross_entropy_(logits: Tensor, target: Tensor, weight: Tensor, columns: _Columns, gradient: bool) -> Tensor:
+def _cross_entropy_(logits: Tensor, target: Tensor, weight: Tensor, columns: Columns, gradient: bool) -> Tensor:
     """Return the weighted losses `[tokens]` of fp32 logits `[tokens, columns]`.
 
     The logits are overwritten, if `gradient` with the gradient of the sum of the losses. With the largest logit `m` of

@@ -27,7 +27,8 @@ from typing_extensions import Self, override
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.saved_storages import counter_of
-from lightning_memo.loss.chunked_cross_entropy import Pointwise, chunked_cross_entropy
+from lightning_memo.loss.chunked_cross_entropy import chunked_cross_entropy
+from lightning_memo.loss.chunked_logits import Pointwise
 from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary, parts_of
 from lightning_memo.parallel.local_tensors import awaited, local_part
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_memo.engine.modules.token_local_modules import Forward, TokenLocal, chunk_tokens_of, chunks
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
-from lightning_memo.loss.chunked_cross_entropy import ChunkedLogits, Pointwise
+from lightning_memo.loss.chunked_logits import ChunkedLogits, Pointwise
 
 _CHANGE = (
     "was changed since the forward whose logits are used now, and logits of long sequences are computed when they are "
