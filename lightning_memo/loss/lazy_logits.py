@@ -2,10 +2,12 @@
 
 Note: [Recorded and computed operations]
 `LazyLogits` represents `pointwise(head(x))`. Functions of single logits (a soft cap, a scale, a cast) are recorded.
-Functions that only select or rearrange tokens (`[:, :-1]`, `view(-1, vocabulary)`) are applied to the hidden states.
-`cross_entropy` and `argmax` over the vocabulary compute one chunk of tokens after the other. The loss of an unmodified
-model therefore runs in chunks, and so does a loss that a user writes in the usual way. Any other operation gets real
-logits that are computed once, which is correct but takes as much memory as in plain training.
+So are `softmax` and `log_softmax`, and products and sums of logits of the same tokens. Functions that only select or
+rearrange tokens (`[:, :-1]`, `view(-1, vocabulary)`) are applied to the hidden states. `cross_entropy`, and functions
+of the logits of a token (`argmax`, `gather`, `logsumexp`, `sum`, `amax`, `topk` over the vocabulary), compute one chunk
+of tokens after the other. The loss of an unmodified model therefore runs in chunks, and so do losses, log-probabilities
+and entropies that a user writes in the usual way. Any other operation gets real logits that are computed once, which is
+correct but takes as much memory as in plain training.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from lightning_memo.engine.memory.saved_storages import counter_of
 from lightning_memo.loss.chunked_cross_entropy import chunked_cross_entropy
 from lightning_memo.loss.chunked_logits import Pointwise
 from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary, parts_of
+from lightning_memo.loss.token_functions import NORMALISING, TokenFunction, is_last, token_function
 from lightning_memo.parallel.local_tensors import awaited, local_part
 
 # Names of methods of `Tensor` and of functions in `torch`.
 _CASTS = ("float", "bfloat16", "half", "double", "to", "type")
-_POINTWISE = ("mul", "div", "true_divide", "tanh", *_CASTS)
+_POINTWISE = ("mul", "div", "true_divide", "add", "sub", "neg", "exp", "tanh", *_CASTS)
+_OF_TWO = ("mul", "add", "sub")
 _ARRANGING = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_cuda", "is_cpu", "is_meta")
 # What Python code sees of the graph: FSDP would register hooks on logits that require gradients.
@@ -206,6 +210,14 @@ class LazyLogits(Tensor):
             return self._choose(*args)
         if name == "argmax":
             return self._argmax(*args, **kwargs)
+        if name in _OF_TWO and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
+            return self._join(args[0], func)
+        if name in NORMALISING:
+            return self._normalise(func, *args, **kwargs)
+        if name in ("unbind", "split"):
+            return self._divide(name, *args, **kwargs)
+        if (function := token_function(name, self.shape, args, kwargs)) is not None:
+            return self._values(function)
         if name in _POINTWISE:
             return self._apply(lambda t: func(t, *args, **kwargs), (*args, *kwargs.values()), name in _CASTS)
         if name in _ARRANGING:
@@ -239,6 +251,39 @@ class LazyLogits(Tensor):
             return self
         recipe = self._with(pointwise=(*self._recipe.pointwise, function))
         return LazyLogits.with_graph(recipe, self.shape[-1], probe.dtype, _Family())
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this process computes all logits of each token."""
+        return self._recipe.head.shards == 1 and self._recipe.head.parts == 1
+
+    def _join(self, other: LazyLogits, function: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        joined = self._recipe.joined(other._recipe, function) if self._is_whole else None
+        if joined is None or other._real is not None:
+            return NotImplemented
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return LazyLogits.with_graph(joined, self.shape[-1], dtype, _Family())
+
+    def _normalise(self, function: Callable[..., Tensor], dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_whole or not is_last(dim, self.dim()):
+            return NotImplemented
+        return self._apply(lambda t: function(t, -1, *args, **kwargs), (), cast=False)
+
+    def _divide(self, name: str, size: Any = 0, dim: Any = 0) -> Any:
+        """Return lazy logits of rows, or of parts with a number of rows."""
+        if name == "unbind":
+            size, dim = 1, size  # its first argument is the dimension
+        if not self._is_whole or dim != 0 or type(size) is not int or self.dim() < 2:
+            return NotImplemented
+        x = self._recipe.tokens_first()
+        parts = x.unbind() if name == "unbind" else x.split(size)
+        return tuple(self._view(self._with(x=part, leading=tuple(part.shape[:-1]))) for part in parts)
+
+    def _values(self, function: TokenFunction) -> Any:
+        if not self._is_whole:
+            return NotImplemented
+        with torch.set_grad_enabled(self._recipe.tracked and torch.is_grad_enabled()):
+            return function.wrap(self._recipe.values(function.values_of, *function.arguments))
 
     def _arrange(self, function: Callable[[Tensor], Tensor]) -> Any:
         arranged = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))

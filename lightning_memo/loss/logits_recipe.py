@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from lightning_memo.engine.modules.token_local_modules import Forward, TokenLoca
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.loss.chunked_logits import ChunkedLogits, Pointwise
+from lightning_memo.loss.token_values import OfTokens, token_values
 
+_COPIES = 4
 _CHANGE = (
     "was changed since the forward whose logits are used now, and logits of long sequences are computed when they are "
     "used: use them before, or set loss_chunk_tokens=None"
@@ -139,6 +142,33 @@ class Recipe:
                     z = function(z)
                 found.append((z.full_tensor() if isinstance(z, DTensor) else z).argmax(-1))
         return torch.cat(found, 1).view(self.leading)
+
+    def values(self, values_of: OfTokens, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return values of each token; for a single shard, and a process that has all of the vocabulary.
+
+        Args:
+            values_of: Computes the values of some tokens.
+            arguments: Further arguments `[*leading, ...]`.
+        """
+        logits = self.in_chunks()
+        # Functions of all logits of a token, and their gradients, need some copies of a chunk.
+        logits = replace(logits, chunk_tokens=max(1, logits.chunk_tokens // _COPIES))
+        dims = len(self.leading)
+        found = token_values(logits, self.x, values_of, [t.flatten(0, dims - 1) for t in arguments])
+        return tuple(t.reshape(*self.leading, *t.shape[1:]) for t in found)
+
+    def joined(self, other: Recipe, function: Callable[[Tensor, Tensor], Tensor]) -> Recipe | None:
+        """Return the recipe of a function of these logits and of others; `None` if they are those of other tokens."""
+        same = (self.head, self.leading, self.tracked) == (other.head, other.leading, other.tracked)
+        if not same or self.x is not other.x:
+            return None
+        chains = self.pointwise, other.pointwise
+
+        def of_both(z: Tensor) -> Tensor:
+            first, second = (functools.reduce(lambda t, f: f(t), chain, z) for chain in chains)
+            return function(first, second)
+
+        return replace(self, pointwise=(of_both,))
 
 
 def leaves_vocabulary(index: Any, dims: int) -> bool:

@@ -135,7 +135,7 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[LazyLogits, Tensor]:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda z: z.softmax(-1),
+        lambda z: z.softmax(-1).clone(),
         lambda z: z[0, -1],
         lambda z: z[:, :, 5:9],
         lambda z: z[:, -1:].argmax(-1),
@@ -149,7 +149,7 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[LazyLogits, Tensor]:
         lambda z: z.detach().cpu().numpy().sum(),
         lambda z: pickle.loads(pickle.dumps(z.detach())),
         lambda z: copy.deepcopy(z.detach()),
-        lambda z: [*z][1],
+        lambda z: [*z][1].clone(),
         lambda z: z.mul_(2.0).sum(),
         lambda z: z.data.max(),
         lambda z: torch.topk(z, 3).indices,

@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from support.families import make_batch
-from support.samples.chunked_models import (
-    CHUNK,
-    LLAMA,
-    SOFTCAP,
-    build,
-    chunked,
-)
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.samples.chunked_models import CHUNK, LARGE, SOFTCAP, VocabularyWatch, build, chunked
 
 from lightning_memo.profiler.memory_meter import PeakMeter
-
-LARGE = 1999
-
-
-class VocabularyWatch(TorchDispatchMode):
-    """Measures the peak bytes of all storages that hold logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = self.largest_tokens = 0
-        self._alive: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        for t in out if isinstance(out, tuple | list) else (out,):
-            real = isinstance(t, Tensor) and not t.is_meta and t.dim() > 1
-            if real and t.shape[-1] == LARGE and t.shape[-2] != LLAMA["hidden_size"]:
-                self._see(t)
-        return out
-
-    def _see(self, t: Tensor) -> None:
-        storage = t.untyped_storage()
-        self.largest_tokens = max(self.largest_tokens, t.numel() // LARGE)
-        if storage._cdata not in self._alive:
-            weakref.finalize(storage, self._alive.pop, storage._cdata, None)
-        self._alive[storage._cdata] = storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Models whose loss is computed in chunks."""
+"""Models whose loss is computed in chunks, and the memory of their logits."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import peft
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from support.families import FAMILIES, VOCABULARY
 from support.trainer_harness import forwards
 
 CHUNK = 7
+LARGE = 1999  # a vocabulary by which logits are known
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": 0,
@@ -73,3 +76,28 @@ def chunked(model: nn.Module, tokens: int = CHUNK) -> Iterator[nn.Module]:
         for u in undo:
             u()
         assert not forwards(model) or isinstance(model, peft.PeftModel)
+
+
+class VocabularyWatch(TorchDispatchMode):
+    """Measures the peak bytes of all storages that hold logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = self.largest_tokens = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for t in out if isinstance(out, tuple | list) else (out,):
+            real = isinstance(t, Tensor) and not t.is_meta and t.dim() > 1
+            if real and t.shape[-1] == LARGE and t.shape[-2] != LLAMA["hidden_size"]:
+                self._see(t)
+        return out
+
+    def _see(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        self.largest_tokens = max(self.largest_tokens, t.numel() // LARGE)
+        if storage._cdata not in self._alive:
+            weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        self._alive[storage._cdata] = storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
