@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.integrations.loop_run import LoopRun
+from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 
 
@@ -89,8 +90,7 @@ class LoopBatches:
         if not self._is_open:
             return
         self._is_open = False
-        if self._had_backward:
-            self._end_backward()
+        self._end_backward()
         self._runtime.end_batch()
 
     # ---- what the loop calls
@@ -106,8 +106,9 @@ class LoopBatches:
         else:
             output = self._runtime.forward(lambda: forward(*args, **kwargs))
         for t in tree_leaves(output):
-            if type(t) is Tensor and t.requires_grad:
-                t.register_hook(self._begin_backward)
+            t = t.hidden_states if isinstance(t, LazyLogits) else t
+            if isinstance(t, Tensor) and t.grad_fn is not None:
+                t.grad_fn.register_prehook(self._begin_backward)
         return output
 
     def _begin(self) -> None:
@@ -120,8 +121,8 @@ class LoopBatches:
             self._run.begin_batch()
             self._runtime.begin_batch()
 
-    def _begin_backward(self, gradient: Tensor) -> None:
-        """A gradient has reached an output of the model."""
+    def _begin_backward(self, gradients: tuple[Tensor, ...]) -> None:
+        """Gradients have reached an output of the model."""
         if self._is_open and not self._in_backward:
             self._in_backward = self._had_backward = True
             self._runtime.before_backward(None)
@@ -139,7 +140,7 @@ class LoopBatches:
         self._run.count_step()
         self._have_stepped.add(id(optimizer))
         stepped = len(self._have_stepped) == len(self._optimizers)
-        if stepped and self._had_backward and not _is_in_backward():
+        if stepped and not _is_in_backward():
             self.end()
 
 

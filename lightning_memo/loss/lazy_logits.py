@@ -146,6 +146,11 @@ class LazyLogits(Tensor):
         self._real: Tensor | None = None
         family.add(self)
 
+    @property
+    def hidden_states(self) -> Tensor:
+        """The hidden states of which these are the logits."""
+        return self._recipe.x
+
     def materialize(self) -> Tensor:
         """Return the real logits, which are computed once and used by all operations from then on."""
         self._family.check()

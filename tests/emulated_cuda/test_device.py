@@ -208,9 +208,25 @@ def test_freed_memory_that_a_stream_still_reads_is_nan(record: bool, device: tor
     if record:
         a.record_stream(side)
     del a
+    torch.empty(1, device=device)
     torch.cuda.synchronize()
     assert bool((host == 3).all()) is record
     assert bool(host.isnan().all()) is not record
+
+
+def test_freed_memory_may_be_read_until_its_stream_allocates(device: torch.device) -> None:
+    side, host = torch.cuda.Stream(), pinned(1 << 20).zero_()
+    a = torch.full((1 << 20,), 3.0, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        host.copy_(a, non_blocking=True)
+    del a
+    torch.cuda.current_stream().wait_stream(side)
+    b = torch.empty(1 << 20, device=device)
+    torch.cuda.synchronize()
+    assert bool((host == 3).all())
+    assert bool(b.isnan().all())
 
 
 def test_writing_freed_memory_is_an_error(device: torch.device) -> None:
@@ -221,6 +237,7 @@ def test_writing_freed_memory_is_an_error(device: torch.device) -> None:
         torch.cuda._sleep(LONG)
         a.fill_(1)
     del a
+    torch.empty(1, device=device)
     torch.cuda.synchronize()
     b = torch.empty(1 << 20, device=device)
     with pytest.raises(RuntimeError, match="was written after its memory had been freed"):

@@ -221,12 +221,30 @@ def with_closure(run: Run) -> None:
         optimizer.step(closure)
 
 
-LOOPS = [accumulating, preferring, with_other_lengths, evaluating, skipping, with_closure]
+def with_own_loss(run: Run) -> None:
+    """A loss of logits, of which the model computes only chunks."""
+    for number in range(STEPS):
+        ids = ids_of(number)
+        logits = run.model(input_ids=ids).logits[:, :-1]
+        run.backward(-logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).mean())
+        run.step()
+
+
+LOOPS = [with_own_loss, accumulating, preferring, with_other_lengths, evaluating, skipping, with_closure]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(loop: Loop) -> None:
     check(loop, alpha=0.5, **LATE)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
+)
+def test_logits_in_chunks(settings: dict[str, Any]) -> None:
+    memo = check(with_own_loss, loss_chunk_tokens=16, **settings, **LATE).memo
+    assert memo is not None
+    assert memo.plan is not None
 
 
 def test_several_optimizers() -> None:

@@ -1,11 +1,17 @@
-// Freed device memory is filled with 0xFF, which is NaN, in the order of its stream, and must still be so when it is
-// allocated again: a kernel or copy that runs too late reads NaN, or is found to have written.
+// Freed device memory is filled with 0xFF, which is NaN, and must still be so when it is allocated again: a kernel or copy
+// that runs too late reads NaN, or is found to have written.
+//
+// Only an allocation on the stream of a freed block can use its memory again, after what that stream then waits for. So
+// it is filled at the next allocation on that stream. Until then other streams may use it: FSDP2 relies on that.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "operators.h"
 
@@ -31,14 +37,50 @@ void check(void* argument) {
                            " was written after its memory had been freed");
 }
 
-void watch(const c10::CachingDeviceAllocator::TraceEntry& entry) {
-  using Entry = c10::CachingDeviceAllocator::TraceEntry;
-  if (entry.action_ != Entry::ALLOC && entry.action_ != Entry::FREE_COMPLETED) return;
-  auto* block = new Block{reinterpret_cast<char*>(entry.addr_), entry.size_};
+using Entry = c10::CachingDeviceAllocator::TraceEntry;
+
+/// Freed blocks that are not filled yet, by device and stream.
+struct Freed {
+  std::mutex mutex;
+  std::map<std::pair<c10::DeviceIndex, void*>, std::vector<Block>> blocks;
+};
+Freed& freed() {
+  static Freed* f = new Freed;
+  return *f;
+}
+
+void launch(const Entry& entry, void (*run)(void*), const Block& block) {
+  emulated_cuda_launch(entry.stream_, run, new Block(block), "", {});
+}
+
+void allocate(const Entry& entry, const Block& block) {
   const c10::DeviceIndex before = c10::cuda::current_device();
   if (before != entry.device_) c10::cuda::set_device(entry.device_);  // the default stream is the current device's
-  emulated_cuda_launch(entry.stream_, entry.action_ == Entry::ALLOC ? check : fill, block, "", {});
+  auto& waiting = freed().blocks[{entry.device_, entry.stream_}];
+  for (const Block& each : waiting) launch(entry, fill, each);
+  waiting.clear();
+  launch(entry, check, block);
   if (before != entry.device_) c10::cuda::set_device(before);
+}
+
+/// Forgets the blocks of memory that goes back to the device.
+void forget(const Block& segment) {
+  for (auto& [stream, blocks] : freed().blocks)
+    std::erase_if(blocks, [&](const Block& each) {
+      return each.address >= segment.address && each.address < segment.address + segment.size;
+    });
+}
+
+void watch(const Entry& entry) {
+  const Block block{reinterpret_cast<char*>(entry.addr_), entry.size_};
+  std::lock_guard<std::mutex> lock(freed().mutex);
+  switch (entry.action_) {
+    case Entry::ALLOC: return allocate(entry, block);
+    case Entry::FREE_COMPLETED: return freed().blocks[{entry.device_, entry.stream_}].push_back(block);
+    case Entry::SEGMENT_FREE:
+    case Entry::SEGMENT_UNMAP: return forget(block);
+    default: return;
+  }
 }
 
 }  // namespace
