@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,10 +106,16 @@ class LoopBatches:
             output = forward(*args, **kwargs)
         else:
             output = self._runtime.forward(lambda: forward(*args, **kwargs))
+        begin = weakref.WeakMethod(self._begin_backward)  # a graph may outlive the loop
+
+        def begins(gradients: tuple[Tensor, ...]) -> None:
+            if (call := begin()) is not None:
+                call()
+
         for t in tree_leaves(output):
             t = t.hidden_states if isinstance(t, LazyLogits) else t
             if isinstance(t, Tensor) and t.grad_fn is not None:
-                t.grad_fn.register_prehook(self._begin_backward)
+                t.grad_fn.register_prehook(begins)
         return output
 
     def _begin(self) -> None:
@@ -121,7 +128,7 @@ class LoopBatches:
             self._run.begin_batch()
             self._runtime.begin_batch()
 
-    def _begin_backward(self, gradients: tuple[Tensor, ...]) -> None:
+    def _begin_backward(self) -> None:
         """Gradients have reached an output of the model."""
         if self._is_open and not self._in_backward:
             self._in_backward = self._had_backward = True

@@ -342,8 +342,8 @@ def test_two_processes(kind: str) -> None:
 class Failing:
     """Raises an error in a forward or a backward of a layer, in one of the calls."""
 
-    def __init__(self, model: Any, error: Exception, call: int, backward: bool) -> None:
-        self._left, self._error = call, error
+    def __init__(self, model: Any, error: type[Exception], call: int, backward: bool) -> None:
+        self._left, self._error = call, error  # an error that is kept would keep the tensors of its frames
         weight = model.model.layers[2].mlp.down_proj.weight
         self._handle = (
             weight.register_hook(self._count) if backward else model.model.norm.register_forward_hook(self._count)
@@ -352,13 +352,13 @@ class Failing:
     def _count(self, *_: Any) -> None:
         self._left -= 1
         if self._left == 0:
-            raise self._error
+            raise self._error("no luck")
 
 
 @pytest.mark.parametrize("call", [1, 3])
 def test_an_error_in_a_backward_that_the_loop_catches(call: int) -> None:
     def loop(run: Run) -> None:
-        Failing(run.model, RuntimeError("no luck"), call, backward=True)
+        Failing(run.model, RuntimeError, call, backward=True)
         for number in range(STEPS):
             try:
                 run.backward(loss_of(run.model, number))
@@ -376,7 +376,7 @@ def test_a_forward_without_memory_is_run_again() -> None:
     plain_loop(plain)
 
     def loop(run: Run) -> None:
-        Failing(run.model, torch.OutOfMemoryError("no memory"), 3, backward=False)
+        Failing(run.model, torch.OutOfMemoryError, 3, backward=False)
         plain_loop(run)
 
     with pytest.warns(UserWarning, match="out of device memory with alpha=0.5"):
@@ -390,11 +390,11 @@ def test_step_runs_a_backward_without_memory_again(family: str) -> None:
 
     def loop(run: Run) -> None:
         weight = list(run.model.parameters())[-3]
-        failing, calls = torch.OutOfMemoryError("no memory"), iter(range(100))
+        calls = iter(range(100))
 
         def fail(gradient: Tensor) -> None:
             if next(calls) == 3:
-                raise failing
+                raise torch.OutOfMemoryError("no luck")
 
         weight.register_hook(fail)
         assert run.memo is not None
@@ -409,7 +409,7 @@ def test_step_runs_a_backward_without_memory_again(family: str) -> None:
 
 def test_a_backward_without_memory_tells_what_to_do() -> None:
     def loop(run: Run) -> None:
-        Failing(run.model, torch.OutOfMemoryError("no memory"), 3, backward=True)
+        Failing(run.model, torch.OutOfMemoryError, 3, backward=True)
         plain_loop(run)
 
     with pytest.raises(torch.OutOfMemoryError, match=r"only `memo\.step\(\.\.\.\)` runs a backward again"):

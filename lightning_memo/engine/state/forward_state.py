@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
@@ -21,8 +22,7 @@ from lightning_memo.utils.operator_values import tensors_in
 
 _LONGEST_REWRITTEN = 2**16  # containers of layers that write, for example lists that grow while training
 _CHANGE = (
-    "was changed in place between a forward and its backward, which recomputes activations from it: change it after "
-    "the backward"
+    "was changed between a forward and its backward, which recomputes activations from it: change it after the backward"
 )
 
 
@@ -34,6 +34,7 @@ class _Version(NamedTuple):
         key: Its attribute.
         tensor: The tensor.
         number: Counts changes in place.
+        address: Address of its values; 0 where they may move without a change.
         copy: A copy of a small tensor; `None` for other tensors.
         rewritten: Whether the copy may differ although no change was counted.
     """
@@ -42,12 +43,15 @@ class _Version(NamedTuple):
     key: str
     tensor: Tensor
     number: int
+    address: int
     copy: Tensor | None
     rewritten: bool
 
     @property
     def changed(self) -> bool:
         if self.tensor._version != self.number:
+            return True
+        if self.address and self.tensor.data_ptr() != self.address:  # `t.data = ...` counts no change
             return True
         # Only what differs is replaced: libraries tell some tensors from others by identity.
         return self.rewritten and self.copy is not None and not same_bytes(self.tensor, self.copy)
@@ -83,6 +87,8 @@ class ForwardState(PythonState):
         self._name, self._known, self._change = class_name(layer), restored, change
         self._most_copied, self._rewritten = most_copied, rewritten
         self._versions: list[_Version] = []
+        # FSDP2 frees weights after a forward, and gathers them again.
+        self._moves = isinstance(layer, FSDPModule)
         self._trained: list[tuple[Tensor, bool]] = []
         super().__init__(layer, arguments, named=named)
         if not named:
@@ -100,7 +106,8 @@ class ForwardState(PythonState):
             return
         small = isinstance(owner, nn.Module) and is_copied(t, self._most_copied)
         copy = t.detach().clone() if small else None
-        self._versions.append(_Version(owner, key, t, t._version, copy, small and self._rewritten))
+        address = t.data_ptr() if type(t) is nn.Parameter and not self._moves else 0
+        self._versions.append(_Version(owner, key, t, t._version, address, copy, small and self._rewritten))
 
     def _drop_graphs(self) -> None:
         """Hold no graphs, which may be those of earlier steps. What is detached has the same version."""

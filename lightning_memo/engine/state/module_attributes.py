@@ -13,8 +13,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
-from lightning_memo.engine.state.user_objects import attributes_of, is_users
+from lightning_memo.engine.state.user_objects import attributes_of, is_of_a_library, is_users
 from lightning_memo.utils.python_objects import contents_of
 
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
@@ -23,6 +24,8 @@ _PLAIN = _NUMBERS | {bool}
 _CONTAINERS = frozenset({list, tuple, set, dict})
 _FUNCTIONS = frozenset({FunctionType, MethodType, BuiltinFunctionType, functools.partial})
 _LONGEST = 64
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(torch_modules, f"_global{name}") for name in _HOOKS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class ModuleAttributes:
 
     Attributes:
         modules: Names and classes of the modules, names of their buffers, and shapes of their parameters.
-        switches: Flags, functions by their code, and classes of objects, which have few values each.
+        switches: Flags, functions and hooks by their code, and classes of objects, which have few values each.
         numbers: Numbers, strings, and those in containers.
         inner: Numbers and strings in objects and in closures of functions.
     """
@@ -46,10 +49,13 @@ class ModuleAttributes:
         """Read the attributes of some modules."""
         modules: list[object] = []
         found = _Found()
+        found.add_hooks(_GLOBAL_HOOKS)
         for name, m in named_modules:
             modules += name, type(m), *m._buffers
             modules += [p.shape for p in m._parameters.values() if p is not None]
-            found.add([value for key, value in m.__dict__.items() if key not in _TABLES], found.numbers)
+            own = m.__dict__
+            found.add([value for key, value in own.items() if key not in _TABLES], found.numbers)
+            found.add_hooks(map(own.__getitem__, _HOOKS))
         return cls(tuple(modules), tuple(found.switches), tuple(found.numbers), tuple(found.inner))
 
 
@@ -75,12 +81,28 @@ class _Found:
                 numbers.append(value)
             elif kind in _CONTAINERS:
                 numbers += _plain_in(value)
+                if len(value) <= _LONGEST:
+                    self.add_functions(value.values() if kind is dict else value)
             elif kind in _FUNCTIONS:
                 self._add_function(value)
             elif numbers is not self.inner and is_users(kind) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.switches.append(kind)
                 self.add((attributes_of(value) or {}).values(), self.inner)
+
+    def add_hooks(self, tables: Iterable[dict[int, Any]]) -> None:
+        """Add hooks of users."""
+        for number, table in enumerate(tables):
+            for hook in table.values() if table else ():
+                if not is_of_a_library(hook):
+                    self.switches += (number, type(hook))
+                    self.add_functions([hook])
+
+    def add_functions(self, values: Iterable[Any]) -> None:
+        """Add those of some values that are functions."""
+        for value in values:
+            if type(value) in _FUNCTIONS:
+                self._add_function(value)
 
     def _add_function(self, function: Any) -> None:
         """Add the code of a function, not the function: users may make it anew from the same code in each step."""

@@ -37,3 +37,15 @@ def attributes_of(value: object) -> dict[str, Any] | None:
 def classes_of(kind: type) -> tuple[type, ...]:
     """Return a class and those from which it is derived, apart from those of libraries."""
     return tuple(c for c in kind.__mro__ if package_of(c) not in LIBRARIES)
+
+
+def is_of_a_library(code: Any) -> bool:
+    """Return whether a function or a class is of a package whose code treats each token by itself."""
+    return home_of(code) in TRUSTED
+
+
+def home_of(code: Any) -> str:
+    """Return the name of the package of a function or a class."""
+    code = code.func if isinstance(code, functools.partial) else code
+    home: str = getattr(code, "__module__", None) or type(code).__module__
+    return home.partition(".")[0]

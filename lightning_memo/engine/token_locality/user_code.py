@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any
@@ -15,12 +14,21 @@ from torch.nn.modules import module as torch_modules
 
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import PythonState
-from lightning_memo.engine.state.user_objects import TRUSTED
+from lightning_memo.engine.state.user_objects import home_of, is_of_a_library
 from lightning_memo.engine.token_locality.token_dims import TokensMixed
+
+_GLOBAL_TABLES = (
+    torch_modules._global_forward_hooks,
+    torch_modules._global_forward_pre_hooks,
+    torch_modules._global_backward_hooks,
+    torch_modules._global_backward_pre_hooks,
+)
 
 
 def hooked_module(layer: nn.Module) -> str:
     """Return the name of a module inside a layer on which a user has registered hooks; empty if there is none."""
+    if any(map(_of_users, _GLOBAL_TABLES)):
+        return "all modules"
     for name, module in layer.named_modules():
         if module is not layer and has_hooks(module):
             return name
@@ -89,7 +97,7 @@ def hooked_parameter(model: nn.Module) -> str:
     """Return the name of a parameter on which a user has registered hooks; empty if there is none."""
     for name, p in model.named_parameters():
         for table in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)):
-            if table and any(_home(hook) != "torch" for hook in table.values()):
+            if table and any(home_of(hook) != "torch" for hook in table.values()):
                 return name
     return ""
 
@@ -116,15 +124,3 @@ def has_custom_functions(t: Tensor) -> bool:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
-
-
-def is_of_a_library(code: Any) -> bool:
-    """Return whether a function or a class is of a package whose code treats each token by itself."""
-    return _home(code) in TRUSTED
-
-
-def _home(code: Any) -> str:
-    """Return the name of the package of a function or a class."""
-    code = code.func if isinstance(code, functools.partial) else code
-    home: str = getattr(code, "__module__", None) or type(code).__module__
-    return home.partition(".")[0]

@@ -267,6 +267,11 @@ def write_bias(model: nn.Module, between: bool) -> None:
     model.blocks[1].out.bias.fill_(3.0 if between else 1.0)
 
 
+def set_weight_data(model: nn.Module, between: bool) -> None:
+    weight = model.blocks[1].out.weight
+    weight.data = weight.data * (1.5 if between else 1.0)
+
+
 SCALE = ContextVar("SCALE", default=1.0)
 
 
@@ -357,8 +362,9 @@ def test_counts_of_classes_and_contexts(kind: type[nn.Module], alpha: float) -> 
 
 CHANGED = [
     (Global, set_global, "Global was recomputed with other values than in its forward"),
-    (Written, write_large, r"Written.large \(Written\) was changed in place between a forward and its backward"),
-    (Written, write_bias, r"Linear.bias \(Written\) was changed in place"),
+    (Written, write_large, r"Written.large \(Written\) was changed between a forward and its backward"),
+    (Written, write_bias, r"Linear.bias \(Written\) was changed between"),
+    (Written, set_weight_data, r"Linear.weight \(Written\) was changed between"),
 ]
 
 

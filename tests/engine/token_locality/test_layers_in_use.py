@@ -15,6 +15,7 @@ from support.families import VOCABULARY, PlainBlock, PlainModel
 from support.markers.slow import slow_if
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, enable_observer
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -247,6 +248,68 @@ class Replacing(Recording):
 def test_a_forward_that_is_replaced(settings: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="PlainBlock may not compute each token by itself.*It runs as one slice now"):
         compare(blocks(PlainBlock), settings, Replacing, steps=4)
+
+
+def mixing(t: Tensor) -> Tensor:
+    return t + 0.1 * t.cumsum(1)
+
+
+def add_hook(model: nn.Module) -> list[Any]:
+    return [model.blocks[1].mlp[0].register_forward_hook(lambda module, inputs, output: mixing(output))]
+
+
+def add_pre_hook(model: nn.Module) -> list[Any]:
+    return [model.blocks[1].mlp.register_forward_pre_hook(lambda module, inputs: (mixing(inputs[0]),))]
+
+
+def add_backward_hook(model: nn.Module) -> list[Any]:
+    return [model.blocks[1].mlp.register_full_backward_hook(lambda module, dx, dy: (mixing(dx[0]),))]
+
+
+def add_global_hook(model: nn.Module) -> list[Any]:
+    own = model.blocks[1].mlp[0]
+    return [register_module_forward_hook(lambda module, inputs, y: mixing(y) if module is own else None)]
+
+
+def add_function(model: nn.Module) -> list[Any]:
+    model.blocks[1].functions.append(mixing)
+    return []
+
+
+class CallsFunctions(PlainBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Callable[[Tensor], Tensor]] = [torch.tanh]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        for function in self.functions:
+            y = function(y)
+        return y
+
+
+class Adding(Recording):
+    """Adds something that mixes tokens before the third step."""
+
+    def __init__(self, build: Any, add: Callable[[nn.Module], list[Any]]) -> None:
+        super().__init__(build)
+        self._add = add
+        self._handles: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self._handles += self._add(self.model)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        for handle in self._handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("add", [add_hook, add_pre_hook, add_backward_hook, add_global_hook, add_function])
+def test_what_is_added_while_training(add: Callable[[nn.Module], list[Any]]) -> None:
+    with pytest.warns(UserWarning, match="CallsFunctions may not compute each token.*It runs as one slice now"):
+        compare(blocks(CallsFunctions), {"alpha": 0.5}, lambda build: Adding(build, add), steps=5)
 
 
 class AttendsPerHead(PlainBlock):
