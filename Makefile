@@ -69,7 +69,7 @@ cuda-headers: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
-	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,notebooks,slurm]"
+	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,trainer,notebooks,slurm]"
 	$(RUN) -m pip install --no-deps --upgrade --target $(QUANTIZED) "bitsandbytes>=0.50" "torchao>=0.18"
 	touch $@
 

@@ -108,19 +108,32 @@ def losses(out: str) -> list[float]:
     return [float(number) for number in re.findall(r"^step \d+: loss (\S+)$", out, re.MULTILINE)]
 
 
-def test_one_line_changes_no_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_python("one_line.py", "--plain")
+@pytest.mark.parametrize(("script", "steps"), [("one_line.py", 4), ("own_loop.py", 4), ("fabric.py", 5)])
+def test_one_line_changes_no_loss(script: str, steps: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python(script, "--plain")
     plain = losses(capsys.readouterr().out)
-    run_python("one_line.py")
+    run_python(script)
     out = capsys.readouterr().out
-    assert len(plain) == 4 and losses(out) == pytest.approx(plain, abs=1.1e-4)  # as printed
+    assert len(plain) == steps and losses(out) == pytest.approx(plain, abs=1.1e-4)  # as printed
     assert "alpha=0.5" in out
 
 
-def test_a_fabric_loop_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_python("fabric.py")
-    found = losses(capsys.readouterr().out)
-    assert len(found) == 5 and found[-1] < found[0]
+def test_one_argument_of_the_trainer_changes_no_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for arguments in (["--plain"], []):
+        run_python("hugging_face_trainer.py", *arguments)
+        out = capsys.readouterr().out
+        found.append([float(number) for number in re.findall(r"'loss': '?([\d.]+)", out)])
+    assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], abs=1.1e-3)  # as printed
+    assert "alpha=0.5" in out
+
+
+def test_reinforcement_learning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("grpo.py")
+    out = capsys.readouterr().out
+    rewards = [float(number) for number in re.findall(r"^step \d+: reward (\S+)$", out, re.MULTILINE)]
+    assert len(rewards) == 10 and sum(rewards[5:]) > sum(rewards[:5])
+    assert "alpha=0.5" in out
 
 
 def test_fabric_itself_says_where_the_strategy_belongs() -> None:

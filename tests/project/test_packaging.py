@@ -43,7 +43,7 @@ def test_everything_imported_is_declared(setup_cfg):
     options = setup_cfg["options"]
     extras = setup_cfg["options.extras_require"]
     declared = names(options["install_requires"]).union(
-        *(names(extras[name]) for name in ("flash", "te", "liger", "peft", "datasets"))
+        *(names(extras[name]) for name in ("flash", "te", "liger", "peft", "datasets", "trainer"))
     )
     imported = set()
     for path in (ROOT / "lightning_memo").rglob("*.py"):
