@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -70,6 +70,20 @@ class LightningRun:
 
     def folder(self) -> Path:
         return Path(self._trainer.log_dir or self._trainer.default_root_dir)
+
+    def note_logged(self) -> Callable[[], None]:
+        results = self._trainer._results
+        if results is None:
+            return lambda: None
+        before = {key: dict(vars(metric)) for key, metric in results.items()}  # their sums are replaced, not changed
+
+        def take_back() -> None:
+            for key in results.keys() - before.keys():
+                del results[key]
+            for key, values in before.items():
+                vars(results[key]).update(values)
+
+        return take_back
 
     def log(self, metrics: Mapping[str, float]) -> None:
         for logger in self._trainer.loggers:

@@ -79,9 +79,9 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
     ) -> None:
         self.config = self.check(**{name: value for name, value in locals().items() if name in _DEFAULTS})
         self._model = model._modules.get("_original_module") or model  # Fabric's wrapper passes attributes on to it
-        given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         # Those of Accelerate and Fabric are wrapped around PyTorch's.
-        self._optimizers = [getattr(each, "optimizer", each) for each in given]
+        self._optimizers: list[Optimizer] = [getattr(each, "optimizer", each) for each in given]
         if not self._optimizers or not all(isinstance(each, Optimizer) for each in self._optimizers):
             kinds = ", ".join(type(each).__name__ for each in given) or "none"
             raise ValueError(f"optimizer: got {kinds}; give the torch.optim.Optimizer of the model, or a list of them")
@@ -128,7 +128,8 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         if self._runtime is not None:
             raise ValueError("a MemoLoop is entered once: make a new one for the next loop")
         # Lightning sets it when it is imported, from the environment of the process.
-        rank_zero_only.rank = getattr(rank_zero_only, "rank", dist.get_rank() if dist.is_initialized() else 0)
+        if not hasattr(rank_zero_only, "rank"):
+            rank_zero_only.rank = dist.get_rank() if dist.is_initialized() else 0  # type: ignore[attr-defined]
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         if any(isinstance(m, FullyShardedDataParallel) for m in self._model.modules()):
             raise ValueError(

@@ -54,6 +54,7 @@ class OutOfMemoryRetry:
         self._slices, self._alone = slices, alone
         self._state: StepState | None = None
         self._batch, self._retried = (-1, -1), False
+        self._take_back_logs: Callable[[], None] = lambda: None
         self._steps = False  # whether an optimizer steps after the present batch
         self._cut_after = ""  # the out-of-memory error after which layers were cut into slices; empty if they were not
 
@@ -67,6 +68,7 @@ class OutOfMemoryRetry:
         again = batch == self._batch
         if not again:
             self._batch, self._retried = batch, False
+            self._take_back_logs = self._run.note_logged()
         if self._state is None:
             self._state = StepState(self._run.model, self._engine.device, without=self._run.framework_module)
         else:
@@ -147,6 +149,7 @@ class OutOfMemoryRetry:
             self._make_room(message)
             assert self._state is not None
             self._state.restore()
+            self._take_back_logs()
 
     def _why_not(self) -> str:
         """Why the step cannot be run again; empty if it can."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -68,6 +68,9 @@ class TrainingRun(Protocol):
 
     def folder(self) -> Path | None:
         """Folder for the files of the run; `None` to write none. All processes have to call this at the same time."""
+
+    def note_logged(self) -> Callable[[], None]:
+        """Return a function that takes back what the model logs from now on."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Send metrics of the current step to the loggers."""

@@ -211,3 +211,31 @@ def test_parameters_that_are_not_trained_and_change() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match=r"it has changed Scaling.scale, of which there is no copy"):
         fit(MemoStrategy(alpha=1.0), Failing(build, *FAILURES[0]), max_steps=STEPS)
+
+
+class Logging(Failing):
+    """Logs the mean, the sum and the largest of some values over an epoch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        value = 1.0 + batch_idx
+        self.log("mean", loss, on_step=True, on_epoch=True, batch_size=2)
+        self.log("sum", value, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", -value if self._now else value, on_step=False, on_epoch=True, reduce_fx="max")
+        if self._now:
+            self.log("only at first", value)
+        return loss
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_what_a_step_logs_counts_once(batch: int) -> None:
+    def build() -> nn.Module:
+        return PlainModel([PlainBlock() for _ in range(3)])
+
+    plain = fit("auto", Logging(build), max_steps=STEPS).trainer
+    with pytest.warns(UserWarning, match="out of device memory"):
+        found = fit(MemoStrategy(alpha=1.0), Logging(build, batch, "backward"), max_steps=STEPS).trainer
+    logged, expected = found.logged_metrics, plain.logged_metrics
+    assert logged.keys() == expected.keys()
+    for key, value in expected.items():
+        assert float(logged[key]) == pytest.approx(float(value), rel=1e-6), key
