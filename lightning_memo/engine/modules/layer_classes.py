@@ -16,6 +16,7 @@ from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, pr
 from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.state.module_attributes import ModuleAttributes
+from lightning_memo.engine.state.named_values import named_values
 from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
 from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality, why_other_at
 
@@ -103,7 +104,8 @@ class LayerClasses:
         refuse_changing_scales(call.layer)
         attributes = ModuleAttributes.of(call.layer.named_modules())
         # Traits of a single token do not hold for longer sequences.
-        form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2)
+        functions = named_values(call.layer).present_functions()
+        form: object = (x.dtype, call.form(), attributes.switches, functions, call.tokens < 2)
         by_form = self._traits.setdefault((id(call.layer), attributes.modules, _gradients_of(x)), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from lightning_memo.engine.state.held_names import Globals, HeldNames, Namespace
 from lightning_memo.engine.state.python_state import Generator, PythonState, is_generator
+from lightning_memo.engine.state.user_objects import is_of_a_library
 
 _NUMBERS = frozenset({bool, int, float, complex, str})
+_FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
+_MOST_FUNCTIONS = 64
 
 
 class NamedValues(NamedTuple):
@@ -20,11 +24,13 @@ class NamedValues(NamedTuple):
         generators: The generators that objects hold which the code names.
         generator_names: Names that stand for generators, with their namespaces.
         numbers: Global variables that stand for numbers, flags or strings: the module, its namespace, and the names.
+        functions: Global variables that stand for functions of users, or for containers of functions.
     """
 
     generators: list[Generator]
     generator_names: list[tuple[Namespace, str]]
     numbers: list[tuple[str, Namespace, tuple[str, ...]]]
+    functions: list[tuple[Namespace, str]]
 
     def present_numbers(self) -> list[HeldNames]:
         """Return the numbers that the names stand for now."""
@@ -33,6 +39,25 @@ class NamedValues(NamedTuple):
             for owner, space, names in self.numbers
         )
         return [held for held in found if held.before]
+
+    def present_functions(self) -> tuple[object, ...]:
+        """Return the code of the functions that the names stand for now."""
+        present = (f for space, name in self.functions for f in _functions_in(space.get(name)))
+        return tuple(getattr(f, "__code__", f) for f in present)
+
+
+def _functions_in(value: Any) -> list[Any]:
+    """Return a function, or those in a container that is not long."""
+    if type(value) in (list, tuple, dict):
+        values = () if len(value) > _MOST_FUNCTIONS else value.values() if type(value) is dict else value
+        return [each for each in values if type(each) in _FUNCTIONS]
+    return [value] if type(value) in _FUNCTIONS else []
+
+
+def _may_be_replaced(value: Any) -> bool:
+    """Return whether users may put another function here. They leave those of libraries as they are."""
+    found = _functions_in(value)
+    return bool(found) and (found[0] is not value or not is_of_a_library(value))
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, NamedValues] = WeakKeyDictionary()
@@ -49,5 +74,11 @@ def named_values(layer: nn.Module) -> NamedValues:
             for held in state.named
             if isinstance(held.namespace, Globals)  # variables of closures may hold the layer
         )
-        _KNOWN[layer] = NamedValues(state.generators, generators, [each for each in numbers if each[2]])
+        functions = [
+            (held.namespace, name)
+            for held in state.named
+            for name, value in held.before.items()
+            if isinstance(held.namespace, Globals) and _may_be_replaced(value)
+        ]
+        _KNOWN[layer] = NamedValues(state.generators, generators, [each for each in numbers if each[2]], functions)
     return _KNOWN[layer]

@@ -254,6 +254,14 @@ def mixing(t: Tensor) -> Tensor:
     return t + 0.1 * t.cumsum(1)
 
 
+def separate(t: Tensor) -> Tensor:
+    return t + 0.1
+
+
+of_users: Any = separate
+TABLE: dict[str, Any] = {"function": torch.tanh}
+
+
 def add_hook(model: nn.Module) -> list[Any]:
     return [model.blocks[1].mlp[0].register_forward_hook(lambda module, inputs, output: mixing(output))]
 
@@ -271,6 +279,21 @@ def add_global_hook(model: nn.Module) -> list[Any]:
     return [register_module_forward_hook(lambda module, inputs, y: mixing(y) if module is own else None)]
 
 
+def replace_global_function(model: nn.Module) -> list[Any]:
+    globals()["of_users"] = mixing
+    return [Restoring(lambda: globals().update(of_users=separate))]
+
+
+def replace_in_global_dict(model: nn.Module) -> list[Any]:
+    TABLE["function"] = mixing
+    return [Restoring(lambda: TABLE.update(function=torch.tanh))]
+
+
+class Restoring:
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
+
+
 def add_function(model: nn.Module) -> list[Any]:
     model.blocks[1].functions.append(mixing)
     return []
@@ -282,7 +305,7 @@ class CallsFunctions(PlainBlock):
         self.functions: list[Callable[[Tensor], Tensor]] = [torch.tanh]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y = TABLE["function"](of_users(super().forward(x)))
         for function in self.functions:
             y = function(y)
         return y
@@ -306,7 +329,18 @@ class Adding(Recording):
             handle.remove()
 
 
-@pytest.mark.parametrize("add", [add_hook, add_pre_hook, add_backward_hook, add_global_hook, add_function])
+ADDED = [
+    add_hook,
+    add_pre_hook,
+    add_backward_hook,
+    add_global_hook,
+    add_function,
+    replace_global_function,
+    replace_in_global_dict,
+]
+
+
+@pytest.mark.parametrize("add", ADDED)
 def test_what_is_added_while_training(add: Callable[[nn.Module], list[Any]]) -> None:
     with pytest.warns(UserWarning, match="CallsFunctions may not compute each token.*It runs as one slice now"):
         compare(blocks(CallsFunctions), {"alpha": 0.5}, lambda build: Adding(build, add), steps=5)
