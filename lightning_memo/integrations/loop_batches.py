@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,11 +53,9 @@ class LoopBatches:
     def attach(self) -> None:
         """Begin to watch the model and the optimizers."""
         self._attached.callback(replace_forward(self._model, self._forward))
-        weight = next(self._layer.parameters())
-        noted = self._layer.register_forward_pre_hook(
-            lambda *_: self._run.note_precision(weight.dtype, weight.device.type)
-        )
-        self._attached.callback(noted.remove)
+        for weight in [*self._layer.parameters()][:1]:
+            note = functools.partial(self._run.note_precision, weight.dtype, weight.device.type)
+            self._attached.callback(self._layer.register_forward_pre_hook(lambda *_: note()).remove)
         for optimizer in self._optimizers:
             self._attached.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._attached.callback(optimizer.register_step_post_hook(self._after_step).remove)

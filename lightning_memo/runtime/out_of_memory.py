@@ -197,7 +197,7 @@ class OutOfMemoryRetry:
         """Return an error with advice for one that no method here has seen; `None` for others, which have some."""
         if isinstance(error, _ExplainedError):
             return None
-        return self._explained(error, "and only `memo.step(...)` runs a backward again, with less memory")
+        return self._explained(error, "and only `memo.step(...)` runs more than the first forward of a batch again")
 
     def _explained(self, error: torch.OutOfMemoryError, why: str) -> _ExplainedError:
         return _ExplainedError(

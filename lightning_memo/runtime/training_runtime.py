@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.parallel.tensor.mixed_tensors import explaining_mixed_tensors
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
@@ -54,7 +56,8 @@ class TrainingRuntime:
         self.engine = engine
         self._attached = contextlib.ExitStack()
         self._run = run
-        self._sequence_parallel = processes is not None and processes.sizes.shards > 1
+        sizes = ParallelSizes() if processes is None else processes.sizes
+        self._explained = functools.partial(explaining_mixed_tensors, sizes.tensor > 1, sizes.shards > 1)
         self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
         self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
         slices = ShorterSlices(engine, config, alone)
@@ -112,7 +115,7 @@ class TrainingRuntime:
 
     def forward(self, forward: Callable[[], T]) -> T:
         """Run the forward of a training step; see :class:`OutOfMemoryRetry`."""
-        with explaining_mixed_tensors(self._sequence_parallel):
+        with self._explained():
             return self._retry.forward(forward)
 
     def before_backward(self, loss: Tensor | None) -> None:

@@ -412,7 +412,7 @@ def test_a_backward_without_memory_tells_what_to_do() -> None:
         Failing(run.model, torch.OutOfMemoryError, 3, backward=True)
         plain_loop(run)
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"only `memo\.step\(\.\.\.\)` runs a backward again"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"only `memo\.step\(\.\.\.\)` runs more than the first forward"):
         with_memo(loop, alpha=0.5)
 
 

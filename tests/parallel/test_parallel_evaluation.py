@@ -284,6 +284,33 @@ def test_models_that_do_not_follow_a_tensor_parallel_plan(
         assert re.search(message, error) and "\n" not in error, error
 
 
+class BackwardInForward(nn.Module):
+    """Changes its embeddings by their gradient, and runs its layers again, as in adversarial training."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, **labels: Tensor) -> Any:
+        x = self.model.get_input_embeddings()(input_ids)
+        leaf = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.model(inputs_embeds=leaf, **labels).loss, leaf)
+        return self.model(inputs_embeds=x + 0.1 * gradient, **labels)
+
+
+def _error_of_backward_in_forward() -> str:
+    try:
+        _fit(LanguageModel(lambda: BackwardInForward(RUN.build()), lr=LR), {}, max_steps=2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_inside_of_a_forward() -> None:
+    for error in run_in_processes(2, _error_of_backward_in_forward):
+        assert error.startswith("a weight that FSDP2 had divided") and "\n" not in error, error
+
+
 def test_misuse_is_told_in_one_line() -> None:
     for errors in run_in_processes(2, _errors_of_misuse):
         divided, averaging, own, positions, alibi = errors
