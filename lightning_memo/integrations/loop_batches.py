@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,9 +52,7 @@ class LoopBatches:
     def attach(self) -> None:
         """Begin to watch the model and the optimizers."""
         self._attached.callback(replace_forward(self._model, self._forward))
-        for weight in [*self._layer.parameters()][:1]:
-            note = functools.partial(self._run.note_precision, weight.dtype, weight.device.type)
-            self._attached.callback(self._layer.register_forward_pre_hook(lambda *_: note()).remove)
+        self._attached.callback(self._layer.register_forward_pre_hook(self._note_precision).remove)
         for optimizer in self._optimizers:
             self._attached.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._attached.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -116,6 +113,11 @@ class LoopBatches:
             if isinstance(t, Tensor) and t.grad_fn is not None:
                 t.grad_fn.register_prehook(begins)
         return output
+
+    def _note_precision(self, layer: nn.Module, inputs: Any) -> None:
+        weight = next(layer.parameters(), None)
+        if weight is not None:
+            self._run.note_precision(weight.dtype, weight.device.type)
 
     def _begin(self) -> None:
         if self._had_backward:
