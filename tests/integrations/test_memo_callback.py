@@ -14,6 +14,7 @@ from peft import LoraConfig
 from support.devices import DEVICE
 from support.families import FAMILIES
 from support.markers.slow import slow_if
+from support.processes import run_in_processes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
@@ -101,6 +102,24 @@ def test_trainer(family: str, arguments: dict[str, Any], settings: dict[str, Any
     assert memo.loop is not None
     assert memo.loop.plan is not None
     assert memo.loop.plan.swap.alpha == settings.get("alpha", 1.0)
+
+
+def of_rank(memo: bool) -> tuple[list[float], dict[str, Tensor]]:
+    callback = MemoCallback(alpha=0.5) if memo else None
+    trainer = of_rows(callback, output_dir=".")
+    outcome = train(trainer)
+    assert trainer.accelerator.num_processes == 2
+    assert callback is None or (callback.loop is not None and callback.loop.plan is not None)
+    return [entry["loss"] for entry in outcome.logs], outcome.weights
+
+
+def test_two_processes() -> None:
+    """Accelerate wraps the model by DistributedDataParallel."""
+    plain, memo = (run_in_processes(2, of_rank, memo) for memo in (False, True))
+    for (losses, weights), (expected_losses, expected) in zip(memo, plain, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=2e-5)
+        for name, t in expected.items():
+            torch.testing.assert_close(weights[name], t, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def supervised(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer:
