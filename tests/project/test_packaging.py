@@ -1,6 +1,7 @@
 import ast
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -109,9 +110,16 @@ def files_of(folder, below=""):
 def test_wheel_holds_the_package_and_its_configuration_alone(installed):
     config = {f"lightning_memo/{path}" for path in files_of(ROOT, "conf")}
     shipped = {path for path in files_of(installed) if ".dist-info/" not in path}
-    assert shipped == files_of(ROOT, "lightning_memo") | config
-    assert {Path(path).suffix for path in shipped} == {".py", ".yaml", ".html", ".json", ".cpp", ".h", ".typed"}
+    assert shipped == files_of(ROOT, "lightning_memo") | config | {"bin/lightning-memo"}
+    assert {Path(path).suffix for path in shipped} == {"", ".py", ".yaml", ".html", ".json", ".cpp", ".h", ".typed"}
     assert len([path for path in files_of(installed) if path.endswith("licenses/LICENSE")]) == 1
+
+
+def test_the_command_of_the_wheel(installed, tmp_path):
+    command = [sys.executable, installed / "bin" / "lightning-memo", "place", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "usage: python -m lightning_memo.place" in run.stdout
 
 
 @pytest.mark.parametrize("folder", ["tests", "examples", "docs"])
