@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,7 +29,7 @@ def rewrite_hydra_message(message: str, folder: Path) -> str:
 
 
 def check_appended(overrides: Sequence[str], folder: Path) -> None:
-    """Refuses settings that `+NAME=VALUE` appends but nothing reads.
+    """Refuses settings that `+NAME=VALUE` appends but nothing reads, and numbers in place of the name of an option.
 
     Args:
         overrides: Overrides of the command line.
@@ -36,11 +37,15 @@ def check_appended(overrides: Sequence[str], folder: Path) -> None:
 
     Raises:
         ValueError: No setting and no group has the name. Names inside a known group, for example `+trainer.profiler`,
-            are not checked.
+            are not checked. Or an option of a group is a number.
     """
     groups = {path.name for path in folder.iterdir() if path.is_dir()}
     for override in overrides:
-        name = override.partition("=")[0].lstrip("+")
+        name, _, value = override.partition("=")
+        if name in groups and value.isdigit():
+            options = ", ".join(sorted(path.stem for path in (folder / name).glob("*.yaml")))
+            raise ValueError(f"{override}: no such {name}; give one of {options}")
+        name = name.lstrip("+")
         first = re.split(r"[./@]", name)[0]
         if not override.startswith("+") or first in groups | {"hydra"}:
             continue  # without reading the files, which takes a large part of a second
@@ -54,10 +59,18 @@ def no_such_setting(name: str, folder: Path) -> str:
     having = sorted(path.stem for path in (folder / group).glob("*.yaml") if name in _option_settings(path))
     if having:
         return f"{name}: the chosen {group} has no such setting; {group}={having[0]} has it"
+    if group == "trainer" and name.partition(".")[2] in _arguments_of_trainer():
+        return f"{name}: no setting of its own, but an argument of Trainer: write +{name}=..."
     near = difflib.get_close_matches(name, sorted(set(_known_names(folder))), n=1)
     return f"{name}: no such setting; " + (
         f"did you mean {near[0]}? --help lists all settings" if near else "--help lists all settings"
     )
+
+
+def _arguments_of_trainer() -> Collection[str]:
+    from lightning.pytorch import Trainer  # after a mistake only, as this takes seconds
+
+    return inspect.signature(Trainer).parameters
 
 
 def _known_names(folder: Path) -> Iterator[str]:

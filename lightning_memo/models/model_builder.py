@@ -51,6 +51,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.config is None and self.path is None:
             raise ValueError("model: give model.config (random weights) or model.path (the folder of a saved model)")
+        if not isinstance(self.lora, Mapping):
+            raise ValueError(f"model.lora={self.lora} is no group of settings: give model.lora.r, the rank, like 8")
         if self.lora and "r" not in self.lora:
             raise ValueError(
                 f"model.lora has {', '.join(self.lora)}, but no r: give the rank of the adapters, r, or r=0 to train"

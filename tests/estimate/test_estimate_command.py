@@ -340,6 +340,7 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["model.config.num_hidden_layers=3000000"], ["num_hidden_layers", "'3000000'"]),
         (["model.config.hidden_size=549755813888"], ["hidden_size", "'549755813888'"]),
         (["alternatives=-1"], ["alternatives=-1"]),
+        (["cluster=4090"], ["cluster=4090: no such cluster; give one of a100_40", "h200"]),
     ],
     ids=" ".join,
 )

@@ -1,6 +1,7 @@
 """Builds the objects of a run from its configuration, with checks that name the setting to change."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
 
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
@@ -33,6 +34,7 @@ def build_trainer(cfg: DictConfig, *callbacks: Callback) -> Trainer:
         ValueError: The precision is not allowed, or the number of started processes is not the trainer's.
     """
     check_precision(cfg.trainer.precision)
+    _check_kinds(plain_settings(cfg.trainer))
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=build_strategy(cfg.strategy),
@@ -41,6 +43,20 @@ def build_trainer(cfg: DictConfig, *callbacks: Callback) -> Trainer:
     )
     _check_started(trainer)
     return trainer
+
+
+def _check_kinds(arguments: Mapping[str, Any]) -> None:
+    """Refuse text where the trainer takes none, which it would compare with numbers.
+
+    Raises:
+        ValueError: An argument is text.
+    """
+    kinds = get_type_hints(Trainer.__init__)
+    for name, value in arguments.items():
+        allowed = get_args(kinds.get(name)) or (kinds.get(name, str),)
+        if isinstance(value, str) and {bool, int, float}.issuperset(set(allowed) - {type(None)}):
+            wanted = "true or false" if bool in allowed else "a number"
+            raise ValueError(f"trainer.{name}={value} is text: give {wanted}")
 
 
 def count_processes(trainer: Trainer) -> int:
