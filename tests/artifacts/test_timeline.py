@@ -46,7 +46,7 @@ def recorded(
         assert memory is not None and not recorder.on
         if copies_come_first:  # a busy machine may run threads late
             for layer in model.model.layers:
-                layer.mlp.register_full_backward_hook(lambda *_: memory._prefetch.synchronize())
+                layer.mlp.down_proj.weight.register_hook(lambda _: memory._prefetch.synchronize())
         before = memory.stats.offloaded_bytes + memory.stats.spilled_bytes
         recorder.start()
         assert_equal(under_test.step(BATCH), expected)

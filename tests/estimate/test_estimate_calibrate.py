@@ -181,10 +181,10 @@ def test_a_short_run_here_is_measured_and_only_progress_and_the_table_are_seen(t
         "model.config.num_hidden_layers=4", "model.config.num_attention_heads=4",
         "model.config.num_key_value_heads=4",
     )  # fmt: skip
-    status, out, err = run([*COMMAND, "calibrate", *small, "seq_lens=[1K]", "repeats=1"], tmp_path)
+    status, out, err = run([*COMMAND, "calibrate", *small, "seq_lens=[4K]", "repeats=1"], tmp_path)
     assert status == 0
-    assert err == "length 1 of 1: llama_tiny, 1,024 tokens, 1 runs\n"
-    assert out.count("1 x 1024 tokens") == 3
+    assert err == "length 1 of 1: llama_tiny, 4,096 tokens, 1 runs\n"
+    assert out.count("1 x 4096 tokens") == 3
     assert out.split()[:3] == ["measured", "and", "fitted"]
     assert out.endswith("Use the constants with constants=constants.json\n")
     found = read_constants(tmp_path / "constants.json")
