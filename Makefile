@@ -80,6 +80,6 @@ $(CUDA_INSTALLED): setup.cfg pyproject.toml tests/emulated_cuda/pyproject.toml $
 	test -x $(CUDA_RUN) || $(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_RUN) -m pip install --no-deps "torch===2.13.0"
 	sed -i -E '/^Requires-Dist: (cuda|nvidia|triton)/d' $(CUDA_VENV)/lib/python3*/site-packages/torch-2.13.0.dist-info/METADATA
-	$(CUDA_RUN) -m pip install -e ".[dev,peft]" "torch===2.13.0"
+	$(CUDA_RUN) -m pip install -e ".[dev,peft,trainer]" "torch===2.13.0"
 	$(CUDA_RUN) -m pip install -e tests/emulated_cuda
 	touch $@

@@ -32,7 +32,7 @@ from lightning_memo.engine.memory.saved_storages import counter_of
 from lightning_memo.loss.chunked_cross_entropy import chunked_cross_entropy
 from lightning_memo.loss.chunked_logits import Pointwise
 from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary, parts_of
-from lightning_memo.loss.token_functions import NORMALISING, TokenFunction, is_last, token_function
+from lightning_memo.loss.token_functions import TokenFunction, normalising, rows_of_parts, token_function
 from lightning_memo.parallel.local_tensors import awaited, local_part
 
 # Names of methods of `Tensor` and of functions in `torch`.
@@ -217,11 +217,11 @@ class LazyLogits(Tensor):
             return self._argmax(*args, **kwargs)
         if name in _OF_TWO and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
             return self._join(args[0], func)
-        if name in NORMALISING:
-            return self._normalise(func, *args, **kwargs)
-        if name in ("unbind", "split"):
-            return self._divide(name, *args, **kwargs)
-        if (function := token_function(name, self.shape, args, kwargs)) is not None:
+        if self._is_whole and (sizes := rows_of_parts(name, self.shape, args, kwargs)) is not None:
+            return self._divide(sizes, squeezed=name == "unbind")
+        if self._is_whole and (normalised := normalising(name, self.shape, args, kwargs)) is not None:
+            return self._apply(normalised, (), cast=False)
+        if self._is_whole and (function := token_function(name, self.shape, args, kwargs)) is not None:
             return self._values(function)
         if name in _POINTWISE:
             return self._apply(lambda t: func(t, *args, **kwargs), (*args, *kwargs.values()), name in _CASTS)
@@ -254,8 +254,18 @@ class LazyLogits(Tensor):
             return NotImplemented
         if cast and probe.dtype == self.dtype and True not in arguments:  # copy=True
             return self
-        recipe = self._with(pointwise=(*self._recipe.pointwise, function))
+        recipe = self._with(pointwise=(*self._recipe.pointwise, self._as_now(function)))
         return LazyLogits.with_graph(recipe, self.shape[-1], probe.dtype, _Family())
+
+    def _as_now(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs under the autocast of now, also in a backward."""
+        autocast = ambient_autocast(self.device.type)
+
+        def run(*tensors: Tensor) -> Any:
+            with autocast():
+                return function(*tensors)
+
+        return run
 
     @property
     def _is_whole(self) -> bool:
@@ -263,32 +273,22 @@ class LazyLogits(Tensor):
         return self._recipe.head.shards == 1 and self._recipe.head.parts == 1
 
     def _join(self, other: LazyLogits, function: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        joined = self._recipe.joined(other._recipe, function) if self._is_whole else None
+        joined = self._recipe.joined(other._recipe, self._as_now(function)) if self._is_whole else None
         if joined is None or other._real is not None:
             return NotImplemented
         dtype = torch.promote_types(self.dtype, other.dtype)
         return LazyLogits.with_graph(joined, self.shape[-1], dtype, _Family())
 
-    def _normalise(self, function: Callable[..., Tensor], dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_whole or not is_last(dim, self.dim()):
-            return NotImplemented
-        return self._apply(lambda t: function(t, -1, *args, **kwargs), (), cast=False)
-
-    def _divide(self, name: str, size: Any = 0, dim: Any = 0) -> Any:
-        """Return lazy logits of rows, or of parts with a number of rows."""
-        if name == "unbind":
-            size, dim = 1, size  # its first argument is the dimension
-        if not self._is_whole or dim != 0 or type(size) is not int or self.dim() < 2:
-            return NotImplemented
-        x = self._recipe.tokens_first()
-        parts = x.unbind() if name == "unbind" else x.split(size)
+    def _divide(self, sizes: Sequence[int], squeezed: bool) -> tuple[LazyLogits, ...]:
+        """Return lazy logits of parts with these numbers of rows; `squeezed` are those of single rows."""
+        parts = self._recipe.tokens_first().split(list(sizes))
+        parts = [part[0] for part in parts] if squeezed else parts
         return tuple(self._view(self._with(x=part, leading=tuple(part.shape[:-1]))) for part in parts)
 
     def _values(self, function: TokenFunction) -> Any:
-        if not self._is_whole:
-            return NotImplemented
         with torch.set_grad_enabled(self._recipe.tracked and torch.is_grad_enabled()):
-            return function.wrap(self._recipe.values(function.values_of, *function.arguments))
+            values = self._recipe.values(self._as_now(function.values_of), *function.arguments)
+        return function.wrap(values)
 
     def _arrange(self, function: Callable[[Tensor], Tensor]) -> Any:
         arranged = function(torch.empty(self.shape, dtype=self.dtype, device="meta"))

@@ -1,11 +1,12 @@
 """Functions of all logits of a token, as they are called on logits `[..., vocabulary]`.
 
-Each entry of `OF_TOKENS` reads the arguments of a call behind the logits. It returns a function of the logits of some
-tokens, `[tokens, vocabulary]`, and further arguments of each token.
+A reader gets the number of dimensions of the logits and the arguments of a call behind them. It returns `None` for
+forms of the call that are no function of each token.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_memo.loss.token_values import OfTokens
-
-NORMALISING = ("log_softmax", "softmax")
 
 
 class TokenFunction(NamedTuple):
@@ -66,6 +65,7 @@ def _topk(dims: int, k: int, dim: Any = -1, largest: bool = True, sorted: bool =
     return TokenFunction(lambda z: z.topk(k, -1, largest, sorted), (), torch.return_types.topk)
 
 
+_NORMALISING: dict[str, Callable[..., Tensor]] = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
 _READERS: dict[str, Callable[..., TokenFunction | None]] = {
     "logsumexp": _logsumexp,
     "sum": _sum,
@@ -86,17 +86,49 @@ def token_function(
         args: Positional arguments behind the logits.
         kwargs: Keyword arguments.
     """
-    reader = _READERS.get(name)
-    if reader is None:
-        return None
-    try:
-        call = inspect.signature(reader).bind(len(shape), *args, **kwargs)
-    except TypeError:  # another form of the call, for example a sum of everything
-        return None
-    found = reader(*call.args, **call.kwargs)
+    found = None if name not in _READERS else _read(_READERS[name], len(shape), args, kwargs)
     if found is not None and any(t.shape[: len(shape) - 1] != tuple(shape[:-1]) for t in found.arguments):
         return None
     return found
+
+
+def normalising(
+    name: str, shape: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[[Tensor], Tensor] | None:
+    """Read a call of `softmax` or `log_softmax` over the vocabulary; `None` if it is none. Arguments as above."""
+    function = _NORMALISING.get(name)
+
+    def read(dims: int, dim: Any, *, dtype: torch.dtype | None = None, _stacklevel: int = 3) -> Any:
+        return functools.partial(function, dim=-1, dtype=dtype) if is_last(dim, dims) else None
+
+    return None if function is None else _read(read, len(shape), args, kwargs)
+
+
+def rows_of_parts(name: str, shape: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+    """Read a call of `unbind` or of `split` along the first dimension: the rows of each part; `None` if it is none."""
+    if len(shape) < 2 or name not in _PARTS:
+        return None
+    size = _read(_PARTS[name], len(shape), args, kwargs)
+    return None if size is None else [min(size, shape[0] - first) for first in range(0, shape[0], size)]
+
+
+def _unbind(dims: int, dim: int = 0) -> int | None:
+    return 1 if dim in (0, -dims) else None
+
+
+def _split(dims: int, split_size: Any, dim: int = 0) -> int | None:
+    return split_size if dim in (0, -dims) and type(split_size) is int and split_size > 0 else None
+
+
+_PARTS: dict[str, Callable[..., int | None]] = {"unbind": _unbind, "split": _split}
+
+
+def _read(reader: Callable[..., Any], dims: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        call = inspect.signature(reader).bind(dims, *args, **kwargs)
+    except TypeError:  # another form of the call, for example a sum of everything
+        return None
+    return reader(*call.args, **call.kwargs)
 
 
 def is_last(dim: Any, dims: int) -> bool:

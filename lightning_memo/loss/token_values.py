@@ -56,6 +56,11 @@ class _Work:
         for number, part in enumerate(chunks(x, self.logits.chunk_tokens)):
             yield part, [of_chunks[number] for of_chunks in self.arguments]
 
+    def versions(self, x: Tensor) -> list[int]:
+        """Return how often what the backward reads again was changed in place."""
+        read = [t for t in (x, *(of_chunks[0] for of_chunks in self.arguments)) if type(t) is Tensor]
+        return [t._version for t in read if not t.is_inference()]
+
     @torch.no_grad()
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the values."""
@@ -95,7 +100,7 @@ class _TokenValues(torch.autograd.Function):
         values = work.forward(x)
         ctx.mark_non_differentiable(*(t for t in values if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
-        ctx.work, ctx.x, ctx.dtypes = work, x, [p.dtype for p in trained]
+        ctx.work, ctx.x, ctx.dtypes, ctx.versions = work, x, [p.dtype for p in trained], work.versions(x)
         return values
 
     @staticmethod
@@ -103,5 +108,10 @@ class _TokenValues(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if all(t is None for t in gradients):
             return None, None, *[None] * len(ctx.dtypes)
+        if ctx.work.versions(ctx.x) != ctx.versions:
+            raise RuntimeError(
+                "hidden states or token ids of which logits were taken were changed in place before their backward, "
+                "which computes the logits again: clone() them first, or set loss_chunk_tokens=None"
+            )
         dx, sums = ctx.work.backward(ctx.x, gradients, ctx.needs_input_grad[1])
         return None, dx, *sums.take(ctx.dtypes)

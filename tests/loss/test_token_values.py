@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.devices import DEVICE
 from support.families import VOCABULARY, make_batch
 from support.samples.chunked_models import CHUNK, LARGE, MODELS, VocabularyWatch, build, chunked
 from torch import Tensor, nn
@@ -76,12 +77,16 @@ def no_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LazyLogits, "materialize", refuse)
 
 
-def run(model: nn.Module, function: Function, weighted: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.to(DEVICE) for name, t in batch.items()}
+
+
+def run(model: nn.Module, function: Function) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the values of a function, and the gradients of a weighted sum of them."""
-    batch = make_batch(3, 45)
+    batch = on_device(make_batch(3, 45))
     del batch["labels"]
     values = function(model(**batch).logits, batch["input_ids"])
-    weights = torch.rand(values.shape, generator=torch.Generator().manual_seed(2)) if weighted else 1.0
+    weights = torch.rand(values.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     model.zero_grad()
     (values * weights).sum().backward()
     return values.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -91,7 +96,7 @@ def run(model: nn.Module, function: Function, weighted: bool = True) -> tuple[Te
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__.strip("<>"))
 @pytest.mark.parametrize("name", ["llama tied", "gemma2", "llama lora on the head"])
 def test_values_and_gradients_are_those_of_all_logits(name: str, function: Function) -> None:
-    model = MODELS[name]().double()
+    model = MODELS[name]().double().to(DEVICE)
     values, gradients = run(model, function)
     with chunked(model):
         found, found_gradients = run(model, function)
@@ -103,7 +108,7 @@ def test_values_and_gradients_are_those_of_all_logits(name: str, function: Funct
 
 @pytest.mark.usefixtures("no_whole_logits")
 def test_half_precision_is_that_of_all_logits() -> None:
-    model = build("LlamaConfig").bfloat16()
+    model = build("LlamaConfig").bfloat16().to(DEVICE)
     values, gradients = run(model, log_probabilities)
     with chunked(model):
         found, found_gradients = run(model, log_probabilities)
@@ -115,7 +120,7 @@ def test_half_precision_is_that_of_all_logits() -> None:
 
 @pytest.mark.usefixtures("no_whole_logits")
 def test_without_gradients() -> None:
-    model, batch = build("LlamaConfig"), make_batch(2, 45)
+    model, batch = build("LlamaConfig").to(DEVICE), on_device(make_batch(2, 45))
     with torch.no_grad():
         plain = log_probabilities(model(**batch).logits, batch["input_ids"])
         with chunked(model):
@@ -126,15 +131,46 @@ def test_without_gradients() -> None:
 
 @pytest.mark.usefixtures("no_whole_logits")
 def test_a_backward_that_is_repeated() -> None:
-    model, batch = build("LlamaConfig"), make_batch(2, 45)
+    model, batch = build("LlamaConfig").to(DEVICE), on_device(make_batch(2, 45))
     with chunked(model):
         values = log_probabilities(model(**batch).logits, batch["input_ids"])
         first, second = (torch.autograd.grad(values.sum(), model.lm_head.weight, retain_graph=True)[0] for _ in "ab")
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("change", ["ids", "hidden states"])
+def test_what_the_backward_reads_again_must_not_change(change: str) -> None:
+    model, batch = build("LlamaConfig").to(DEVICE), on_device(make_batch(2, 45))
+    ids = batch["input_ids"].clone()
+    with chunked(model):
+        logits = model(**batch).logits
+        values = logits.log_softmax(-1).gather(-1, ids[..., None])
+        with torch.no_grad():
+            (ids if change == "ids" else logits.hidden_states).add_(1)
+        with pytest.raises(RuntimeError, match="were changed in place before their backward"):
+            values.sum().backward()
+
+
+@pytest.mark.usefixtures("no_whole_logits")
+def test_autocast_is_that_of_the_call() -> None:
+    """On a GPU, autocast computes a softmax in full precision, in the backward, too."""
+    model = build("LlamaConfig").to(DEVICE)
+
+    def within(logits: Tensor, ids: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return log_probabilities(logits.bfloat16(), ids)
+
+    values, gradients = run(model, within)
+    with chunked(model):
+        found, found_gradients = run(model, within)
+    assert found.dtype == values.dtype == (torch.float32 if DEVICE.type == "cuda" else torch.bfloat16)
+    torch.testing.assert_close(found, values)
+    for key, expected in gradients.items():
+        torch.testing.assert_close(found_gradients[key], expected, msg=key)
+
+
 def test_weights_that_change_before_the_backward_are_noticed() -> None:
-    model, batch = build("LlamaConfig"), make_batch(2, 45)
+    model, batch = build("LlamaConfig").to(DEVICE), on_device(make_batch(2, 45))
     with chunked(model):
         values = log_probabilities(model(**batch).logits, batch["input_ids"])
         with torch.no_grad():
@@ -145,7 +181,7 @@ def test_weights_that_change_before_the_backward_are_noticed() -> None:
 
 @pytest.mark.parametrize("function", [log_probabilities, entropy, several_tokens], ids=lambda f: f.__name__)
 def test_no_more_logits_exist_than_those_of_a_chunk(function: Function) -> None:
-    model = build("LlamaConfig", vocab_size=LARGE)
+    model = build("LlamaConfig", vocab_size=LARGE).to(DEVICE)
     with chunked(model, 4 * CHUNK), VocabularyWatch() as watch:
         run(model, function)
     assert 0 < watch.largest_tokens <= CHUNK
@@ -160,17 +196,27 @@ def test_no_more_logits_exist_than_those_of_a_chunk(function: Function) -> None:
         lambda logits: logits.softmax(1),
         lambda logits: logits.std(-1),
         lambda logits: logits - logits.logsumexp(-1, keepdim=True),
-        lambda logits: logits.gather(1, torch.zeros(2, 1, VOCABULARY, dtype=torch.long)),
+        lambda logits: logits.gather(1, torch.zeros(2, 1, VOCABULARY, dtype=torch.long, device=DEVICE)),
         lambda logits: logits[0] * logits[1],
         lambda logits: logits.unbind(1)[3],
+        lambda logits: logits.unbind(dim=1)[3],
+        lambda logits: logits.unbind(dim=-3)[1],
         lambda logits: torch.split(logits, [1, 1])[1],
+        lambda logits: torch.split(logits, 20, dim=1)[2],
+        lambda logits: logits.split(split_size=1)[1],
+        lambda logits: torch.softmax(logits, -1, out=torch.empty(0, device=DEVICE)),
+        lambda logits: F.softmax(logits, -1, 3, torch.float64),
+        lambda logits: torch.log_softmax(input=logits, dim=2),
+        lambda logits: logits.sum(axis=-1),
+        lambda logits: logits.amax((1, 2)),
+        lambda logits: torch.topk(logits, 3, 1).values,
     ],
-    ids=["all", "tokens", "softmax of tokens", "other", "difference", "gather of tokens", "rows", "unbind", "split"],
 )
 def test_other_functions_get_real_logits(function: Callable[[Any], Tensor]) -> None:
-    model, batch = build("LlamaConfig"), make_batch(2, 45)
-    plain = function(model(**batch).logits)
-    with chunked(model):
-        found = function(model(**batch).logits)
+    model, batch = build("LlamaConfig").to(DEVICE), on_device(make_batch(2, 45))
+    with torch.no_grad():  # which `out` needs
+        plain = function(model(**batch).logits)
+        with chunked(model):
+            found = function(model(**batch).logits)
         found = found.materialize() if isinstance(found, LazyLogits) else found
     torch.testing.assert_close(found, plain)
