@@ -63,12 +63,20 @@ void allocate(const Entry& entry, const Block& block) {
   if (before != entry.device_) c10::cuda::set_device(before);
 }
 
-/// Forgets the blocks of memory that goes back to the device.
+/// Forgets memory that goes back to the device. Expandable segments give back pages, also from the middle of a block.
 void forget(const Block& segment) {
-  for (auto& [stream, blocks] : freed().blocks)
-    std::erase_if(blocks, [&](const Block& each) {
-      return each.address >= segment.address && each.address < segment.address + segment.size;
-    });
+  char* const end = segment.address + segment.size;
+  for (auto& [stream, blocks] : freed().blocks) {
+    std::vector<Block> kept;
+    for (const Block& each : blocks) {
+      char* const each_end = each.address + each.size;
+      if (char* const before = std::min(each_end, segment.address); before > each.address)
+        kept.push_back({each.address, static_cast<size_t>(before - each.address)});
+      if (char* const after = std::max(each.address, end); after < each_end)
+        kept.push_back({after, static_cast<size_t>(each_end - after)});
+    }
+    blocks = std::move(kept);
+  }
 }
 
 void watch(const Entry& entry) {
