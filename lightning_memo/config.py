@@ -65,16 +65,16 @@ class MemoConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> MemoConfig:
-        """The settings among the given values. Paths may be given as `Path`.
+        """The settings among the given values, and defaults for the others. Paths may be given as `Path`.
 
         Args:
-            given: A value for each setting by name. Other names are ignored.
+            given: Values by name. Names that are no settings are ignored.
 
         Raises:
             ValueError: A setting is not allowed.
         """
-        settings = {field.name: given[field.name] for field in fields(cls)}
-        paths = {name: str(settings[name]) for name in ("plan", "spill_path") if settings[name] is not None}
+        settings = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        paths = {name: str(settings[name]) for name in ("plan", "spill_path") if settings.get(name) is not None}
         return cls(**settings | paths)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ class LightningRun:
 
     @property
     def framework_module(self) -> pl.LightningModule:
-        return self._trainer.lightning_module
+        return self.model
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli.launch import delay_unless_rank_zero
 from lightning_memo.cli.restarts import register_run_folder
-from lightning_memo.cli.setting_names import check_appended, rewrite_hydra_message
+from lightning_memo.cli.setting_names import check_overrides, rewrite_hydra_message
 from lightning_memo.utils.user_errors import is_own_refusal, misconfiguration_errors, one_line, user_message
 
 USER_ERROR_EXIT = 2
@@ -47,7 +47,7 @@ def run_command(command: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_run_folder()
     try:
-        check_appended(sys.argv[1:], Path(config_dir()))
+        check_overrides(sys.argv[1:], Path(config_dir()))
         command()
     except Exception as error:
         exit_for_user(error)

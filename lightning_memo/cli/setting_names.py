@@ -28,7 +28,7 @@ def rewrite_hydra_message(message: str, folder: Path) -> str:
     return message
 
 
-def check_appended(overrides: Sequence[str], folder: Path) -> None:
+def check_overrides(overrides: Sequence[str], folder: Path) -> None:
     """Refuses settings that `+NAME=VALUE` appends but nothing reads, and numbers in place of the name of an option.
 
     Args:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -16,6 +17,7 @@ from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.integrations.loop_run import LoopRun
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.runtime.training_runtime import TrainingRuntime
+from lightning_memo.utils.class_names import class_name
 
 
 class LoopBatches:
@@ -146,6 +148,11 @@ class LoopBatches:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._run.count_step()
+        if self._run.step == 1 and self._run.batch == 0:
+            rank_zero_warn(
+                f"MemoStrategy: an optimizer has stepped, and {class_name(self._model)}, which MemoLoop was given, has "
+                "not been called with gradients: give MemoLoop the module that the loop calls; all layers are recomputed"
+            )
         self._have_stepped.add(id(optimizer))
         stepped = len(self._have_stepped) == len(self._optimizers)
         if stepped and not _is_in_backward():

@@ -103,6 +103,7 @@ class LoopProcesses:
         sizes: Data, context and tensor parallel sizes.
         ranks: The ranks that must use the same plan.
         current_layout: Holds no layout: each process has all tokens of its batches.
+        context_groups: None, as no tokens are divided.
     """
 
     sizes: ParallelSizes
@@ -115,6 +116,7 @@ class LoopProcesses:
         """Return the processes of the default group; `None` if there is only this one. All processes call it."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        sizes = ParallelSizes(data=dist.get_world_size())
-        parallel = sizes.describe(zero_stage=0).replace("zero0", "own")
-        return cls(sizes, Ranks(parallel, processes_on_this_node(), sequence=None, world=True))
+        count = dist.get_world_size()
+        # Whether the loop shards its state is not known; bytes are measured.
+        ranks = Ranks(f"dp{count} of a loop", processes_on_this_node(), sequence=None, world=True)
+        return cls(ParallelSizes(data=count), ranks)

@@ -34,10 +34,11 @@ class MemoCallback(TrainerCallback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        known = list(inspect.signature(MemoLoop).parameters)[3:]  # those behind the model, the optimizer and the folder
+        parameters = inspect.signature(MemoLoop).parameters.values()
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "output_dir"]  # the trainer's
         if unknown := next((name for name in settings if name not in known), None):
             raise TypeError(f"{unknown}={settings[unknown]!r} is no setting of MemoCallback: give {', '.join(known)}")
-        MemoLoop.check(**settings)
+        MemoLoop.check(settings)
         self._settings = settings
         self.loop: MemoLoop | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
@@ -77,7 +76,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         check_slices: bool = True,
         test_mode: TestMode | None = None,
     ) -> None:
-        self.config = self.check(**{name: value for name, value in locals().items() if name in _DEFAULTS})
+        self.config = self.check(locals())
         self._model = model._modules.get("_original_module") or model  # Fabric's wrapper passes attributes on to it
         given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         # Those of Accelerate and Fabric are wrapped around PyTorch's.
@@ -91,21 +90,21 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         self._ended = False
 
     @staticmethod
-    def check(**settings: Any) -> MemoConfig:
+    def check(given: Mapping[str, Any]) -> MemoConfig:
         """Check settings before there is a model.
 
         Args:
-            settings: Settings by name, without `output_dir` and `test_mode`.
+            given: Values by name. Names that are no settings of `MemoStrategy` are ignored.
 
         Returns:
-            All settings.
+            The settings, with defaults for those that are not given.
 
         Raises:
             ValueError: A setting is wrong, contradicts another one, or needs what this machine lacks.
         """
-        if settings.get("schedule") == "slice":
+        if given.get("schedule") == "slice":
             raise ValueError('schedule="slice" runs whole training steps, which are the loop\'s here: use MemoStrategy')
-        config = MemoConfig.of(_DEFAULTS | settings)
+        config = MemoConfig.of(given)
         check_machine(config)
         return config
 
@@ -131,11 +130,6 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         if not hasattr(rank_zero_only, "rank"):
             rank_zero_only.rank = dist.get_rank() if dist.is_initialized() else 0  # type: ignore[attr-defined]
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        if any(isinstance(m, FullyShardedDataParallel) for m in self._model.modules()):
-            raise ValueError(
-                "the model is sharded by FSDP1 (FullyShardedDataParallel), which frees weights that layers need again: "
-                "shard it by FSDP2 (fully_shard; fsdp_version: 2 in the configuration of Accelerate)"
-            )
         processes = LoopProcesses.initialized()
         engine = start_engine(self._model, self.config, device, processes, True, self._test_mode)
         run = LoopRun(self._model, self._optimizers, self._output_dir)
@@ -187,6 +181,3 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         if self._batches is None or self._ended:
             raise ValueError("MemoLoop.step is called inside of `with MemoLoop(model, optimizer) as memo:`")
         return self._batches.retried(forward, backward)
-
-
-_DEFAULTS: dict[str, Any] = {name: field.default for name, field in MemoConfig.__dataclass_fields__.items()}

@@ -8,6 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.utils.class_names import class_name
@@ -46,6 +47,34 @@ def refuse_scripted_modules(layers: Iterable[nn.Module]) -> None:
             raise ValueError(
                 f"{scripted} of {class_name(layer)} is scripted (torch.jit), and TorchScript cannot be recomputed: use "
                 "the module that was scripted"
+            )
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Refuse models that FSDP1 shards.
+
+    Raises:
+        ValueError: A module is sharded by FSDP1.
+    """
+    if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "the model is sharded by FSDP1 (FullyShardedDataParallel), which frees weights that layers need again: "
+            "shard it by FSDP2 (fully_shard; fsdp_version: 2 in the configuration of Accelerate)"
+        )
+
+
+def refuse_sharded_parts(layers: Iterable[nn.Module]) -> None:
+    """Refuse layers of which FSDP2 gathers and frees parts by themselves.
+
+    Raises:
+        ValueError: A module inside of a layer is sharded.
+    """
+    for layer in layers:
+        inner = next((name for name, m in layer.named_modules() if name and isinstance(m, FSDPModule)), None)
+        if inner is not None:
+            raise ValueError(
+                f"{inner} of {class_name(layer)} is sharded by itself (fully_shard), and a layer runs more than once: "
+                "shard whole layers, fully_shard(layer)"
             )
 
 

@@ -17,8 +17,10 @@ from lightning_memo.profiler.measured_costs import host_budget
 from lightning_memo.runtime.model_checks import (
     announce_fused_loss,
     announce_other_stacks,
+    refuse_fsdp1,
     refuse_gradient_checkpointing,
     refuse_scripted_modules,
+    refuse_sharded_parts,
     warn_of_uncompiled,
 )
 from lightning_memo.runtime.training_run_protocol import ProcessesOfRun
@@ -57,14 +59,16 @@ def start_engine(
         test_mode: Delays and poisoned buffers, which reveal copy races in tests.
 
     Raises:
-        ValueError: The model has no repeated layers, or they use activation checkpointing.
+        ValueError: The model has no repeated layers, or the engine cannot run them: see `model_checks.py`.
     """
+    refuse_fsdp1(model)
     stacks = select_stacks(model, config.layers, config.one_stack)
     layers = [layer for stack in stacks for layer in stack.layers]
     if trains and config.layers is None:
         announce_other_stacks(model, config.one_stack)
     refuse_gradient_checkpointing(model, layers)
     refuse_scripted_modules(layers)
+    refuse_sharded_parts(layers)
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
     on_this_node = 1 if processes is None else processes.ranks.on_this_node

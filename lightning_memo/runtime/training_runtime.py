@@ -66,17 +66,16 @@ class TrainingRuntime:
         self._host = HostMemoryWatch(engine, self._planner) if alone else None
         budgeted = config.device_memory is not None
         self._device = DeviceMemoryWatch(engine, self._planner, run) if budgeted else None
-        self._chunk_loss(model, config, processes)
+        self._chunk_loss(model, config, sizes)
 
-    def _chunk_loss(self, model: nn.Module, config: MemoConfig, processes: ProcessesOfRun | None) -> None:
+    def _chunk_loss(self, model: nn.Module, config: MemoConfig, sizes: ParallelSizes) -> None:
         if config.loss_chunk_tokens is None:
             return
-        sizes = None if processes is None else processes.sizes
         for undo in attach_chunked_loss(
             model,
             config.loss_chunk_tokens,
-            shards=1 if sizes is None else sizes.shards,
-            vocabulary_parts=sizes.tensor if sizes is not None and config.loss_parallel else 1,
+            shards=sizes.shards,
+            vocabulary_parts=sizes.tensor if config.loss_parallel else 1,
             warn=rank_zero_warn,
         ):
             self._attached.callback(undo)

@@ -197,14 +197,20 @@ def test_the_host_can_overwrite_what_a_copy_has_not_read(wait: bool, device: tor
     assert bool((a == 3).all()) is wait
 
 
-@pytest.mark.parametrize("record", [True, False])
-def test_freed_memory_that_a_stream_still_reads_is_nan(record: bool, device: torch.device) -> None:
+def late_copy(device: torch.device) -> tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]:
+    """A tensor of threes, and a stream that copies it to the host later."""
     side, host = torch.cuda.Stream(), pinned(1 << 20).zero_()
     a = torch.full((1 << 20,), 3.0, device=device)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG)
         host.copy_(a, non_blocking=True)
+    return side, host, a
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_freed_memory_that_a_stream_still_reads_is_nan(record: bool, device: torch.device) -> None:
+    side, host, a = late_copy(device)
     if record:
         a.record_stream(side)
     del a
@@ -215,12 +221,7 @@ def test_freed_memory_that_a_stream_still_reads_is_nan(record: bool, device: tor
 
 
 def test_freed_memory_may_be_read_until_its_stream_allocates(device: torch.device) -> None:
-    side, host = torch.cuda.Stream(), pinned(1 << 20).zero_()
-    a = torch.full((1 << 20,), 3.0, device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG)
-        host.copy_(a, non_blocking=True)
+    side, host, a = late_copy(device)
     del a
     torch.cuda.current_stream().wait_stream(side)
     b = torch.empty(1 << 20, device=device)

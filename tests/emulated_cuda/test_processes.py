@@ -18,6 +18,9 @@ from support.parallel_training import Outcome, Run, train, train_alone, train_to
 from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import CONFIGURATIONS
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_memo import MemoLoop
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs TEST_DEVICE=cuda")
 
@@ -222,6 +225,20 @@ def test_half_precision_with_late_copies_and_kernels(configuration: str, setting
     first: Outcome = run_in_processes(size, late, run, of_configuration | settings)[0]
     errors = first.worst_error(train_alone(run))
     assert errors["gradients"] <= 2**-4 and errors["norm"] <= 2**-5, errors
+
+
+def refusal_of_fsdp1() -> str:
+    model = FullyShardedDataParallel(Run().build().cuda())
+    try:
+        with MemoLoop(model, torch.optim.SGD(model.parameters())):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_fsdp1_is_refused() -> None:
+    for line in run_in_processes(2, refusal_of_fsdp1):
+        assert line.startswith("the model is sharded by FSDP1")
 
 
 def test_full_precision_is_refused_in_slices_whose_heads_are_exchanged() -> None:

@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, family: str = "llama") -> None:
         self.model = build(family)
-        self.optimizer = sgd(self.model)
+        self.optimizer = self.second = sgd(self.model)
         self.losses: list[float] = []
         self.memo: MemoLoop | None = None
 
@@ -174,7 +174,7 @@ def with_several_optimizers(run: Run) -> None:
         run.backward(loss_of(run.model, number))
         run.optimizer.step()
         if number % 2:
-            run.second.step()  # type: ignore[attr-defined]
+            run.second.step()
         run.model.zero_grad()
 
 
@@ -252,10 +252,10 @@ def test_several_optimizers() -> None:
     for run in runs:
         halves = list(run.model.parameters())
         run.optimizer = torch.optim.SGD(halves[::2], lr=0.05)
-        run.second = torch.optim.SGD(halves[1::2], lr=0.05)  # type: ignore[attr-defined]
+        run.second = torch.optim.SGD(halves[1::2], lr=0.05)
     plain, memo = runs
     with_several_optimizers(plain)
-    with MemoLoop(memo.model, [memo.optimizer, memo.second], alpha=0.5):  # type: ignore[attr-defined]
+    with MemoLoop(memo.model, [memo.optimizer, memo.second], alpha=0.5):
         with_several_optimizers(memo)
     compare(memo, plain)
 
@@ -312,9 +312,9 @@ def of_rank(kind: str, memo: bool) -> tuple[list[float], list[Tensor]]:
     if kind == "ddp":
         wrapped = DistributedDataParallel(model)
     else:
-        for layer in model.model.layers:
+        for layer in model.model.layers if kind == "fsdp2" else ():
             fully_shard(layer)
-        fully_shard(model)
+        fully_shard(model, reshard_after_forward=True)
     optimizer, losses = sgd(wrapped), []
     with MemoLoop(wrapped, optimizer, alpha=0.5, **LATE) if memo else contextlib.nullcontext():
         for number in range(STEPS):
@@ -327,13 +327,29 @@ def of_rank(kind: str, memo: bool) -> tuple[list[float], list[Tensor]]:
     return losses, [t.cpu() for t in weights]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 root"])
 def test_two_processes(kind: str) -> None:
     plain, memo = (run_in_processes(2, of_rank, kind, memo) for memo in (False, True))
     for (losses, weights), (expected_losses, expected) in zip(memo, plain, strict=True):
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         for found, t in zip(weights, expected, strict=True):
             torch.testing.assert_close(found, t, rtol=1e-5, atol=1e-6)
+
+
+def refusal_of_inner_shards() -> str:
+    model = build()
+    for layer in model.model.layers:
+        fully_shard(layer.mlp)
+    try:
+        with MemoLoop(model, sgd(model)):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
+def test_modules_that_are_sharded_inside_of_layers() -> None:
+    for line in run_in_processes(2, refusal_of_inner_shards):
+        assert line.startswith("mlp of LlamaDecoderLayer is sharded by itself (fully_shard)")
 
 
 # ---- failures
@@ -434,6 +450,18 @@ def test_the_model_is_as_before_afterwards() -> None:
     assert [set(vars(module)) for module in run.model.modules()] == before
 
 
+def test_a_model_that_the_loop_does_not_call_is_told_of() -> None:
+    def loop(run: Run) -> None:
+        for number in range(2):
+            ids = ids_of(number)
+            run.backward(run.model.lm_head(run.model.model(input_ids=ids).last_hidden_state).square().mean())
+            run.step()
+
+    with pytest.warns(UserWarning, match="LlamaForCausalLM, which MemoLoop was given, has not been called") as told:
+        check(loop, alpha=0.5)
+    assert sum("has not been called" in str(each.message) for each in told) == 1
+
+
 # ---- refusals
 
 
@@ -480,5 +508,6 @@ def test_float16_is_refused() -> None:
 
 def test_settings_are_those_of_the_strategy() -> None:
     of_strategy = inspect.signature(MemoStrategy).parameters
-    own = dict(list(inspect.signature(MemoLoop).parameters.items())[3:])
-    assert {name: p.default for name, p in own.items()} == {name: of_strategy[name].default for name in own}
+    own = {p.name: p.default for p in inspect.signature(MemoLoop).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert own.pop("output_dir") is None
+    assert own == {name: of_strategy[name].default for name in own}

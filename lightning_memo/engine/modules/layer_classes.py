@@ -102,10 +102,10 @@ class LayerClasses:
                 layer cannot run more than once.
         """
         refuse_changing_scales(call.layer)
-        attributes = ModuleAttributes.of(call.layer.named_modules())
-        # Traits of a single token do not hold for longer sequences.
         functions = named_values(call.layer).present_functions()
-        form: object = (x.dtype, call.form(), attributes.switches, functions, call.tokens < 2)
+        attributes = ModuleAttributes.of(call.layer.named_modules(), functions)
+        # Traits of a single token do not hold for longer sequences.
+        form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2)
         by_form = self._traits.setdefault((id(call.layer), attributes.modules, _gradients_of(x)), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.held_values import name_of
 from lightning_memo.engine.state.mutated_buffers import same_bytes
@@ -34,7 +34,7 @@ class _Version(NamedTuple):
         key: Its attribute.
         tensor: The tensor.
         number: Counts changes in place.
-        address: Address of its values; 0 where they may move without a change.
+        storage: Address of its storage, which has others after `t.data = ...`; FSDP2 empties and fills the same one.
         copy: A copy of a small tensor; `None` for other tensors.
         rewritten: Whether the copy may differ although no change was counted.
     """
@@ -43,7 +43,7 @@ class _Version(NamedTuple):
     key: str
     tensor: Tensor
     number: int
-    address: int
+    storage: int
     copy: Tensor | None
     rewritten: bool
 
@@ -51,7 +51,7 @@ class _Version(NamedTuple):
     def changed(self) -> bool:
         if self.tensor._version != self.number:
             return True
-        if self.address and self.tensor.data_ptr() != self.address:  # `t.data = ...` counts no change
+        if address_of(self.tensor) != self.storage:  # no change was counted
             return True
         # Only what differs is replaced: libraries tell some tensors from others by identity.
         return self.rewritten and self.copy is not None and not same_bytes(self.tensor, self.copy)
@@ -87,8 +87,6 @@ class ForwardState(PythonState):
         self._name, self._known, self._change = class_name(layer), restored, change
         self._most_copied, self._rewritten = most_copied, rewritten
         self._versions: list[_Version] = []
-        # FSDP2 frees weights after a forward, and gathers them again.
-        self._moves = isinstance(layer, FSDPModule)
         self._trained: list[tuple[Tensor, bool]] = []
         super().__init__(layer, arguments, named=named)
         if not named:
@@ -106,8 +104,7 @@ class ForwardState(PythonState):
             return
         small = isinstance(owner, nn.Module) and is_copied(t, self._most_copied)
         copy = t.detach().clone() if small else None
-        address = t.data_ptr() if type(t) is nn.Parameter and not self._moves else 0
-        self._versions.append(_Version(owner, key, t, t._version, address, copy, small and self._rewritten))
+        self._versions.append(_Version(owner, key, t, t._version, address_of(t), copy, small and self._rewritten))
 
     def _drop_graphs(self) -> None:
         """Hold no graphs, which may be those of earlier steps. What is detached has the same version."""

@@ -9,23 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_modules
 
-from lightning_memo.engine.state.user_objects import attributes_of, is_of_a_library, is_users
-from lightning_memo.utils.python_objects import contents_of
+from lightning_memo.engine.state.user_hooks import GLOBAL_HOOKS, hook_tables, hooks_of_users
+from lightning_memo.engine.state.user_objects import attributes_of, is_users
+from lightning_memo.utils.python_objects import FUNCTIONS, contents_of, functions_held, values_of
 
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
 _NUMBERS = frozenset({int, float, str})
 _PLAIN = _NUMBERS | {bool}
 _CONTAINERS = frozenset({list, tuple, set, dict})
-_FUNCTIONS = frozenset({FunctionType, MethodType, BuiltinFunctionType, functools.partial})
-_LONGEST = 64
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(torch_modules, f"_global{name}") for name in _HOOKS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +41,23 @@ class ModuleAttributes:
     inner: tuple[object, ...]
 
     @classmethod
-    def of(cls, named_modules: Iterable[tuple[str, nn.Module]]) -> ModuleAttributes:
-        """Read the attributes of some modules."""
+    def of(cls, named_modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any] = ()) -> ModuleAttributes:
+        """Read the attributes of some modules.
+
+        Args:
+            named_modules: The modules, with their names.
+            functions: Further functions that their code calls.
+        """
         modules: list[object] = []
         found = _Found()
-        found.add_hooks(_GLOBAL_HOOKS)
+        for function in functions:
+            found.add_functions(function)
+        found.add_hooks(GLOBAL_HOOKS)
         for name, m in named_modules:
             modules += name, type(m), *m._buffers
             modules += [p.shape for p in m._parameters.values() if p is not None]
-            own = m.__dict__
-            found.add([value for key, value in own.items() if key not in _TABLES], found.numbers)
-            found.add_hooks(map(own.__getitem__, _HOOKS))
+            found.add([value for key, value in m.__dict__.items() if key not in _TABLES], found.numbers)
+            found.add_hooks(hook_tables(m))
         return cls(tuple(modules), tuple(found.switches), tuple(found.numbers), tuple(found.inner))
 
 
@@ -81,28 +83,24 @@ class _Found:
                 numbers.append(value)
             elif kind in _CONTAINERS:
                 numbers += _plain_in(value)
-                if len(value) <= _LONGEST:
-                    self.add_functions(value.values() if kind is dict else value)
-            elif kind in _FUNCTIONS:
+                self.add_functions(value)
+            elif kind in FUNCTIONS:
                 self._add_function(value)
             elif numbers is not self.inner and is_users(kind) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.switches.append(kind)
                 self.add((attributes_of(value) or {}).values(), self.inner)
 
-    def add_hooks(self, tables: Iterable[dict[int, Any]]) -> None:
+    def add_hooks(self, tables: list[dict[int, Any]]) -> None:
         """Add hooks of users."""
-        for number, table in enumerate(tables):
-            for hook in table.values() if table else ():
-                if not is_of_a_library(hook):
-                    self.switches += (number, type(hook))
-                    self.add_functions([hook])
+        for kind, hook in hooks_of_users(tables):
+            self.switches += (kind, type(hook))
+            self.add_functions(hook)
 
-    def add_functions(self, values: Iterable[Any]) -> None:
-        """Add those of some values that are functions."""
-        for value in values:
-            if type(value) in _FUNCTIONS:
-                self._add_function(value)
+    def add_functions(self, value: Any) -> None:
+        """Add a function, or those in a container; nothing else."""
+        for function in functions_held(value):
+            self._add_function(function)
 
     def _add_function(self, function: Any) -> None:
         """Add the code of a function, not the function: users may make it anew from the same code in each step."""
@@ -122,8 +120,7 @@ class _Found:
 
 
 def _plain_in(container: Any) -> list[object]:
-    """Return the plain values in a container that is not long."""
-    if len(container) > _LONGEST:
-        return []
-    values = (*container, *container.values()) if type(container) is dict else container
-    return [value for value in values if type(value) in _PLAIN]
+    """Return the plain values in a container that is not long, and plain keys."""
+    values = values_of(container)
+    keys = container if values and type(container) is dict else ()
+    return [value for value in (*keys, *values) if type(value) in _PLAIN]

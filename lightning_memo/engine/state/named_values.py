@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,10 +10,9 @@ from torch import nn
 from lightning_memo.engine.state.held_names import Globals, HeldNames, Namespace
 from lightning_memo.engine.state.python_state import Generator, PythonState, is_generator
 from lightning_memo.engine.state.user_objects import is_of_a_library
+from lightning_memo.utils.python_objects import functions_held
 
 _NUMBERS = frozenset({bool, int, float, complex, str})
-_FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
-_MOST_FUNCTIONS = 64
 
 
 class NamedValues(NamedTuple):
@@ -40,23 +38,14 @@ class NamedValues(NamedTuple):
         )
         return [held for held in found if held.before]
 
-    def present_functions(self) -> tuple[object, ...]:
-        """Return the code of the functions that the names stand for now."""
-        present = (f for space, name in self.functions for f in _functions_in(space.get(name)))
-        return tuple(getattr(f, "__code__", f) for f in present)
-
-
-def _functions_in(value: Any) -> list[Any]:
-    """Return a function, or those in a container that is not long."""
-    if type(value) in (list, tuple, dict):
-        values = () if len(value) > _MOST_FUNCTIONS else value.values() if type(value) is dict else value
-        return [each for each in values if type(each) in _FUNCTIONS]
-    return [value] if type(value) in _FUNCTIONS else []
+    def present_functions(self) -> list[Any]:
+        """Return the functions that the names stand for now."""
+        return [function for space, name in self.functions for function in functions_held(space.get(name))]
 
 
 def _may_be_replaced(value: Any) -> bool:
     """Return whether users may put another function here. They leave those of libraries as they are."""
-    found = _functions_in(value)
+    found = functions_held(value)
     return bool(found) and (found[0] is not value or not is_of_a_library(value))
 
 

@@ -10,24 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules import module as torch_modules
 
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import PythonState
+from lightning_memo.engine.state.user_hooks import GLOBAL_HOOKS, hook_tables, hooks_of_users
 from lightning_memo.engine.state.user_objects import home_of, is_of_a_library
 from lightning_memo.engine.token_locality.token_dims import TokensMixed
-
-_GLOBAL_TABLES = (
-    torch_modules._global_forward_hooks,
-    torch_modules._global_forward_pre_hooks,
-    torch_modules._global_backward_hooks,
-    torch_modules._global_backward_pre_hooks,
-)
 
 
 def hooked_module(layer: nn.Module) -> str:
     """Return the name of a module inside a layer on which a user has registered hooks; empty if there is none."""
-    if any(map(_of_users, _GLOBAL_TABLES)):
+    if hooks_of_users(GLOBAL_HOOKS):
         return "all modules"
     for name, module in layer.named_modules():
         if module is not layer and has_hooks(module):
@@ -37,12 +30,12 @@ def hooked_module(layer: nn.Module) -> str:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a user has registered hooks on a module."""
-    return any(map(_of_users, _hook_tables(module)))
+    return bool(hooks_of_users(hook_tables(module)))
 
 
 def without_hooks(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a context without a user's hooks on modules inside a layer: they may keep what they see."""
-    tables = [table for module in layer.modules() if module is not layer for table in _hook_tables(module)]
+    tables = [table for module in layer.modules() if module is not layer for table in hook_tables(module)]
     return _without(tables, lambda hook: not is_of_a_library(hook))
 
 
@@ -53,7 +46,7 @@ def without_parameter_hooks(layer: nn.Module) -> contextlib.AbstractContextManag
 
 def without_global_hooks() -> contextlib.AbstractContextManager[None]:
     """Return a context without hooks that libraries call for all modules: PyTorch's counters of FLOPs keep tensors."""
-    return _without([torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks], is_of_a_library)
+    return _without(GLOBAL_HOOKS[:2], is_of_a_library)
 
 
 @contextlib.contextmanager
@@ -100,15 +93,6 @@ def hooked_parameter(model: nn.Module) -> str:
             if table and any(home_of(hook) != "torch" for hook in table.values()):
                 return name
     return ""
-
-
-def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _of_users(table: dict[int, Any]) -> list[int]:
-    """Return the numbers of a user's hooks."""
-    return [number for number, hook in table.items() if not is_of_a_library(hook)]
 
 
 def has_custom_functions(t: Tensor) -> bool:
