@@ -150,8 +150,9 @@ class LoopBatches:
         self._run.count_step()
         if self._run.step == 1 and self._run.batch == 0:
             rank_zero_warn(
-                f"MemoStrategy: all layers are recomputed, because an optimizer has stepped, and {class_name(self._model)}, "
-                "which MemoLoop was given, has not been called with gradients: give it the module that the loop calls"
+                "MemoStrategy: all layers are recomputed, because an optimizer has stepped, and "
+                f"{class_name(self._model)}, which MemoLoop was given, has not been called with gradients: give it the "
+                "module that the loop calls"
             )
         self._have_stepped.add(id(optimizer))
         stepped = len(self._have_stepped) == len(self._optimizers)
