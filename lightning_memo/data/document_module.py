@@ -53,9 +53,12 @@ class DocumentsDataModule(SequenceDataModule):
         streaming: Whether to read, tokenize and pack during training, for data too large to prepare before. The seed
             determines the order of the files. A stream starts again after the last document, and the trainer sets the
             number of steps. Each data-parallel process reads every n-th document.
-        buffer_rows: Number of rows of a stream that are packed and shuffled together.
+        buffer_rows: Number of rows of a stream that are packed and shuffled together; rounded up to whole batches.
         val_documents: Number of documents at the beginning of a stream that are used for validation, instead of
             ``val_fraction``.
+        balance: Whether the packed rows of a global batch have documents of similar lengths, so that attention takes
+            about as long on all data-parallel processes. Their order is still random, and every row comes once. In a
+            stream, whose processes read different documents, it is the rows of similar rank by cost that come together.
 
     Raises:
         ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` is too small, ``val_fraction`` is
@@ -77,8 +80,9 @@ class DocumentsDataModule(SequenceDataModule):
         streaming: bool = False,
         buffer_rows: int = 32,
         val_documents: int = 100,
+        balance: bool = True,
     ) -> None:
-        super().__init__(seq_len, batch_size, seed, num_workers, tokenizer)
+        super().__init__(seq_len, batch_size, seed, num_workers, tokenizer, balance)
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a number between 0 and 1, both excluded")
         if streaming and num_workers > 1:
@@ -156,7 +160,10 @@ class DocumentsDataModule(SequenceDataModule):
                 start=start,
                 tokenizer=tokenizer,
                 rows_of=rows_of,
-                block_tokens=self._buffer_rows * self.seq_len,
+                window=-(-self._buffer_rows // self.batch_size) * self.batch_size,
+                seq_len=self.seq_len,
+                batch_size=self.batch_size,
+                balance=self._balance,
                 seed=self._seed,
             ),
             val=rows_of(kept),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class PackedRows(DocumentRows):
         self._pieces = best_fit(lengths, seq_len)
         self.tokens = int((self._pieces.stop - self._pieces.start).sum())
         self._edges = np.flatnonzero(np.diff(self._pieces.row, prepend=-1, append=-1))
+        self.costs = self._costs()
 
     @override
     def __len__(self) -> int:
@@ -126,6 +128,15 @@ class PackedRows(DocumentRows):
             for n in range(self._edges[index], self._edges[index + 1])
         ]
         return packed_row(whole, self._seq_len, self._pad_id)
+
+    def _costs(self) -> npt.NDArray[np.float64]:
+        """Returns the squared lengths of the documents of each row, to which the time of attention is proportional."""
+        tokens = (self._pieces.stop - self._pieces.start).astype(np.float64)
+        if not len(tokens):
+            return tokens
+        of_row = functools.partial(np.add.reduceat, indices=self._edges[:-1])
+        squares: npt.NDArray[np.float64] = of_row(tokens**2) + (self._seq_len - of_row(tokens)) ** 2
+        return squares
 
 
 def packed_row(documents: Sequence[Tokens], seq_len: int, pad_id: int) -> dict[str, Tensor]:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
+from lightning_memo.data.balanced_order import balanced_order
 from lightning_memo.data.tokenizer import Tokens
 from lightning_memo.utils.parent_process import exit_with_parent
 
@@ -19,9 +21,11 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
 
     Attributes:
         tokens: Number of tokens in the text.
+        costs: Relative cost of each sequence's attention; `None` if all cost the same.
     """
 
     tokens: int
+    costs: npt.NDArray[np.float64] | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -59,16 +63,32 @@ class EpochSampler(DistributedSampler[int]):
         seed: Seed of the permutation, together with the epoch.
         rank: Data-parallel rank of this process.
         count: Data-parallel size. All parts have the same length, and remaining items are dropped.
+        costs: Cost of each item, to balance batches; `None` balances nothing.
+        batch_size: Number of items in a batch of one rank.
     """
 
-    def __init__(self, length: int, seed: int, rank: int = 0, count: int = 1) -> None:
+    def __init__(
+        self,
+        length: int,
+        seed: int,
+        rank: int = 0,
+        count: int = 1,
+        costs: npt.NDArray[Any] | None = None,
+        batch_size: int = 1,
+    ) -> None:
         super().__init__(range(length), num_replicas=count, rank=rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
         self.length = length
+        self.costs = costs
         self.start = 0
+        self._batch_size = batch_size * count
 
     @override
     def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.length)
+        random = np.random.default_rng((self.seed, self.epoch))
+        if self.costs is None:
+            order = random.permutation(self.length)
+        else:
+            order = balanced_order(self.costs, self._batch_size, random)
         part = order[self.rank : self.total_size : self.num_replicas]
         return iter(part[self.start :].tolist())
 
@@ -99,6 +119,7 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         num_workers: As in `torch.utils.data.DataLoader`.
         rank: Data-parallel rank of this process.
         count: Data-parallel size. Each rank gets its own batches.
+        balance: Whether the items of a global batch cost about the same; see :func:`balanced_order`.
         unfinished: Returns how many of the returned batches are not finished. A checkpoint repeats them.
     """
 
@@ -111,10 +132,12 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         num_workers: int = 0,
         rank: int = 0,
         count: int = 1,
+        balance: bool = True,
         unfinished: Callable[[], int] = lambda: 0,
     ) -> None:
         self._unfinished = unfinished
-        self._order = EpochSampler(len(dataset), seed, rank, count)
+        costs = dataset.costs if balance else None
+        self._order = EpochSampler(len(dataset), seed, rank, count, costs, batch_size)
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -138,19 +161,19 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         for self._served, batch in enumerate(super().__iter__(), start + 1):
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the position and its settings. After the last batch it is the start of the next epoch."""
         position = self._served - self._unfinished()
         position = position if position < self._epoch_batches else 0
         return {"position": position, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved position.
 
         Raises:
             ValueError: The checkpoint was written with other data, batch size or seed.
         """
-        saved = {name: state[name] for name in self._identity()}
+        saved = {name: state.get(name) for name in self._identity()}
         if saved != self._identity():
             raise ValueError(
                 f"ckpt_path: the checkpoint's data order was {_settings(saved)}, now it is"
@@ -158,11 +181,12 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
             )
         self._start = self._served = state["position"]
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         assert self.batch_size is not None
         batch_size = self.batch_size * self._order.num_replicas
-        return {"sequences": self._order.length, "batch_size": batch_size, "seed": self._order.seed}
+        sizes = {"sequences": self._order.length, "batch_size": batch_size}
+        return {**sizes, "seed": self._order.seed, "balance": self._order.costs is not None}
 
 
-def _settings(values: dict[str, int]) -> str:
+def _settings(values: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())

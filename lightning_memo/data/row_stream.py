@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypedDict
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
+from lightning_memo.data.balanced_order import balanced_order
 from lightning_memo.data.document_stream import DocumentReader, DocumentStream, Place
 from lightning_memo.data.packing import LEAST_TOKENS, DocumentRows
 from lightning_memo.data.resumable_loader import end_with_parent
@@ -53,6 +55,19 @@ def read_block(
     return block
 
 
+@dataclass(frozen=True, slots=True)
+class _PackedRow:
+    """A row of a block, and its position in the stream."""
+
+    place: Place
+    rows: DocumentRows
+    index: int
+
+    @property
+    def cost(self) -> float:
+        return 0.0 if self.rows.costs is None else float(self.rows.costs[self.index])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowStream:
     """Endless rows of documents that are packed block by block.
@@ -62,22 +77,31 @@ class RowStream:
         start: Position of the first training document. Earlier documents are for validation.
         tokenizer: Tokenizer of the documents.
         rows_of: Makes rows from a block.
-        block_tokens: Number of tokens at which a block of documents is complete.
-        seed: Seed of the order of the rows in a block.
+        window: Number of rows that are ordered together. A block of documents has about as many.
+        seq_len: Number of tokens in a row.
+        batch_size: Number of rows in a batch.
+        balance: Whether all data-parallel ranks get rows of about the same cost at the same time.
+        seed: Seed of the order of the rows in a window.
     """
 
     documents: DocumentStream
     start: Place
     tokenizer: Tokenizer
     rows_of: Callable[[list[Document]], DocumentRows]
-    block_tokens: int
+    window: int
+    seq_len: int
+    batch_size: int
+    balance: bool
     seed: int
 
     def rows(self, place: Place | None, rank: int, count: int) -> Iterator[tuple[Place, Batch]]:
         """Yields rows of every `count`-th document, each with the position after it. The stream repeats at the end.
 
-        A position is the position of a block of documents and the number of its rows already returned. Resuming reads
-        the block again.
+        Windows of rows are ordered by cost, and then in an order that is the same for all ranks. They are equally long
+        for all ranks, and so may hold the rows of several blocks.
+
+        A position is that of a window, by the block and the number of its first row, and the number of its rows that
+        were already returned. Resuming reads the blocks of the window again.
 
         Args:
             place: Position to start from; None for the beginning.
@@ -87,31 +111,45 @@ class RowStream:
         Raises:
             ValueError: A document cannot be read, or there is no document for this rank.
         """
-        place = place or self._begin(0)
+        place = place or {"round": 0, "block": self.start, "skip": 0, "window": 0, "given": 0}
+        packed, number, given = self._packed(place, rank, count), place["window"], place["given"]
         while True:
-            reader, block, given = DocumentReader(self.documents, place["block"]), place["block"], place["given"]
+            window = list(islice(packed, self.window))
+            first = window[0].place
+            for n in self._order(window, number)[given:]:
+                given += 1
+                yield {**first, "window": number, "given": given}, window[n].rows[window[n].index]
+            number, given = number + 1, 0
+
+    def _order(self, window: list[_PackedRow], number: int) -> list[int]:
+        random = np.random.default_rng((self.seed, number))
+        costs = [row.cost for row in window] if self.balance else [0.0] * len(window)
+        return [int(n) for n in balanced_order(np.array(costs), self.batch_size, random)]
+
+    def _packed(self, place: Place, rank: int, count: int) -> Iterator[_PackedRow]:
+        """Yields all rows from a position on, in the order in which they were packed."""
+        turn, block, skip = place["round"], place["block"], place["skip"]
+        reader = DocumentReader(self.documents, block)
+        while True:
             rows = self._next_rows(reader, rank, count)
-            if not rows:
+            if not rows and block == self.start:
                 raise ValueError(
                     f"path={self.documents.path}: no document is left for data-parallel group {rank + 1} of"
                     f" {count}; give more documents, or lower val_documents"
                 )
-            while rows:
-                order = np.random.default_rng((self.seed, place["round"], block["number"])).permutation(len(rows))
-                for n in range(given, len(rows)):
-                    yield {"round": place["round"], "block": block, "given": n + 1}, rows[int(order[n])]
-                block, given = reader.place(), 0
-                rows = self._next_rows(reader, rank, count)
-            place = self._begin(place["round"] + 1)
-
-    def _begin(self, number: int) -> Place:
-        return {"round": number, "block": self.start, "given": 0}
+            if rows:
+                for index in range(skip, len(rows)):
+                    yield _PackedRow({"round": turn, "block": block, "skip": index}, rows, index)
+                block, skip = reader.place(), 0
+            else:
+                turn, block = turn + 1, self.start
+                reader = DocumentReader(self.documents, block)
 
     def _next_rows(self, reader: DocumentReader, rank: int, count: int) -> DocumentRows | None:
         block = read_block(
             reader,
             self.tokenizer,
-            enough=lambda documents, tokens: tokens >= self.block_tokens,
+            enough=lambda documents, tokens: tokens >= self.window * self.seq_len,
             mine=lambda number: number % count == rank,
         )
         return self.rows_of(block) if block else None
@@ -125,7 +163,6 @@ class _Batches(IterableDataset[Any]):
     """
 
     stream: RowStream
-    batch_size: int
     rank: int
     count: int
     place: Place | None = None
@@ -136,7 +173,7 @@ class _Batches(IterableDataset[Any]):
         try:
             for place, row in self.stream.rows(self.place, self.rank, self.count):
                 batch.append(row)
-                if len(batch) == self.batch_size:
+                if len(batch) == self.stream.batch_size:
                     yield place, default_collate(batch)
                     batch = []
         except ValueError as error:
@@ -148,7 +185,6 @@ class StreamLoader:
 
     Args:
         stream: Stream to load.
-        batch_size: Number of rows per batch.
         batches: Length of an epoch for Lightning.
         num_workers: 0, or 1 for a process that reads ahead.
         rank: Data-parallel rank of this process.
@@ -159,14 +195,13 @@ class StreamLoader:
     def __init__(
         self,
         stream: RowStream,
-        batch_size: int,
         batches: int,
         num_workers: int,
         rank: int,
         count: int,
         unfinished: Callable[[], int],
     ) -> None:
-        self._batches = _Batches(stream, batch_size, rank, count)
+        self._batches = _Batches(stream, rank, count)
         self._length, self._num_workers, self._unfinished = batches, num_workers, unfinished
         self._before: Place | None = None
         self._place: Place | None = None
@@ -211,7 +246,7 @@ class StreamLoader:
             )
         self._before = self._place = state["places"][self._batches.rank]
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         of = self._batches.stream
-        sizes = {"block_tokens": of.block_tokens, "batch_size": self._batches.batch_size}
+        sizes = {"seq_len": of.seq_len, "buffer_rows": of.window, "batch_size": of.batch_size, "balance": of.balance}
         return {"files": len(of.documents.files), **sizes, "groups": self._batches.count, "seed": of.seed}

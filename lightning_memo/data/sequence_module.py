@@ -42,6 +42,7 @@ class SequenceDataModule(LightningDataModule):
         seed: Seed of the order.
         num_workers: Number of processes that prepare batches.
         tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
+        balance: Whether the sequences of a global batch cost about the same; see `DocumentsDataModule`.
 
     Raises:
         ValueError: ``seq_len`` or ``batch_size`` is too small.
@@ -51,7 +52,13 @@ class SequenceDataModule(LightningDataModule):
     """Names of settings that can provide more tokens, for messages."""
 
     def __init__(
-        self, seq_len: int | str, batch_size: int, seed: int, num_workers: int, tokenizer: str | None = None
+        self,
+        seq_len: int | str,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        tokenizer: str | None = None,
+        balance: bool = True,
     ) -> None:
         super().__init__()
         seq_len = read_length("seq_len", seq_len)
@@ -63,7 +70,7 @@ class SequenceDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.tokenizer = tokenizer
         self.num_workers = num_workers
-        self._seed = seed
+        self._seed, self._balance = seed, balance
         self._loaded: Loaded | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None
@@ -137,13 +144,14 @@ class SequenceDataModule(LightningDataModule):
             num_workers=self.num_workers,
             rank=rank,
             count=count,
+            balance=self._balance,
             unfinished=self._unfinished,
         )
 
     def _stream_loader(self, stream: RowStream) -> StreamLoader:
         rank, count = self._data_parallel()
         batches = sys.maxsize if self.trainer is None else _batches_of_run(self.trainer)
-        return StreamLoader(stream, self.batch_size, batches, self.num_workers, rank, count, self._unfinished)
+        return StreamLoader(stream, batches, self.num_workers, rank, count, self._unfinished)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.kernels.replayed_sdpa import Replay
-from lightning_memo.parallel.batches.token_layout import TokenLayout, zigzag
+from lightning_memo.parallel.batches.token_layout import Documents, TokenLayout, ring_chunks, zigzag
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
 from lightning_memo.parallel.context.ring_attention import kernel_calls
 from lightning_memo.parallel.parallel_sizes import choose_ulysses
@@ -58,8 +58,10 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def layout_of(groups: ContextGroups, ring: int, ulysses: int, tokens: int) -> TokenLayout:
-    return TokenLayout(tokens, ring, rank_of(groups.ring), ulysses, rank_of(groups.ulysses))
+def layout_of(
+    groups: ContextGroups, ring: int, ulysses: int, tokens: int, documents: Documents | None = None
+) -> TokenLayout:
+    return TokenLayout(tokens, ring, rank_of(groups.ring), ulysses, rank_of(groups.ulysses), documents=documents)
 
 
 def whole(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
@@ -74,7 +76,7 @@ def whole(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
 def parallel(ring: int, ulysses: int, inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, list[Tensor], TokenLayout]:
     """Log-sum-exp, output and gradients of this process's tokens, and which these are."""
     groups = context_groups(ring, ulysses)
-    layout = layout_of(groups, ring, ulysses, inputs.q.shape[2])
+    layout = layout_of(groups, ring, ulysses, inputs.q.shape[2], spec.documents)
     q, k, v, dout = (t[:, :, layout.layer_order()] for t in inputs)
     attention = ContextAttention(groups, select_backend)
     result = attention.forward(q, k, v, spec)
@@ -157,7 +159,8 @@ def lse_errors(ring: int, ulysses: int, spec: AttentionSpec) -> float:
     found, _, layout = parallel(ring, ulysses, inputs, spec)
     q, k, v = (t.double() for t in inputs[:3])
     _, expected = attention(q, k, v, visible(spec, 2, range(128), range(128)), spec.scale)
-    positions = [position for chunk in zigzag(range(128), ring, layout.ring_rank) for position in chunk]
+    chunks = ring_chunks(range(128), ring, layout.ring_rank, spec.documents)
+    positions = [position for chunk in chunks for position in chunk]
     expected = expected.chunk(ulysses, 1)[layout.ulysses_rank][:, :, positions]
     assert found.dtype == torch.float32
     assert torch.equal(found == -torch.inf, expected == -torch.inf)
@@ -278,7 +281,7 @@ def test_two_messages_each_way_with_as_few_copies_of_keys_as_serve(heads, key_he
 
 def calls(spec: AttentionSpec, ring: int = 4, tokens: int = 64) -> list[list[int]]:
     """Kernel calls by rank and source."""
-    chunks = [list(zigzag(range(tokens), ring, rank)) for rank in range(ring)]
+    chunks = [ring_chunks(range(tokens), ring, rank, spec.documents) for rank in range(ring)]
     return [[len(kernel_calls(spec, queries, keys)) for keys in chunks] for queries in chunks]
 
 
@@ -296,7 +299,8 @@ def test_pairs_of_chunks_that_see_nothing_are_skipped():
     assert sum(map(sum, calls(AttentionSpec(lengths=(64, 9))))) == 8 * 9 // 2
     # Chunks of 8 tokens: every chunk sees its own tokens and the last 7 of the chunk before.
     assert sum(map(sum, calls(AttentionSpec(window=8)))) == 8 + 7
-    assert sum(map(sum, calls(AttentionSpec(documents=((0, 32), (0, 32)))))) == 2 * (4 * 5 // 2)
+    # Two documents, each divided into 8 chunks that see the chunks before and themselves.
+    assert sum(map(sum, calls(AttentionSpec(documents=((0, 32), (0, 32)))))) == 2 * (8 * 9 // 2)
     assert sum(map(sum, calls(AttentionSpec(lengths=(8, 3))))) == 8
 
 
@@ -344,7 +348,7 @@ def replayed_errors(ulysses: int) -> list[float]:
     groups = context_groups(1, ulysses)
     inputs = make_inputs(key_heads=2, queries=64, keys=64)
     spec = AttentionSpec(documents=((0, 20), (0, 33, 40)), lengths=(64, 50))
-    layout = layout_of(groups, 1, ulysses, 64)
+    layout = layout_of(groups, 1, ulysses, 64, spec.documents)
     q, k, v, dout = (t[:, :, layout.layer_order()] for t in inputs)
     attention = ContextAttention(groups, lambda *args: Replay())
     result = attention.forward(q, k, v, spec)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple, slice_multiple, zigzag
+from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple, ring_chunks, slice_multiple
 
 
 @st.composite
@@ -20,7 +20,11 @@ def settings(draw):
     on_shard = tokens // (ring * ulysses * shards)
     inner = draw(st.sets(st.integers(1, on_shard - 1), max_size=4)) if on_shard > 1 else set()
     bounds = draw(st.sampled_from([(), (*sorted(inner), on_shard)]))
-    return {"tokens": tokens, "ring": ring, "ulysses": ulysses, "shards": shards, "bounds": bounds}
+    rows = st.lists(st.sets(st.integers(0, tokens - 1)).map(lambda starts: (*sorted(starts | {0}),)), min_size=1)
+    documents = draw(st.none() | rows.map(tuple))
+    return {
+        "tokens": tokens, "ring": ring, "ulysses": ulysses, "shards": shards, "bounds": bounds, "documents": documents
+    }  # fmt: skip
 
 
 def everyone(setting: dict) -> list[TokenLayout]:
@@ -77,8 +81,8 @@ def test_chunks_are_what_a_ring_rank_holds_in_layer_order(setting):
     layouts = everyone(setting)
     ulysses = setting["ulysses"]
     for ring_rank in range(setting["ring"]):
-        chunks = zigzag(range(setting["tokens"]), setting["ring"], ring_rank)
-        assert len(chunks) == (2 if setting["ring"] > 1 else 1)
+        chunks = ring_chunks(range(setting["tokens"]), setting["ring"], ring_rank, setting["documents"])
+        assert len(chunks) % 2 == 0 if setting["ring"] > 1 else len(chunks) == 1
         held = torch.cat([layout.layer_order() for layout in layouts[ring_rank * ulysses : (ring_rank + 1) * ulysses]])
         assert held.tolist() == [position for chunk in chunks for position in chunk]
 
@@ -86,6 +90,38 @@ def test_chunks_are_what_a_ring_rank_holds_in_layer_order(setting):
 def test_zigzag_is_pytorchs_head_tail_order():
     orders = [TokenLayout(16, ring=4, ring_rank=rank).layer_order().tolist() for rank in range(4)]
     assert orders == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+def work(documents: tuple[tuple[int, ...], ...], tokens: int, ring: int, rank: int) -> int:
+    """Number of keys that the queries of a ring rank see, over all rows."""
+    held = [position for chunk in ring_chunks(range(tokens), ring, rank, documents) for position in chunk]
+    return sum(position - max(s for s in starts if s <= position) + 1 for starts in documents for position in held)
+
+
+@pytest.mark.parametrize(
+    ("documents", "most"),
+    [
+        (((0, 512),), 1.0),
+        (((0, 96, 800, 960),), 1.0),
+        (((0, 512), (0, 256, 768)), 1.0),
+        (((0, 100, 701, 850, 900),), 1.02),
+        (((0, 333, 340, 350, 999),), 1.05),
+        ((tuple(range(0, 1024, 8)),), 1.1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ring", [2, 4])
+def test_all_ranks_of_a_ring_have_the_same_work_in_packed_documents(documents, most, ring):
+    """Exactly, where documents begin at multiples of two chunks; to a few tokens of each document elsewhere."""
+    by_rank = [work(documents, 1024, ring, rank) for rank in range(ring)]
+    assert max(by_rank) <= most * sum(by_rank) / ring
+
+
+def test_documents_of_a_slice_are_divided_one_by_one():
+    setting = {"tokens": 32, "ring": 2, "bounds": (8, 16), "outside": True, "documents": ((0, 8, 24),)}
+    orders = [TokenLayout(**setting, ring_rank=rank).layer_order().tolist() for rank in (0, 1)]
+    first = [0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 22, 23, 24, 25, 30, 31]
+    assert orders == [first, [n for n in range(32) if n not in first]]
 
 
 def test_both_at_once():
@@ -100,13 +136,14 @@ def test_slices_outside_are_ranges_that_all_processes_share(setting, data):
     parts = setting["ring"] * setting["ulysses"] * setting["shards"]
     inner = data.draw(st.sets(st.integers(1, setting["tokens"] // parts // needed), max_size=4))
     bounds = tuple(sorted({n * needed for n in inner} | {setting["tokens"] // parts}))
+    setting["documents"] = None  # others may be cut at documents that end in the slice before
     layouts = everyone(setting | {"bounds": bounds, "outside": True})
     for a, b in pairwise((0, *bounds)):
         a, b = a * setting["shards"], b * setting["shards"]
         held = torch.cat([layout.layer_order()[a:b] for layout in layouts])
         context = setting["ring"] * setting["ulysses"]
         assert held.sort().values.tolist() == list(range(a * context, b * context))
-        alone = everyone(setting | {"tokens": (b - a) * context, "bounds": ()})
+        alone = everyone(setting | {"tokens": (b - a) * context, "bounds": (), "documents": None})
         for layout, slice_alone in zip(layouts, alone, strict=True):
             assert layout.layer_order()[a:b].equal(slice_alone.layer_order() + a * context)
 

@@ -1,7 +1,8 @@
 """Layout of a batch's tokens: which rank holds which positions, and in which order.
 
 Every context-parallel rank uses two orders of its tokens. Attention uses the *layer order*: zigzag over ring ranks, so
-that causal work is even, then contiguous over all-to-all ranks. The model gets tokens in *fed order*: with sequence
+that causal work is even, then contiguous over all-to-all ranks. Long documents that are packed in a row are divided one
+by one, because a token attends to its own document only. The model gets tokens in *fed order*: with sequence
 parallelism each shard holds its part of every slice, so that gathering a slice from all shards gives a contiguous range
 of the layer order. If attention runs slice after slice, each slice is a range of the whole sequence and is divided by
 itself, so that earlier slices are the past of all ranks. All permutations are applied once, to the batch.
@@ -9,12 +10,18 @@ itself, so that earlier slices are the past of all ranks. All permutations are a
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+Documents = tuple[tuple[int, ...], ...]
+
+# Shorter documents are not divided one by one: their attention takes less time than more kernel calls would.
+_MOST_PARTS = 64
 
 
 def multiple(ring: int, ulysses: int, shards: int) -> int:
@@ -37,6 +44,36 @@ def zigzag(section: range, ring: int, ring_rank: int) -> tuple[range, ...]:
     size = len(section) // (2 * ring)
     head, tail = section.start + ring_rank * size, section.start + (2 * ring - 1 - ring_rank) * size
     return range(head, head + size), range(tail, tail + size)
+
+
+def ring_chunks(section: range, ring: int, ring_rank: int, documents: Documents | None) -> list[range]:
+    """Returns the positions of a section that a ring rank and its all-to-all group hold, in layer order.
+
+    The section is cut at the edges of documents, and each part is divided in zigzag order. All ranks then have the same
+    work in a document, also if it is cut into several parts.
+
+    Args:
+        section: Positions to divide. Start and length are multiples of `2 * ring`.
+        ring: Number of ring ranks.
+        ring_rank: Rank in the ring.
+        documents: As `documents` of :class:`TokenLayout`.
+    """
+    parts = (section,) if ring == 1 or documents is None else _parts(section, 2 * ring, documents)
+    return [chunk for part in parts for chunk in zigzag(part, ring, ring_rank)]
+
+
+@functools.lru_cache(maxsize=256)  # every attention call of a batch asks for the same
+def _parts(section: range, unit: int, documents: Documents) -> tuple[range, ...]:
+    """Cuts a section near the edges of its documents, the longest ones first, at multiples of `unit`."""
+    least = max(unit, len(section) // _MOST_PARTS)
+    cuts = [section.start, section.stop]
+    spans = [span for starts in documents for span in pairwise((*starts, section.stop))]
+    for span in sorted(spans, key=lambda span: span[0] - span[1]):
+        for edge in span:
+            cut = min(max((edge + unit // 2) // unit * unit, section.start), section.stop)
+            if all(abs(cut - other) >= least for other in cuts):
+                cuts.append(cut)
+    return tuple(range(a, b) for a, b in pairwise(sorted(cuts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +108,7 @@ class TokenLayout:
     shards: int = 1
     bounds: tuple[int, ...] = ()
     outside: bool = False
-    documents: tuple[tuple[int, ...], ...] | None = None
+    documents: Documents | None = None
     lengths: tuple[int, ...] | None = None
     largest_position: int | None = None
 
@@ -98,7 +135,7 @@ class TokenLayout:
         return torch.cat([self._own_part(section) for section in self.sections])
 
     def _own_part(self, section: range) -> Tensor:
-        chunks = zigzag(section, self.ring, self.ring_rank)
+        chunks = ring_chunks(section, self.ring, self.ring_rank, self.documents)
         return torch.cat([torch.arange(c.start, c.stop) for c in chunks]).chunk(self.ulysses)[self.ulysses_rank]
 
     def fed_order(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Ring attention: keys and values circulate around a group of ranks, queries stay local.
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), with tokens in head-tail
-("zigzag") order, which gives all ranks the same causal work. Outputs of blocks are merged by their log-sum-exp.
+("zigzag") order, also within long documents, which gives all ranks the same causal work. Outputs of blocks are merged
+by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_memo.kernels.attention_kernel import (
     sums_dtype,
 )
 from lightning_memo.kernels.packed_documents import sees_any
-from lightning_memo.parallel.batches.token_layout import zigzag
+from lightning_memo.parallel.batches.token_layout import Documents, ring_chunks
 
 # Selects the kernel for queries, keys and values; it is called with the tensors that the kernel gets.
 Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
@@ -34,8 +35,9 @@ Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
 class RingAttention:
     """Attention over the tokens of a group of which each rank holds a part in layer order; without autograd.
 
-    The next keys and values are sent while the current ones are used. In the backward, the fp32 gradients of a block's
-    keys and values follow the block around the ring and return from the last rank.
+    The documents of a call are those by which the tokens were laid out; see :func:`ring_chunks`. The next keys and
+    values are sent while the current ones are used. In the backward, the fp32 gradients of a block's keys and values
+    follow the block around the ring and return from the last rank.
 
     Queries may also attend only to keys of earlier slices. A slice is a range of the sequence that is divided over the
     ring by itself, and each rank contributes its part.
@@ -147,14 +149,15 @@ class RingAttention:
         self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int, source: int
     ) -> list[KernelCall]:
         """Returns the kernel calls of the local queries with the keys of ring rank `source`."""
-        queries = self._chunks(query_start, q.shape[2], self._rank)
-        return kernel_calls(spec, queries, self._chunks(key_start, k.shape[2], source))
+        queries = self._chunks(query_start, q.shape[2], self._rank, spec.documents)
+        return kernel_calls(spec, queries, self._chunks(key_start, k.shape[2], source, spec.documents))
 
-    def _chunks(self, start: int, tokens: int, ring_rank: int) -> list[range]:
+    def _chunks(self, start: int, tokens: int, ring_rank: int, documents: Documents | None) -> list[range]:
         """Returns the positions of a rank's tokens `[start, start + tokens)`, which are complete slices."""
         edges = (0, *(self._bounds or (start + tokens,)))
         slices = [(a, b) for a, b in pairwise(edges) if start <= a and b <= start + tokens]
-        return [c for a, b in slices for c in zigzag(range(a * self._size, b * self._size), self._size, ring_rank)]
+        size = self._size
+        return [c for a, b in slices for c in ring_chunks(range(a * size, b * size), size, ring_rank, documents)]
 
     def _kernel(self, block: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
         kernel = self._select(q, k, v, block.spec)
