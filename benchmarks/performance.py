@@ -35,6 +35,7 @@ _WITHOUT_GPU = {
     "placement": cpu_page.placement,
     "allocator": cpu_page.allocation,
     "growth": cpu_page.growth,
+    "balance": cpu_page.balance,
 }
 _INTRODUCTION = """# Performance
 

@@ -85,6 +85,35 @@ def growth(report: Report) -> str:
     ])  # fmt: skip
 
 
+def balance(report: Report) -> str:
+    """Returns the section on simulated steps of packed documents that are shared out by length or by cost."""
+    rows = [
+        [
+            str(row["data_parallel"]), str(row["ring"]), f"{row['by_length_seconds']:.2f} s",
+            f"{row['by_cost_seconds']:.2f} s", f"{row['ratio']:.2f} x", f"{row['by_length_slowest']:.2f}",
+            f"{row['by_cost_slowest']:.2f}",
+        ]
+        for row in report["results"]
+    ]  # fmt: skip
+    head = [
+        "data parallel",
+        "ring",
+        "by length",
+        "by cost",
+        "times as fast",
+        "slowest / mean process, by length",
+        "by cost",
+    ]
+    settings = report["settings"]
+    what = (
+        f"**Steps on packed documents** (*simulated*): {settings['model']} on {settings['cluster']}, "
+        f"{settings['documents']:,} documents in {settings['rows']:,} rows of {tokens(settings['seq_len'])} tokens; "
+        f"half of the documents have\nat most {settings['median_tokens']:,.0f} tokens, and 99 % at most "
+        f"{settings['tokens_of_99_percent']:,.0f}. Both ways train the same rows."
+    )
+    return "\n\n".join([what, table(head, rows), _told(report)])
+
+
 def load(path: Path) -> Report:
     """Reads a report.
 
