@@ -109,6 +109,14 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
     check(configuration, Run(family="llama_gqa", tokens=tokens), alpha=0.5, slice_tokens=slice_tokens)
 
 
+@slow_if(lambda configuration, host_backed: (configuration, host_backed) != ("cp2 ring", "attention"))
+@pytest.mark.parametrize("host_backed", ["none", "attention", "all"])
+@pytest.mark.parametrize("configuration", ["cp2 ring", "cp4 ring", "cp4 ulysses2 x ring2", "cp2 x tp2+sp"])
+def test_packed_documents_in_slices(configuration: str, host_backed: str) -> None:
+    run = Run(family="llama_gqa", packed=True, tokens=96, steps=2)
+    check(configuration, run, alpha=0.5, slice_tokens=12, host_backed=host_backed)
+
+
 @slow_if(lambda configuration, family: (configuration, family) not in QUICK)
 @pytest.mark.parametrize(
     ("configuration", "family", "host_backed", "slice_tokens"),
