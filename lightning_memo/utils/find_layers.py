@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -80,7 +80,18 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
             'is nothing to swap layer by layer. If the layers are elsewhere, name them: MemoStrategy(layers="encoder.'
             'blocks"). Otherwise use another strategy.'
         )
-    return sorted(stacks, key=lambda stack: -stack.parameters)
+    return _largest_first(stacks)
+
+
+def _largest_first(stacks: Iterable[LayerStack]) -> list[LayerStack]:
+    """Order stacks by size, each layer in one of them: models can be held twice, also compiled and as they are."""
+    ordered: list[LayerStack] = []
+    taken: set[nn.Module] = set()
+    for stack in sorted(stacks, key=lambda stack: -stack.parameters):
+        if taken.isdisjoint(stack.layers):
+            taken.update(stack.layers)
+            ordered.append(stack)
+    return ordered
 
 
 def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[LayerStack]:
@@ -106,7 +117,7 @@ def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bo
             f"layers={list(names)} names several stacks, but slices on the host, divided tokens and "
             'storage="kinds" work on one: give one name, or leave these settings out'
         )
-    return sorted((_named(model, name) for name in names), key=lambda stack: -stack.parameters)
+    return _largest_first(_named(model, name) for name in names)
 
 
 def select_layers(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[nn.Module]:

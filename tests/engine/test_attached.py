@@ -124,6 +124,14 @@ def test_compiled_code_rests(compile_it: Callable[[PlainModel], None], alpha: fl
     assert result.losses == expected if alpha == 1.0 else result.losses == pytest.approx(expected, abs=3e-6)
 
 
+def test_a_model_beside_its_compiled_form() -> None:
+    """Layers that are held twice run once."""
+    module = LanguageModel()
+    module.compiled = torch.compile(module.model, backend="aot_eager")
+    with pytest.warns(UserWarning, match="run uncompiled"):
+        assert fit(MemoStrategy(alpha=1.0), module).losses == plain(LanguageModel()).losses
+
+
 class Head(nn.Linear):
     """A head whose code can be compiled."""
 

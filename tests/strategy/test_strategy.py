@@ -497,6 +497,18 @@ def test_a_refused_model_is_left_as_it_was():
     assert forwards(module) == own
 
 
+@pytest.mark.parametrize("use", [lambda t: t[:, -1], lambda t: t.mean(), lambda t: torch.softmax(t, -1)])
+def test_logits_of_a_model_that_runs_slice_by_slice(use):
+    class Metric(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            output = self.model(**batch)
+            use(output.logits)
+            return output.loss
+
+    with pytest.raises(ValueError, match="the logits of a sequence are never held"):
+        fit(MemoStrategy(schedule="slice", slice_tokens=8), Metric("llama"))
+
+
 def test_keyboard_interrupt():
     """Ctrl+C stops the copies, and gives the model back."""
 

@@ -123,6 +123,17 @@ def test_a_frozen_teacher_is_larger() -> None:
     assert {stack.name for stack in select_stacks(model, None, alone=False)} == {"teacher.blocks", "student.blocks"}
 
 
+def test_layers_that_a_model_holds_twice_are_in_one_stack() -> None:
+    """A model beside its compiled form, or a list of layers under two names."""
+    model = PlainModel(layer_stacks.blocks(3))
+    compiled = nn.ModuleDict({"model": model, "compiled": torch.compile(model, backend="eager")})
+    again = nn.ModuleDict({"model": model, "layers": nn.ModuleList(model.blocks[:2])})
+    for held in (compiled, again):
+        for names in (None, ["blocks", "model.blocks"]):
+            (stack,) = select_stacks(held, names, alone=False)
+            assert list(stack.layers) == list(model.blocks)
+
+
 def test_containers_by_name():
     """A name, or its end, selects the layers in a container, also in nested lists; without any, all children."""
     (nested,) = select_stacks(layer_stacks.nested(), "blocks", alone=False)

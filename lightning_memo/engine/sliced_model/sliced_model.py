@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup
 from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
+from lightning_memo.engine.sliced_model.absent_logits import AbsentLogits
 from lightning_memo.engine.sliced_model.model_inputs import (
     IGNORED,
     check_sliceable,
@@ -75,7 +76,7 @@ class SlicedModel:
         checked = functools.partial(self._run_slice, model, forward, tokens.shape[1])
         step = SlicedForward(self._engine, checked, inputs, documents_of(model, inputs, len(tokens)))
         loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
-        return step.output_type(loss=loss)
+        return step.output_type(loss=loss, logits=AbsentLogits())
 
     def _run_slice(self, model: nn.Module, forward: Callable[..., Any], tokens: int, **inputs: Any) -> Any:
         output = forward(**inputs)  # first, because layers say themselves what keeps them from running slice by slice
