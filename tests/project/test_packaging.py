@@ -1,11 +1,12 @@
 import ast
 import hashlib
 import json
-import os
 import re
+import site
 import subprocess
 import sys
 import tarfile
+import venv
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from support import commands
 from support.paths import ROOT
 
 import lightning_memo
+from lightning_memo.__main__ import COMMANDS
 from lightning_memo.cli import hydra_command as cli
 
 # What a clone has, beside hidden files and what running leaves.
@@ -96,9 +98,36 @@ def wheel(unpacked, tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """A folder into which the wheel alone is installed."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder, wheel]
-    subprocess.run(pip, check=True, capture_output=True)
+    pip_install("--target", folder, wheel)
     return folder
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist"])
+def environment(request, tmp_path_factory):
+    """A new virtual environment into which a distribution is installed. The libraries are those of this interpreter."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Only the folders are added: the editable installation in them, which is a .pth file itself, is not followed.
+    (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))
+    pip_install("--ignore-installed", request.getfixturevalue(request.param), python=folder / "bin" / "python")
+    return folder
+
+
+def pip_install(*arguments, python=sys.executable):
+    """Without a network, so that libraries have to be there."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+    ]
+    subprocess.run([*pip, *arguments], check=True, capture_output=True)
 
 
 def files_of(folder, below=""):
@@ -115,14 +144,39 @@ def test_wheel_holds_the_package_and_its_configuration_alone(installed):
     assert len([path for path in files_of(installed) if path.endswith("licenses/LICENSE")]) == 1
 
 
-def test_the_command_of_the_wheel(installed, tmp_path):
-    command = [sys.executable, installed / "bin" / "lightning-memo", "place", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "usage: python -m lightning_memo.place" in run.stdout
+def test_pip_installs_all_files_from_each_distribution(environment, installed):
+    (packages,) = environment.glob("lib/python*/site-packages")
+    assert files_of(packages, "lightning_memo") == files_of(installed, "lightning_memo")
 
 
-@pytest.mark.parametrize("folder", ["tests", "examples", "docs"])
+@pytest.fixture
+def console(environment, tmp_path, monkeypatch):
+    """Runs the console command of an environment in an empty folder, as a shell does."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(*words):
+        command = [environment / "bin" / "lightning-memo", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_the_console_command(console):
+    assert set(COMMANDS) < set(console("--help").split())
+    assert "usage: python -m lightning_memo.place" in console("place", "--help")
+    told = json.loads(console("estimate", "model=llama3_8b", "cluster=h100", "output=json"))
+    assert told["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_the_console_command_trains(console, tmp_path):
+    out = console("train", "experiment=demo", "trainer.max_steps=2", "compare=false")
+    assert "unigram entropy of the text" in out and "memory is not planned" not in out
+    assert len(list(tmp_path.glob("outputs/demo/runs/*/csv/report.html"))) == 1
+
+
+@pytest.mark.parametrize("folder", ["conf", "docs", "examples", "lightning_memo", "tests"])
 def test_source_distribution_holds_all_that_is_in_the_tree(unpacked, folder):
     assert files_of(ROOT, folder) <= files_of(unpacked, folder)
 
