@@ -23,6 +23,7 @@ from lightning_memo.runtime.model_checks import (
     refuse_sharded_parts,
     warn_of_uncompiled,
 )
+from lightning_memo.runtime.tested_versions import warn_of_untested_versions
 from lightning_memo.runtime.training_run_protocol import ProcessesOfRun
 from lightning_memo.utils.find_layers import select_stacks
 
@@ -61,6 +62,7 @@ def start_engine(
     Raises:
         ValueError: The model has no repeated layers, or the engine cannot run them: see `model_checks.py`.
     """
+    warn_of_untested_versions()
     refuse_fsdp1(model)
     stacks = select_stacks(model, config.layers, config.one_stack)
     layers = [layer for stack in stacks for layer in stack.layers]

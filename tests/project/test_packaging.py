@@ -8,9 +8,11 @@ import sys
 import tarfile
 import venv
 from configparser import ConfigParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from support import commands
 from support.paths import ROOT
 
@@ -58,6 +60,36 @@ def test_everything_imported_is_declared(setup_cfg):
     distributions = {"hydra": "hydra-core"}
     own = set(sys.stdlib_module_names) | {"lightning_memo"}
     assert {distributions.get(name, name.replace("_", "-")) for name in imported - own} <= declared
+
+
+def test_the_versions_that_are_tested_with_are_allowed(setup_cfg):
+    lines = setup_cfg["options"]["install_requires"].split("\n") + setup_cfg["options.extras_require"]["trainer"].split(
+        "\n"
+    )
+    allowed = [Requirement(line) for line in lines if line]
+    assert not [str(each) for each in allowed if not each.specifier.contains(metadata.version(each.name))]
+
+
+def test_upper_bounds_are_those_of_the_page(setup_cfg):
+    extras = setup_cfg["options.extras_require"]
+    lines = [setup_cfg["options"]["install_requires"], *(extras[name] for name in ("flash", "te", "liger", "trainer"))]
+    bounded = {line for line in "\n".join(lines).split("\n") if "<" in line}
+    rows = re.findall(r"^\| ([\w-]+) \| `(\S*<\S*)` \|", (ROOT / "docs" / "versions.md").read_text(), re.MULTILINE)
+    assert {name + allowed for name, allowed in rows} == {line.replace("[pytorch]", "") for line in bounded}
+
+
+def test_libraries_of_which_private_modules_are_imported_have_an_upper_bound(setup_cfg):
+    lines = [setup_cfg["options"]["install_requires"], *setup_cfg["options.extras_require"].values()]
+    bounded = names("\n".join(line for line in "\n".join(lines).split("\n") if "<" in line))
+    private = set()
+    for path in (ROOT / "lightning_memo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+                if any(part[0] == "_" and not part.startswith("__") for part in parts):
+                    private.add(parts[0])
+    assert "torch" in private
+    assert {name.replace("_", "-") for name in private - {"lightning_memo"}} <= bounded
 
 
 def built(kind, source, folder):

@@ -1,0 +1,30 @@
+"""Warns of libraries that are newer or older than the versions that were tested."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from packaging.requirements import Requirement
+
+_PACKAGE = "lightning-memo"
+
+
+def warn_of_untested_versions() -> None:
+    """Warn of each library whose installed version is not one that the requirements of this package allow.
+
+    pip installs allowed versions only, but later commands may replace them.
+    """
+    try:
+        lines = metadata.requires(_PACKAGE) or []
+    except metadata.PackageNotFoundError:  # these are sources that are not installed
+        return
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None:  # of an extra
+            continue
+        version = metadata.version(requirement.name)
+        if not requirement.specifier.contains(version, prereleases=True):
+            rank_zero_warn(
+                f"{requirement.name} {version} was not tested with lightning_memo, which uses parts of it that may "
+                f'change between versions: if training fails, pip install "{requirement}"'
+            )
