@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.artifacts.timeline import Timeline
+from lightning_memo.callbacks.log_pictures import log_pictures
 from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.reports.schedule_picture import draw_schedule
 from lightning_memo.reports.schedule_trace import write_trace
@@ -23,7 +24,8 @@ class ScheduleRecorder(Callback):
     """Records when a step computes and copies; see `docs/schedule.md`.
 
     A step is all micro-batches of an optimizer step. Recording does not change its results, and no other step is
-    recorded. With several processes, the first one records its own step.
+    recorded. With several processes, the first one records its own step. TensorBoard and Weights & Biases get the
+    picture as image `memo/schedule`.
 
     Args:
         step: Index of the optimizer step in this run, from 0. Step 0 is profiled, and the next three may be recorded to
@@ -70,7 +72,7 @@ class ScheduleRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._given_step is not None:
-            self._write()  # between steps, so that no step takes longer
+            self._write(trainer)  # between steps, so that no step takes longer
         if self._recorder is not None and self._is_now(trainer) and not self._recorder.on:
             self._recorder.start()
 
@@ -83,14 +85,14 @@ class ScheduleRecorder(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write()
+        self._write(trainer)
         if self._recorder is not None and self.timeline is None and self._given_step is not None:
             rank_zero_warn(f"ScheduleRecorder: training ended before step {self._step} was over; nothing is written.")
 
     def _is_now(self, trainer: pl.Trainer) -> bool:
         return trainer.global_step == self._first_step + self._step
 
-    def _write(self) -> None:
+    def _write(self, trainer: pl.Trainer) -> None:
         if self.timeline is None or self._written:
             return
         self._written = True
@@ -104,4 +106,5 @@ class ScheduleRecorder(Callback):
             return
         draw_schedule(self.timeline, self._folder / PICTURE_FILE, f"Step {self._step}")
         write_trace(self.timeline, self._folder / TRACE_FILE)
+        log_pictures(trainer, {"memo/schedule": self._folder / PICTURE_FILE})
         rank_zero_info(f"MemoStrategy: schedule of step {self._step}: {self._folder / PICTURE_FILE}, {TRACE_FILE}")

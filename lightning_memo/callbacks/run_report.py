@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_memo.callbacks.log_pictures import log_pictures
 from lightning_memo.callbacks.monitor import memory_peaks
 from lightning_memo.reports.memory_use import memory_table
 from lightning_memo.reports.plan_tables import plan_tables
@@ -47,7 +48,8 @@ class WriteReport(Callback):
 
     The page is in the run's folder for logs, and needs no network and no other file. It shows the metrics that the
     module and other callbacks log. With several processes, the first one writes it. Add this callback after those that
-    log or draw.
+    log or draw. TensorBoard and Weights & Biases get the pictures of memory as images `memo/memory_map` and
+    `memo/memory_curve`.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,8 @@ class WriteReport(Callback):
             return
         memory = getattr(trainer.strategy, "memory", None)
         if memory is not None:
-            memory.draw(folder)
+            drawn = [path for path in memory.draw(folder) if path.suffix == ".png"]
+            log_pictures(trainer, {f"memo/{path.stem}": path for path in drawn})
         files = {title: folder / name for title, name in _PICTURES.items()}
         report = RunReport(
             title=f"{type(pl_module).__name__}, {_weights(pl_module)} parameters, {trainer.global_step:,} steps",
