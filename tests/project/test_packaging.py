@@ -22,8 +22,8 @@ from lightning_memo.cli import hydra_command as cli
 
 # What a clone has, beside hidden files and what running leaves.
 SOURCES = (
-    "benchmarks", "conf", "docs", "examples", "lightning_memo", "tests", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
-    "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.cfg",
+    "benchmarks", "conf", "docker", "docs", "examples", "lightning_memo", "tests", "CHANGELOG.md", "CONTRIBUTING.md",
+    "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.cfg",
 )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def test_the_console_command_trains(console, tmp_path):
     assert len(list(tmp_path.glob("outputs/demo/runs/*/csv/report.html"))) == 1
 
 
-@pytest.mark.parametrize("folder", ["conf", "docs", "examples", "lightning_memo", "tests"])
+@pytest.mark.parametrize("folder", ["conf", "docker", "docs", "examples", "lightning_memo", "tests"])
 def test_source_distribution_holds_all_that_is_in_the_tree(unpacked, folder):
     assert files_of(ROOT, folder) <= files_of(unpacked, folder)
 
