@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memo.models.export_hugging_face import export_huggingface, gather_state
+from lightning_memo.models.hub_upload import create_repository, upload_model
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     load_sharded,
     optimizer_state,
@@ -114,6 +116,24 @@ class CheckpointingStrategy(ModelParallelStrategy):
         model = next((m for m in self.lightning_module.modules() if hasattr(m, "peft_config")), hosts[0])
         state = gather_state(model)
         on_first_rank(lambda: export_huggingface(model, folder, state))
+
+    def push_to_hub(self, repository: str, private: bool | None = None) -> None:
+        """Upload what :meth:`save_pretrained` writes to a repository of the Hugging Face Hub.
+
+        All processes have to call this method; the first one uploads.
+
+        Args:
+            repository: `ORGANISATION/NAME` or `USER/NAME`. It is created if it does not exist.
+            private: Whether a new repository is private; None for the default of the organisation or user.
+
+        Raises:
+            ValueError: The run has no Hugging Face model, the name is wrong, the user is not logged in or may not write
+                there, or the Hub cannot be reached.
+        """
+        on_first_rank(lambda: create_repository(repository, private))
+        with TemporaryDirectory() as folder:  # of each process, but only the first one writes
+            self.save_pretrained(folder)
+            on_first_rank(lambda: upload_model(folder, repository))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

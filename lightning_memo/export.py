@@ -20,6 +20,7 @@ from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, command_error_mess
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import check_free, export_huggingface
+from lightning_memo.models.hub_upload import create_repository, upload_model
 from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, open_checkpoint
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import existing_checkpoint, load_sharded
 from lightning_memo.utils.units import format_bytes
@@ -43,7 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
+        check_free(options.folder)  # fails before the work if the folder is in use
+        if options.private and options.push_to_hub is None:
+            raise ValueError("--private: nothing is uploaded: give --push-to-hub as well, or leave --private out")
+        if options.push_to_hub is not None:
+            create_repository(options.push_to_hub, private=options.private or None)
         _export(options.checkpoint, options.folder, options.merge)
+        if options.push_to_hub is not None:
+            print(f"uploaded to {upload_model(options.folder, options.push_to_hub)}")  # noqa: T201
     except Exception as error:
         message = command_error_message(error)
         if message is None:
@@ -65,11 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--merge", action="store_true", help="merge the LoRA adapter into the weights and write the full model"
     )
+    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="also upload the folder to the Hugging Face Hub")
+    parser.add_argument("--private", action="store_true", help="make a new repository on the Hub private")
     return parser
 
 
 def _export(checkpoint: Path, folder: Path, merge: bool) -> None:
-    check_free(folder)  # fails before the work if the folder is in use
     with Console(stderr=True).status("reading ...") as status:
         path = existing_checkpoint(checkpoint)
         source = open_checkpoint(path)
