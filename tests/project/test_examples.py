@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import shlex
@@ -125,6 +126,21 @@ def test_one_argument_of_the_trainer_changes_no_loss(folder: Path, capsys: pytes
         out = capsys.readouterr().out
         found.append([float(number) for number in re.findall(r"'loss': '?([\d.]+)", out)])
     assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], abs=1.1e-3)  # as printed
+    assert "alpha=0.5" in out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_preferences_with_a_switched_off_adapter_as_the_reference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for arguments in (["--plain"], []):
+        run_python("dpo.py", *arguments)
+        out = capsys.readouterr().out
+        found.append([float(number) for number in re.findall(r"'loss': '?([\d.]+)", out)])
+    assert len(found[0]) == 8 and found[0][0] == pytest.approx(math.log(2), abs=1e-4)  # the adapter begins as zero
+    assert found[0][-1] < found[0][0]
+    assert found[1] == pytest.approx(found[0], abs=1.1e-3)  # as printed
     assert "alpha=0.5" in out
 
 
