@@ -68,8 +68,10 @@ class LightningRun:
         interval = max(self._trainer.log_every_n_steps, 1)
         return bool(self._trainer.loggers) and self._trainer.global_step % interval == 0
 
-    def folder(self) -> Path:
-        return Path(self._trainer.log_dir or self._trainer.default_root_dir)
+    def folder(self) -> Path | None:
+        folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # all processes have to ask
+        # Without a logger and a `default_root_dir`, Lightning gives the working folder, where nobody expects files.
+        return None if folder.resolve() == Path.cwd() else folder
 
     def note_logged(self) -> Callable[[], None]:
         results = self._trainer._results

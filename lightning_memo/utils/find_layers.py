@@ -77,8 +77,7 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
         _refuse_uncalled(model)
         raise ValueError(
             f"{class_name(model)} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
-            'is nothing to swap layer by layer. If the layers are elsewhere, name them: MemoStrategy(layers="encoder.'
-            'blocks"). Otherwise use another strategy.'
+            f"is nothing to swap layer by layer: {_way_out(model)}, or train without MemoStrategy"
         )
     return _largest_first(stacks)
 
@@ -92,6 +91,15 @@ def _largest_first(stacks: Iterable[LayerStack]) -> list[LayerStack]:
             taken.update(stack.layers)
             ordered.append(stack)
     return ordered
+
+
+def _way_out(model: nn.Module) -> str:
+    """What to do with a model in which no stack is found."""
+    move = "put its layers into an nn.ModuleList over which its forward loops"
+    lists = [path for path, m in model.named_modules() if path and isinstance(m, _CONTAINERS) and len(m._modules) > 1]
+    if not lists:
+        return move
+    return f'if the children of {" or ".join(lists[:3])} are its layers, set layers="{lists[0]}"; otherwise {move}'
 
 
 def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[LayerStack]:

@@ -443,7 +443,8 @@ def test_trains_as_plain(host_backed: HostBacked, monkeypatch: pytest.MonkeyPatc
     assert max(abs(a - b) for a, b in zip(result.losses, plain().losses, strict=True)) <= 3e-6
     swap = result.plan.swap
     assert (swap.host_backed, swap.slice_tokens, swap.alpha, set(result.held)) == (host_backed, 7, 0.5, {0})
-    saved = tmp_path / "memo_plan.json"
+    saved = tmp_path / "plan.json"
+    result.plan.save(saved)
     again = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, plan=saved), max_steps=2)
     assert again.plan.swap == swap
     with pytest.warns(UserWarning, match="it was made for slice_tokens=7, and 5 was given"):

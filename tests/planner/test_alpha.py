@@ -125,6 +125,13 @@ def test_copies_that_cannot_be_hidden_are_said_so():
     )
 
 
+def test_a_reason_names_one_limit():
+    slow = costs_of(forward_seconds=(0.1,) * 6)
+    made = plan(slow, device_bytes=plan(slow, alpha=0.0).device_bytes - 1)
+    assert made.reason.startswith("Device memory is the limit: even alpha=0 exceeds the ")
+    assert made.reason.endswith(" Copies slow the step as well.")
+
+
 def test_a_host_too_small_is_refused_in_one_line():
     with pytest.raises(HostMemoryError) as caught:
         plan(costs_of(), host_bytes=GIB // 2)
@@ -148,7 +155,11 @@ def test_a_given_alpha_is_taken_even_where_memory_is_ample():
     made = plan(costs_of(), device_bytes=2**50, alpha=1)
     assert (made.swap.mode, made.swap.alpha) == ("memo", 1.0)
     assert made.reason == "alpha was given; copies take longer than the forward and slow the step."
-    assert plan(costs_of(), alpha=0.5).reason == "alpha was given; copies hide under the forward."
+    hidden = "alpha was given; copies hide under the forward."
+    assert plan(costs_of(), alpha=0.5).reason == hidden
+    assert plan(costs_of(), alpha=0.5, device_bytes=GIB).reason == (
+        f"{hidden} Device memory is short: alpha=0.5 exceeds the 1.0 GiB budget."
+    )
 
 
 def test_a_given_alpha_must_fit_the_host():
@@ -213,7 +224,7 @@ def test_alignment_that_lowers_alpha_is_said_so():
     costs = costs_of(forward_seconds=(9.0,) * 6)
     made = plan(costs, host_bytes=4 * (costs.swapped_bytes(0, 0.5)), align=2**28)
     assert made.swap.alpha == pytest.approx(0.3, abs=1e-3)  # two aligned blocks of 256 MiB, 20 % of 1 GiB of them fixed
-    assert "Host slots are aligned, so alpha=0.3 is the largest that fits." in made.reason
+    assert made.reason.startswith("Host memory is the limit. Host slots are aligned, so alpha=0.3 is the largest")
 
 
 def test_one_cold_layer_does_not_decide():

@@ -56,7 +56,7 @@ def test_a_small_disk_limits_alpha() -> None:
     made = plan(costs(), host=4, disk=3)
     assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls > 0
     assert made.swap.spill_bytes <= 3 * GIB
-    assert "the budget of 4.0 GiB of host memory and 3.0 GiB of disk would overflow" in made.reason
+    assert "fits the budget of 4.0 GiB of host memory and 3.0 GiB of disk." in made.reason
 
 
 def test_room_for_the_way_to_the_disk_limits_alpha() -> None:
@@ -98,7 +98,7 @@ def test_a_disk_that_is_too_slow_for_anything_still_makes_training_possible() ->
         plan(costs(), host=1.5, disk=0)
     made = plan(costs(write=0.01 * GIB), host=1.5, disk=100)
     assert made.swap.alpha == 0.0 and made.swap.spilled_calls > 0
-    assert made.reason.endswith(" Layers wait for the disk.")
+    assert made.reason.startswith("Disk speed is the limit: even at alpha=0 layers wait for the disk.")
     assert made.step_seconds > made.swap.spill_bytes / (0.01 * GIB)
 
 

@@ -213,7 +213,12 @@ def left_padded(n=0):
 
 
 IN_FIT = {
-    "no layers": ({}, NoLayers, None, ("NoLayers", "no nn.ModuleList", "layers=")),
+    "no layers": (
+        {},
+        NoLayers,
+        None,
+        ("NoLayers", "no nn.ModuleList", 'children of model are its layers, set layers="model"'),
+    ),
     "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
     "mixes tokens": (
         {"storage": "kinds", "device_memory": "1MiB"},
@@ -290,8 +295,8 @@ class BackwardTwice(LanguageModel):
 @pytest.mark.parametrize("schedule", ["layer", "nest"])
 def test_second_backward(schedule, alpha):
     """A second backward is refused, during profiling and afterwards, with a line that says what to do."""
-    fit(MemoStrategy(alpha=alpha, schedule=schedule), max_steps=1)
-    for plan in (None, "memo_plan.json"):
+    fit(MemoStrategy(alpha=alpha, schedule=schedule), max_steps=1).plan.save("plan.json")
+    for plan in (None, "plan.json"):
         with pytest.raises(RuntimeError, match="retain_graph") as caught:
             fit(MemoStrategy(alpha=alpha, schedule=schedule, plan=plan), BackwardTwice())
         assert_one_line(caught.value, "run a forward for each")
@@ -299,10 +304,6 @@ def test_second_backward(schedule, alpha):
 
 
 # ---- plans
-
-
-def a_plan():
-    return json.loads(Path("memo_plan.json").read_text())
 
 
 def changed(**fields):
@@ -332,21 +333,21 @@ PLANS = {
 @pytest.mark.parametrize(("content", "words"), PLANS.values(), ids=PLANS)
 def test_plan_file(content, words):
     """A file that holds no plan, or a plan that needs too much, is refused in one line that names the file."""
-    fit(MemoStrategy(alpha=1.0), max_steps=1)
-    Path("wrong.json").write_text(content(a_plan()))
+    fit(MemoStrategy(alpha=1.0), max_steps=1).plan.save("plan.json")
+    Path("wrong.json").write_text(content(json.loads(Path("plan.json").read_text())))
     with pytest.raises(ValueError, match=r"wrong\.json") as caught:
         fit(MemoStrategy(plan="wrong.json"))
     assert_one_line(caught.value, *words)
     assert copy_threads() == []
-    assert fit(MemoStrategy(plan="memo_plan.json")).losses == plain().losses
+    assert fit(MemoStrategy(plan="plan.json")).losses == plain().losses
 
 
 def test_plan_beyond_the_given_host_memory():
     """A plan that needs more host memory than `host_memory` allows is refused, not silently carried out."""
-    fit(MemoStrategy(alpha=1.0), max_steps=1)
+    fit(MemoStrategy(alpha=1.0), max_steps=1).plan.save("plan.json")
     with pytest.raises(ValueError, match="host") as caught:
-        fit(MemoStrategy(plan="memo_plan.json", host_memory="1KiB"))
-    assert_one_line(caught.value, "memo_plan.json", "1.0 KiB")
+        fit(MemoStrategy(plan="plan.json", host_memory="1KiB"))
+    assert_one_line(caught.value, "plan.json", "1.0 KiB")
 
 
 @pytest.mark.parametrize("path", ["missing.json", "."], ids=["missing", "folder"])

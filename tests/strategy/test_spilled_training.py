@@ -60,15 +60,16 @@ def test_a_saved_plan_is_used_where_the_disk_has_room(disk: Path) -> None:
     slot_bytes = train(max_steps=1).plan.swap.slot_bytes
     settings = {"host_memory": 3 * slot_bytes, "spill_path": disk, "max_steps": 1}
     made = train(**settings)
+    made.plan.save("plan.json")
     with listening() as heard:
-        assert train(plan="memo_plan.json", **settings).plan.swap == made.plan.swap
-    assert "MemoStrategy: uses the plan memo_plan.json." in heard
+        assert train(plan="plan.json", **settings).plan.swap == made.plan.swap
+    assert "MemoStrategy: uses the plan plan.json." in heard
     needs = format_bytes(made.plan.swap.spill_bytes)
     with (
         pytest.warns(UserWarning, match=f"profiled: it spills {needs} to the disk, and 1.0 KiB is available"),
         pytest.raises(ValueError, match=r"plus 1.0 KiB of disk: set a smaller alpha"),
     ):
-        train(plan="memo_plan.json", spill_memory="1KiB", **settings)
+        train(plan="plan.json", spill_memory="1KiB", **settings)
 
 
 class Failing(Callback):

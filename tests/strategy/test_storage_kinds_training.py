@@ -41,14 +41,14 @@ def strategy(**settings: Any) -> MemoStrategy:
 
 def test_trains_as_plain_within_both_budgets(tmp_path: Path) -> None:
     expected = plain(LanguageModel("llama_gqa")).losses
-    result = fit(strategy(), LanguageModel("llama_gqa"))
+    result = fit(strategy(), LanguageModel("llama_gqa"), default_root_dir="run")
     assert result.losses == pytest.approx(expected, rel=1e-5)
     swap, memory = result.plan.swap, result.trainer.strategy.memory
     assert swap.storage is not None and memory is not None
     assert 0 < swap.host_bytes <= 100 * KIB
     assert result.plan.device_bytes <= result.plan.budget.device_bytes
     assert result.held == [0] * len(result.losses)
-    assert Plan.load(tmp_path / "memo_plan.json") == result.plan
+    assert Plan.load(tmp_path / "run" / "memo_plan.json") == result.plan
 
 
 def test_a_resumed_run_goes_on_with_the_same_plan() -> None:
@@ -67,8 +67,9 @@ def test_a_resumed_run_goes_on_with_the_same_plan() -> None:
 def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
     budget = BUDGET | {"host_memory": host_memory}
     first = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
+    first.plan.save(tmp_path / "plan.json")
     assert first.plan.swap.storage is not None and first.plan.swap.schedule == "layer"
-    again = MemoStrategy(schedule="nest", **budget, plan=tmp_path / "memo_plan.json")
+    again = MemoStrategy(schedule="nest", **budget, plan=tmp_path / "plan.json")
     if host_memory == "40KiB":
         with pytest.warns(UserWarning, match="attention runs over all tokens at once, and its outputs have no place"):
             result = fit(again, LanguageModel("llama_gqa"))
@@ -78,9 +79,10 @@ def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_one_alpha_is_made_anew(tmp_path: Path) -> None:
-    fit(MemoStrategy(alpha=0.5, **BUDGET | {"host_memory": "1MiB"}), LanguageModel("llama_gqa"), max_steps=1)
+    of_alpha = MemoStrategy(alpha=0.5, **BUDGET | {"host_memory": "1MiB"})
+    fit(of_alpha, LanguageModel("llama_gqa"), max_steps=1).plan.save(tmp_path / "plan.json")
     with pytest.warns(UserWarning, match='made for storage="alpha"'):
-        result = fit(strategy(plan=tmp_path / "memo_plan.json"), LanguageModel("llama_gqa"), max_steps=1)
+        result = fit(strategy(plan=tmp_path / "plan.json"), LanguageModel("llama_gqa"), max_steps=1)
     assert result.plan.swap.storage is not None
 
 

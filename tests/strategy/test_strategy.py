@@ -165,12 +165,12 @@ def test_plan_is_there_after_the_first_step(tmp_path):
     spy = Spy()
     strategy = MemoStrategy(alpha=0.5)
     assert strategy.plan is None
-    result = fit(strategy, callbacks=[spy])
+    result = fit(strategy, callbacks=[spy], default_root_dir="run")
     assert spy.before == [False, True, True, True]
     assert spy.alphas == [0.5] * 4
     assert (result.plan.fingerprint.batch, result.plan.fingerprint.tokens) == (2, 32)
     assert result.plan.swap.calls == 4
-    assert Plan.load("memo_plan.json") == result.plan
+    assert Plan.load("run/memo_plan.json") == result.plan
     result.plan.save(tmp_path / "folder" / "copy.json")
     saved = json.loads((tmp_path / "folder" / "copy.json").read_text())
     assert saved["swap"]["alpha"] == 0.5
@@ -179,31 +179,44 @@ def test_plan_is_there_after_the_first_step(tmp_path):
 
 def test_plan_is_saved_in_the_root_folder(tmp_path):
     """Without a logger, `default_root_dir` gets the plan."""
-    fit(MemoStrategy(alpha=1.0), default_root_dir=tmp_path / "runs", max_steps=1)
+    with listening() as heard:
+        fit(MemoStrategy(alpha=1.0), default_root_dir=tmp_path / "runs", max_steps=1)
     assert (tmp_path / "runs" / "memo_plan.json").exists()
+    assert f"MemoStrategy: plan saved to {tmp_path / 'runs' / 'memo_plan.json'}" in heard
+
+
+@pytest.mark.parametrize("settings", [{}, {"default_root_dir": "."}], ids=str)
+def test_no_file_in_the_working_folder(settings, tmp_path):
+    """Without a folder for the run, nothing is written."""
+    with listening() as heard:
+        fit(MemoStrategy(alpha=1.0), **settings)
+    assert list(tmp_path.iterdir()) == []
+    assert not [line for line in heard if "saved" in line]
 
 
 @pytest.mark.parametrize("as_path", [str, Path], ids=["str", "Path"])
 def test_plan_is_reused(as_path):
     """`MemoStrategy(plan=...)` profiles nothing and trains from the first batch on as planned."""
     made = fit(MemoStrategy(alpha=1.0)).plan
+    made.save("plan.json")
     spy = Spy()
     with listening() as heard:
-        result = fit(MemoStrategy(plan=as_path("memo_plan.json")), callbacks=[spy])
-    assert result.plan == dataclasses.replace(made, budget=result.plan.budget)  # that is looked at again
+        result = fit(MemoStrategy(plan=as_path("plan.json")), callbacks=[spy])
+    reason = f"When the plan was made: {made.reason}"
+    assert result.plan == dataclasses.replace(made, budget=result.plan.budget, reason=reason)  # memory of this run
     assert spy.before == [True] * 4
     assert True not in spy.profiled
     assert not [line for line in heard if "profiled" in line]
-    assert [line for line in heard if "the plan memo_plan.json" in line]
+    assert [line for line in heard if "the plan plan.json" in line]
     assert_as_plain(result, plain_of(), 1.0)
 
 
 @pytest.mark.parametrize("change", ["model", "precision"])
 def test_foreign_plan_is_not_used(change):
     """A plan for another model or precision is set aside in one line, and the first batch is profiled."""
-    fit(MemoStrategy(alpha=1.0), LanguageModel("gpt2" if change == "model" else "block_dropout"), max_steps=1)
+    module = LanguageModel("gpt2" if change == "model" else "block_dropout")
+    fit(MemoStrategy(alpha=1.0), module, max_steps=1).plan.save("foreign.json")
     precision = "bf16-true" if change == "precision" else "32-true"
-    Path("memo_plan.json").rename("foreign.json")
     with pytest.warns(UserWarning, match="is not used, and the first batch is profiled") as caught:
         result = fit(MemoStrategy(alpha=0.0, plan="foreign.json"), precision=precision)
     line = next(str(w.message) for w in caught if "is not used" in str(w.message))
@@ -215,8 +228,7 @@ def test_foreign_plan_is_not_used(change):
 
 def test_plan_of_shorter_batches_is_replaced():
     """A given plan serves batches up to its own size; a larger one is profiled."""
-    fit(MemoStrategy(alpha=1.0), data=loader(tokens=16))
-    Path("memo_plan.json").rename("short.json")
+    fit(MemoStrategy(alpha=1.0), data=loader(tokens=16)).plan.save("short.json")
     with listening() as heard:
         result = fit(MemoStrategy(plan="short.json", alpha=1.0))
     assert [line for line in heard if "larger than the one" in line]
@@ -882,7 +894,7 @@ RESUMED = [
     # A first batch is profiled with every layer whole, which rounds otherwise than slices do. With the plan of the
     # interrupted run, from its checkpoint or its file, nothing is profiled, and the losses are the very same.
     ("memo", "memo", 0.5, None),
-    ("memo", "memo", 0.5, "memo_plan.json"),
+    ("memo", "memo", 0.5, "run/memo_plan.json"),
 ]
 
 
@@ -902,7 +914,8 @@ def test_resume(first, then, alpha, plan):
         return ResumableLoader(Sequences(10))
 
     saver = ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1)
-    fit(strategy(first), data=data(), max_steps=4, max_epochs=9, callbacks=[saver], enable_checkpointing=True)
+    saving = {"callbacks": [saver], "enable_checkpointing": True, "default_root_dir": "run"}
+    fit(strategy(first), data=data(), max_steps=4, max_epochs=9, **saving)
     resumed = fit(strategy(then, plan), data=data(), max_steps=8, max_epochs=9, ckpt_path=saver.best_model_path)
     expected = uninterrupted(alpha)
     assert resumed.losses == expected.losses[3:]

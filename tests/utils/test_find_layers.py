@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.families import FAMILIES, PlainBlock, PlainModel
@@ -37,6 +39,15 @@ def _teacher() -> nn.Module:
 
 def _generators() -> nn.Module:
     return nn.ModuleDict({name: PlainModel(layer_stacks.blocks(2)) for name in ("there", "back")})
+
+
+class _Attributes(nn.Module):
+    """Layers in attributes, and in a list of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer_stacks.blocks(2)
+        self.others = [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
 CASES = {
@@ -142,3 +153,23 @@ def test_containers_by_name():
     assert (len(nested.layers), len(inner.layers), len(sequential.layers)) == (6, 2, 4)
     with pytest.raises(ValueError, match=r"; its lists are: blocks, blocks\.0, blocks\.1, blocks\.2$"):
         select_stacks(layer_stacks.nested(), "layers", alone=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            _Attributes,
+            "put its layers into an nn.ModuleList over which its forward loops, or train without MemoStrategy",
+        ),
+        (
+            lambda: nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))}),
+            'if the children of net are its layers, set layers="net"; otherwise put its layers into an nn.ModuleList',
+        ),
+    ],
+    ids=["attributes", "different layers"],
+)
+def test_a_model_without_stacks_is_told_what_to_do(model: Any, told: str) -> None:
+    with pytest.raises(ValueError, match="so there is nothing to swap layer by layer: ") as caught:
+        find_stacks(model())
+    assert told in str(caught.value)

@@ -14,7 +14,7 @@ _WAITS: Final = "Layers wait for the disk."
 
 
 def given_alpha_reason(feasibility: Feasibility, alpha: float) -> str:
-    """Whether the copies of a given alpha slow the step.
+    """Whether the copies of a given alpha slow the step, and whether the plan is too large for the device.
 
     Args:
         feasibility: Costs and budget of the step.
@@ -22,7 +22,8 @@ def given_alpha_reason(feasibility: Feasibility, alpha: float) -> str:
     """
     copies = "copies hide under the forward" if _hidden(feasibility.costs, alpha) else _SLOW
     waits = "" if feasibility.keeps_up(alpha) else f" {_WAITS}"
-    return f"alpha was given; {copies}.{waits}"
+    over = "" if feasibility.fits_device(alpha) else f" Device memory is short: {_overflow_text(feasibility, alpha)}."
+    return f"alpha was given; {copies}.{waits}{over}"
 
 
 def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: float) -> str:
@@ -38,18 +39,21 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
     more = min(alpha + 1 / parts, 1.0)
     budget = feasibility.budget
     if not feasibility.keeps_up(alpha):
-        return f"{limit} {_WAITS}"
+        return f"Disk speed is the limit: even at alpha={alpha:.4g} layers wait for the disk. {allows}"
     if not feasibility.keeps_up(more):
         return f"Disk speed is the limit: above alpha={alpha:.4g} layers would wait for the disk. {allows}"
     if not feasibility.fits_device(more):
-        return f"Device memory is the limit: {_overflow_text(feasibility, alpha)}. {allows}"
+        even = "" if feasibility.fits_device(alpha) else "even "
+        return f"Device memory is the limit: {even}{_overflow_text(feasibility, alpha)}. {allows}"
     if feasibility.whole_layers and alpha < solution.alpha and not feasibility.fits(more):
         return f"Host memory is the limit: fractions of whole layers do not use a disk. {allows}"
     if feasibility.whole_layers and alpha < solution.alpha:
         return f"{limit} Layers run whole, so alpha={alpha:.4g} is a fraction of the layer calls."
     if alpha < solution.alpha - 2 / feasibility.costs.tokens:
         cause = "The disk's bounce buffers take host memory" if budget.spill_bytes else "Host slots are aligned"
-        return f"{limit} {cause}, so alpha={alpha:.4g} is the largest that fits."
+        otherwise = "" if solution.binding == "host" else f" {allows}"
+        fits = f"alpha={alpha:.4g} is the largest that fits the budget of {_host_text(budget)[0]}"
+        return f"Host memory is the limit. {cause}, so {fits}.{otherwise}"
     return limit
 
 
@@ -60,8 +64,7 @@ def _limit_text(feasibility: Feasibility, solution: AlphaSolution) -> tuple[str,
         text = "The last two layer calls stay on the device, and there are no others."
         return text, text
     if not solution.hidden:
-        text = f"Copy time is the limit: even at alpha=0 {_SLOW}."
-        return text, text
+        return f"Copy time is the limit: even at alpha=0 {_SLOW}.", "Copies slow the step as well."
     if solution.binding == "overlap":
         limit = f"above {alpha} the copy of a layer would take longer than its forward"
         return f"Copy time is the limit: {limit}.", f"Copy time would allow {alpha}."
@@ -89,7 +92,7 @@ def _overflow_text(feasibility: Feasibility, alpha: float) -> str:
     device = format_bytes(feasibility.budget.device_bytes)
     if feasibility.fits_device(alpha):
         return f"above alpha={alpha:.4g} the {device} budget would overflow"
-    return f"even alpha={alpha:.4g} exceeds the {device} budget"
+    return f"alpha={alpha:.4g} exceeds the {device} budget"
 
 
 def _hidden(costs: LayerCosts, alpha: float) -> bool:

@@ -16,6 +16,8 @@ from lightning_memo.profiler.measured_costs import available_budget, run_fingerp
 from lightning_memo.runtime.training_run_protocol import TrainingRun
 from lightning_memo.utils.units import format_bytes
 
+_EARLIER = "When the plan was made: "
+
 # Fields of a plan that may differ between the processes that run by it.
 _OWN_SIZES = (
     "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes",
@@ -57,7 +59,9 @@ class EarlierPlan:
         try:
             plan = self._read()
             if plan is not None:
-                plan = replace(plan, budget=self._budget())
+                # The plan's reason speaks of the budget that it was made for.
+                reason = _EARLIER + plan.reason.removeprefix(_EARLIER)
+                plan = replace(plan, budget=self._budget(), reason=reason)
             why_not = "" if plan is None else self._why_not(plan)
         except (ValueError, OSError) as refused:
             error = refused

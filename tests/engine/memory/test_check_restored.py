@@ -143,8 +143,8 @@ def test_a_clean_run_is_the_same(path: str) -> None:
     """Results are bit-identical in spite of delays and poison, which are never compared."""
     settings: dict[str, Any] = {}
     if path == "kinds":  # its plan depends on measured times, so another profile may give another plan
-        fit(strategy_of(path), LanguageModel(PATHS[path][0]), max_steps=1)
-        settings["plan"] = "memo_plan.json"
+        fit(strategy_of(path), LanguageModel(PATHS[path][0]), max_steps=1).plan.save("plan.json")
+        settings["plan"] = "plan.json"
     expected = fit(strategy_of(path, **settings), LanguageModel(PATHS[path][0]), max_steps=3)
     settings |= {"check_restored": True, "test_mode": DELAYS}
     actual = fit(strategy_of(path, **settings), LanguageModel(PATHS[path][0]), max_steps=3)
