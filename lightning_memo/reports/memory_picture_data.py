@@ -27,16 +27,20 @@ PHASE_COLORS: Final = {
 }
 """Groups of phases with their colors, which color-blind people can distinguish."""
 
+PLAIN_PHASE_COLORS: Final = {"forward": "#0072b2", "backward": "#d55e00", "optimizer": "#cc79a7"}
+"""The groups if layers run plainly. They mark no phases then, so "input" and "backward" last until the next one."""
+
 _SHADES: Final = (1.0, 0.82, 0.66)
 """Opacities of successive buffers, to distinguish neighbors without outlines, which would cover small buffers."""
 
 _GROUP_OF_PHASE: Final = (
-    (re.compile(r"input( \d+)?"), 0),
-    (re.compile(r"layer \d+ forward( \d+)?"), 1),
-    (re.compile(r"layer \d+ backward( \d+)?"), 2),
-    (re.compile(r"optimizer( \d+)?"), 4),
+    (re.compile(r"input( \d+)?"), "input"),
+    (re.compile(r"layer \d+ forward( \d+)?"), "layer forward"),
+    (re.compile(r"layer \d+ backward( \d+)?"), "layer backward"),
+    (re.compile(r"optimizer( \d+)?"), "optimizer"),
 )
-_OTHER_GROUP: Final = 3
+_OTHER_GROUP: Final = "between layers, loss"
+_PLAIN_GROUPS: Final = {"input": "forward", _OTHER_GROUP: "backward", "optimizer": "optimizer"}
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 BOUND_COLOR: Final = "#000000"
 
@@ -122,15 +126,38 @@ class MemoryStep:
         )
 
     @cached_property
+    def _phase_group_names(self) -> list[str]:
+        groups = [_group_of(name) for name in self.trace.phases]
+        return groups if self._has_layers else [_PLAIN_GROUPS[group] for group in groups]
+
+    @cached_property
+    def _has_layers(self) -> bool:
+        return any(_group_of(name).startswith("layer") for name in self.trace.phases)
+
+    @property
+    def phase_colors(self) -> dict[str, str]:
+        """Groups of the step's phases with their colors."""
+        return PHASE_COLORS if self._has_layers else PLAIN_PHASE_COLORS
+
+    @cached_property
     def phase_groups(self) -> Integers:
-        """[phases] Index into `PHASE_COLORS`."""
-        return np.array([_group_of(name) for name in self.trace.phases], np.int64)
+        """[phases] Index into `phase_colors`."""
+        place = {group: index for index, group in enumerate(self.phase_colors)}
+        return np.array([place[group] for group in self._phase_group_names], np.int64)
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        """The names to show: "input" is the whole forward if layers mark no phases."""
+        names = self.trace.phases
+        if self._has_layers:
+            return names
+        return tuple(f"forward{name[5:]}" if _group_of(name) == "input" else name for name in names)
 
     def colors(self, row: Integers) -> npt.NDArray[np.float64]:
         """[rows, 4] RGBA colors of requests."""
         from matplotlib.colors import to_rgba_array
 
-        colors = to_rgba_array(list(PHASE_COLORS.values()))[self.phase_groups[self.trace.phase[row]]]
+        colors = to_rgba_array(list(self.phase_colors.values()))[self.phase_groups[self.trace.phase[row]]]
         colors[:, 3] = np.array(_SHADES)[row % len(_SHADES)]
         return colors
 
@@ -169,9 +196,9 @@ class MemoryStep:
         """Data of the HTML page. It is compressed, because sizes repeat and curves rarely change."""
         sizes, size = np.unique(self.trace.size, return_inverse=True)
         return {
-            "kinds": PHASE_COLORS,
+            "kinds": self.phase_colors,
             "shades": _SHADES,
-            "phases": self.trace.phases,
+            "phases": self.phase_names,
             "kind": self.phase_groups.tolist(),
             "start": self.trace.phase_start.tolist(),
             "sizes": sizes.tolist(),
@@ -188,7 +215,7 @@ class MemoryStep:
         }
 
 
-def _group_of(phase: str) -> int:
+def _group_of(phase: str) -> str:
     return next((group for pattern, group in _GROUP_OF_PHASE if pattern.fullmatch(phase)), _OTHER_GROUP)
 
 

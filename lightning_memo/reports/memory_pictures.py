@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.trace import Trace
-from lightning_memo.reports.memory_picture_data import BOUND_COLOR, CURVES, PHASE_COLORS, Look, MemoryStep
+from lightning_memo.reports.memory_picture_data import BOUND_COLOR, CURVES, Look, MemoryStep
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
@@ -51,7 +51,7 @@ def memory_map(trace: Trace, placement: StepPlacement, path: str | os.PathLike[s
         )
         axes.set_ylim(0, 1.04 * placement.peak_bytes / power or 1)
         axes.set_ylabel(f"address in the arena ({unit})")
-        _legend(figure, axes)
+        _legend(step, figure, axes)
 
 
 def memory_curve(trace: Trace, placement: StepPlacement, path: str | os.PathLike[str]) -> None:
@@ -75,7 +75,7 @@ def memory_curve(trace: Trace, placement: StepPlacement, path: str | os.PathLike
         axes.set_ylim(0, 1.04 * highest / power or 1)
         axes.set_ylabel(f"memory ({unit})")
         axes.grid(visible=True, alpha=0.3)
-        _legend(figure, axes)
+        _legend(step, figure, axes)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _figure(step: MemoryStep, title: str, path: str | os.PathLike[str]) -> Itera
     strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 36])
     figure.suptitle(title)
     start = step.trace.phase_start
-    for group, color in enumerate(PHASE_COLORS.values()):
+    for group, color in enumerate(step.phase_colors.values()):
         phases = np.nonzero(step.phase_groups == group)[0]
         strip.broken_barh(np.stack([start[phases], np.diff(start)[phases]], axis=1), (0, 1), color=color, linewidth=0)
     strip.set_axis_off()
@@ -109,10 +109,10 @@ def _draw_curve(axes: Any, values: npt.NDArray[np.float64], look: Look, label: s
         axes.step(times, values, where="post", color=look.color, linestyle=look.style, linewidth=1.2, label=label)
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def _legend(step: MemoryStep, figure: Any, axes: Any) -> None:
     """Add a legend of the phases and of all labels below the axes."""
     from matplotlib.patches import Patch
 
-    groups = [Patch(color=color, label=group) for group, color in PHASE_COLORS.items()]
+    groups = [Patch(color=color, label=group) for group, color in step.phase_colors.items()]
     figure.legend(handles=groups, loc="outside lower center", ncols=len(groups), frameon=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)

@@ -215,6 +215,16 @@ def test_kinds_of_phases(tmp_path):
     ]  # fmt: skip
 
 
+def test_phases_of_plain_training(tmp_path):
+    """Layers that run plainly mark no phases: "input" and "backward" are the whole forward and backward."""
+    phases = ["input", "backward", "input 2", "backward 2", "optimizer"]
+    memory_page(*step_of([(0, 1, 1, 0, 0)], phases), tmp_path / "page.html")
+    document = Page(tmp_path / "page.html").document
+    names = list(document["kinds"])
+    assert [names[kind] for kind in document["kind"]] == ["forward", "backward", "forward", "backward", "optimizer"]
+    assert document["phases"] == ["forward", "backward", "forward 2", "backward 2", "optimizer"]
+
+
 def test_page_refers_to_nothing_outside(recorded, tmp_path):
     memory_page(*recorded, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
