@@ -142,7 +142,7 @@ def _plan(engine: Engine, options: argparse.Namespace, tokens: int) -> SwapPlan:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table("schedule", "tokens", "device peak", "of the shortest", "host peak", "overflow", "seconds")
+    table = Table("schedule", "tokens", "step memory", "of the shortest", "host peak", "overflow", "seconds")
     for row in rows:
         first = next(r for r in rows if r["schedule"] == row["schedule"])
         table.add_row(

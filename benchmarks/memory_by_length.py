@@ -94,11 +94,11 @@ def _measure(method: str, tokens: int, folder: str) -> dict[str, int]:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(CausalLM(model), DataLoader([{"input_ids": ids, "labels": ids}] * steps, batch_size=None))
-    assert stats.peak_device_bytes is not None
+    assert stats.step_memory_bytes is not None
     if not isinstance(strategy, MemoStrategy):
-        return {"peak_bytes": stats.peak_device_bytes, "host_bytes": 0}
+        return {"peak_bytes": stats.step_memory_bytes, "host_bytes": 0}
     swap = strategy.plan.swap
-    return {"peak_bytes": stats.peak_device_bytes + swap.buffer_bytes, "host_bytes": swap.host_bytes}
+    return {"peak_bytes": stats.step_memory_bytes + swap.buffer_bytes, "host_bytes": swap.host_bytes}
 
 
 def _draw(report: dict[str, Any], path: Path) -> None:
@@ -118,10 +118,8 @@ def _draw(report: dict[str, Any], path: Path) -> None:
     axes.set_xticks(lengths, [f"{tokens // 1024}K" for tokens in lengths])
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("sequence length (tokens)")
-    axes.set_ylabel("device memory, MiB (log scale)")
-    axes.set_title(
-        f"Peak device memory of a training step (Llama, {_LAYERS} layers, hidden size {_HIDDEN}, fp32, on a CPU)"
-    )
+    axes.set_ylabel("step memory, MiB (log scale)")
+    axes.set_title(f"Step memory on the device (Llama, {_LAYERS} layers, hidden size {_HIDDEN}, fp32, on a CPU)")
     axes.grid(visible=True, alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     with replacing(path) as unfinished:

@@ -19,7 +19,7 @@ from lightning_memo.utils.units import format_bytes
 Row = dict[str, Any]  # a result in the form of the JSON file
 
 _COLUMNS = (
-    "step", "x plain (least-most)", "main thread", "x plain", "device peak", "x plain", "host", "offloaded",
+    "step", "x plain (least-most)", "main thread", "x plain", "step memory", "x plain", "host", "offloaded",
     "gradient error",
 )  # fmt: skip
 _STYLES = {PLAIN: ("s", "#444444"), CHECKPOINTING: ("^", "#c2570c"), SAVE_ON_CPU: ("D", "#7a4fa3")}
@@ -97,7 +97,7 @@ def _draw_time_over_memory(axes: Axes, rows: Sequence[Row], unit_bytes: int, uni
     axes.plot(*zip(*sorted(swept), strict=True), color=_ENGINE_STYLE[1], alpha=0.4, zorder=1)
     axes.margins(x=0.15, y=0.12)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"peak device memory beside the weights ({unit})")
+    axes.set_xlabel(f"step memory ({unit})")
     axes.set_ylabel("step time, relative to plain training in the same round" if relative else "step time (s)")
     axes.grid(visible=True, alpha=0.3)
     _write_labels(axes, labels)
@@ -132,7 +132,7 @@ def _time(row: Row, relative: bool) -> tuple[float, list[list[float]] | None]:
 
 def _draw_memory(axes: Axes, rows: Sequence[Row], unit_bytes: int, unit: str) -> None:
     for shift, key, color, label in (
-        (-0.2, "peak_device_bytes", _ENGINE_STYLE[1], "device peak beside the weights"),
+        (-0.2, "peak_device_bytes", _ENGINE_STYLE[1], "step memory"),
         (0.2, "host_bytes", "#b9d6e2", "host"),
     ):
         places = [number + shift for number in range(len(rows))]

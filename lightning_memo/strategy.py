@@ -62,7 +62,8 @@ class MemoStrategy(DistributedStrategy):
         offload_state: Whether parameters, gradients and optimizer state are kept on the host, where the optimizer runs.
         alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" takes the largest fraction
             whose copies are hidden by computation and whose activations fit the memory budgets.
-        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation.
+        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation by
+            requests that steps repeat.
         device_memory: Device memory to plan with, as bytes or text like "40GiB". `None` measures the free memory.
         host_memory: Host memory of a node for swapped activations, shared by its processes, as bytes or text like
             "500GiB". `None` takes 90 % of the free memory, within the limits of the cgroup.

@@ -52,7 +52,7 @@ class Fitted:
     stats: StepStats
     processes: int
     val_loss: float | None
-    peak_device_bytes: int | None
+    step_memory_bytes: int | None
     alpha: float | None = None
     """Fraction of the tokens whose activations were swapped, or None if all stayed on the device."""
     host_bytes: int = 0
@@ -93,7 +93,7 @@ def train(cfg: DictConfig) -> RunSummary:
         alpha=fitted.alpha,
         step_seconds=stats.step_seconds,
         tokens_per_second=stats.tokens_per_second,
-        peak_device_bytes=fitted.peak_device_bytes,
+        step_memory_bytes=fitted.step_memory_bytes,
         host_bytes=fitted.host_bytes,
         spill_bytes=fitted.spill_bytes,
         arena_bytes=None if fitted.memory is None else fitted.memory.arena_bytes,
@@ -136,7 +136,7 @@ def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
         stats,
         processes,
         None if val_loss is None else val_loss.item(),
-        stats.peak_device_bytes,
+        stats.step_memory_bytes,
         memory=getattr(getattr(trainer.strategy, "memory", None), "use", None),
     )
     plan: Plan | None = getattr(trainer.strategy, "plan", None)
@@ -147,10 +147,10 @@ def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
 
 def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
     # The measured peak of a step excludes the two rounding buffers, which stay on the device between steps.
-    peak = fitted.peak_device_bytes
+    peak = fitted.step_memory_bytes
     return replace(
         fitted,
-        peak_device_bytes=None if peak is None else peak + swap.buffer_bytes,
+        step_memory_bytes=None if peak is None else peak + swap.buffer_bytes,
         alpha=swap.alpha,
         host_bytes=swap.host_bytes,
         spill_bytes=swap.spill_bytes,
@@ -168,7 +168,7 @@ def compare(cfg: DictConfig, data: SequenceDataModule, fitted: Fitted) -> list[M
     batch = next(iter(data.train_dataloader()))
     rows = measure_baselines(module_settings(cfg), batch, trainer_settings(cfg), cfg.compare_steps, cfg.seed)
     name = "this run" if fitted.alpha is None else f"this run, alpha {fitted.alpha:.2f}"
-    own = fitted.stats.measurement(name, fitted.peak_device_bytes, fitted.host_bytes)
+    own = fitted.stats.measurement(name, fitted.step_memory_bytes, fitted.host_bytes)
     return rows if own is None else [*rows, own]
 
 

@@ -34,7 +34,8 @@ class Monitor(Callback):
     | `throughput/mfu`, `throughput/hfu` | model and hardware FLOPs utilisation in percent (`hfu` with recomputation) |
     | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | values of the plan, for a step of this process |
     | `memo/stall_seconds` | time for which the computation of a step waited for copies, in this process |
-    | `device/peak_bytes`, `device/reserved_bytes` | peak of the GPU memory so far, as PyTorch's allocator counts it |
+    | `device/peak_bytes`, `device/reserved_bytes` | peak of the GPU memory so far, model state included, as \
+PyTorch's allocator counts it; not on a CPU |
     | `host/peak_bytes` | peak memory of this process so far, swapped activations included |
 
     Args:

@@ -24,7 +24,8 @@ class StepProgressBar(RichProgressBar):
 
     The last values that `Monitor` logged are shown next to the module's own metrics. In a narrow terminal the bar is
     left out. If the output is a file or a pipe, a line is printed every half a minute instead. The peak memory is that
-    of the GPU, or of the process if it trains on a CPU. Takes the arguments of Lightning's `RichProgressBar`.
+    of the GPU (`device peak`), or of the process if it trains on a CPU (`host peak`). Takes the arguments of
+    Lightning's `RichProgressBar`.
     """
 
     _printed_at = 0.0  # time of the last line
@@ -79,9 +80,9 @@ class StepProgressBar(RichProgressBar):
             shown["tokens/s"] = f"{float(known['throughput/tokens_per_second']):,.0f}"
         if "memo/alpha" in known:
             shown["alpha"] = f"{float(known['memo/alpha']):.2f}"
-        peak = known.get("device/peak_bytes", known.get("host/peak_bytes"))
-        if peak is not None:
-            shown["peak"] = format_bytes(int(peak))
+        place = "device" if "device/peak_bytes" in known else "host"
+        if f"{place}/peak_bytes" in known:
+            shown[f"{place} peak"] = format_bytes(int(known[f"{place}/peak_bytes"]))
         return shown
 
 

@@ -31,7 +31,7 @@ class StepStats(Callback):
 
     def __init__(self, last: int = 20, goes_on: bool = False) -> None:
         self.goes_on = goes_on
-        self.peak_device_bytes: int | None = None  # above what is allocated between steps
+        self.step_memory_bytes: int | None = None  # peak on the device, above what is allocated between steps
         self.tokens_per_step = 0
         self.train_loss: float | None = None  # mean over the last micro-batches; set when training ends
         self._seconds: deque[float] = deque(maxlen=last)
@@ -54,14 +54,14 @@ class StepStats(Callback):
         """Tokens of a step divided by its median time."""
         return self.tokens_per_step / self.step_seconds if self.step_seconds else None
 
-    def measurement(self, name: str, peak_device_bytes: int | None, host_bytes: int) -> Measurement | None:
+    def measurement(self, name: str, step_memory_bytes: int | None, host_bytes: int) -> Measurement | None:
         """A row of the comparison; `None` if the run was too short to be measured."""
-        if self.step_seconds is None or self.tokens_per_second is None or peak_device_bytes is None:
+        if self.step_seconds is None or self.tokens_per_second is None or step_memory_bytes is None:
             return None
         return Measurement(
             name=name,
             step_seconds=self.step_seconds,
-            peak_device_bytes=peak_device_bytes,
+            step_memory_bytes=step_memory_bytes,
             host_bytes=host_bytes,
             tokens_per_second=self.tokens_per_second,
         )
@@ -101,7 +101,7 @@ class StepStats(Callback):
             "losses": [loss.item() for loss in self._losses],
             "seconds": list(self._seconds),
             "tokens_per_step": self.tokens_per_step,
-            "peak_device_bytes": self.peak_device_bytes,
+            "step_memory_bytes": self.step_memory_bytes,
         }
 
     @override
@@ -110,7 +110,7 @@ class StepStats(Callback):
             self._losses.extend(torch.tensor(loss) for loss in state_dict["losses"])
             self._seconds.extend(state_dict["seconds"])
             self.tokens_per_step = state_dict["tokens_per_step"]
-            self.peak_device_bytes = state_dict["peak_device_bytes"]
+            self.step_memory_bytes = state_dict["step_memory_bytes"]
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -119,7 +119,7 @@ class StepStats(Callback):
     def _end_step(self, global_step: int) -> None:
         self._open.close()
         if self._steps_done == METERED_STEP and self._meter is not None:
-            self.peak_device_bytes = self._meter.peak_bytes
+            self.step_memory_bytes = self._meter.peak_bytes
         if self._steps_done > METERED_STEP:
             self._seconds.append(self._step_seconds)
         self.tokens_per_step = self._step_tokens

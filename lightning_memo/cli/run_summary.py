@@ -30,8 +30,8 @@ class RunSummary:
     step_seconds: float | None = None
     """Median time of an optimizer step."""
     tokens_per_second: float | None = None
-    peak_device_bytes: int | None = None
-    """Peak device memory of a step, without parameters and optimizer state."""
+    step_memory_bytes: int | None = None
+    """Peak device memory of a step, gradients included, without parameters and optimizer state."""
     host_bytes: int | None = None
     """Host memory that holds swapped activations."""
     spill_bytes: int | None = None

@@ -12,7 +12,7 @@ from rich.text import Text
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _CAPTION = (
-    "Peaks exclude parameters and optimizer state; budgets include them.\n"
+    "Step memory excludes parameters and optimizer state; budgets include them.\n"
     "Timed one after another: other load on the machine affects the times."
 )
 
@@ -23,7 +23,7 @@ class Measurement:
 
     name: str
     step_seconds: float
-    peak_device_bytes: int
+    step_memory_bytes: int
     host_bytes: int
     tokens_per_second: float
 
@@ -37,14 +37,14 @@ def comparison_table(rows: Sequence[Measurement]) -> Table:
     table = Table(title="Comparison", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")  # fits 80 columns
     table.caption = Text(_CAPTION)
     table.add_column("", no_wrap=True)
-    for name in ("step", "device peak", "host", "tokens/s"):
+    for name in ("step", "step memory", "host", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         base = rows[0]
         table.add_row(
             Text(row.name),
             format_seconds(row.step_seconds) + ratio_text(row.step_seconds, base.step_seconds),
-            format_bytes(row.peak_device_bytes) + ratio_text(row.peak_device_bytes, base.peak_device_bytes),
+            format_bytes(row.step_memory_bytes) + ratio_text(row.step_memory_bytes, base.step_memory_bytes),
             format_bytes(row.host_bytes) + ratio_text(row.host_bytes, base.host_bytes),
             f"{row.tokens_per_second:,.0f}",
         )

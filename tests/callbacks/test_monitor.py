@@ -161,7 +161,7 @@ def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_p
     assert max(map(len, lines)) <= width
     first, done = ("Step", "3/3") if steps == 3 else ("Epoch 1/1", "2/2")
     assert shown.startswith(first) and done in shown
-    for name in ("train_loss: ", "tokens/s: ", "alpha: 0.50", "peak: "):
+    for name in ("train_loss: ", "tokens/s: ", "alpha: 0.50", "host peak: "):
         assert name in shown, shown
 
 
@@ -176,7 +176,9 @@ def test_without_a_terminal_there_are_lines(tmp_path: Path, monkeypatch: pytest.
     trainer.fit(Logging("llama"), data(3))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
     assert [line.partition(":")[0] for line in lines] == ["step 1 of 3", "step 2 of 3", "step 3 of 3"]
-    assert re.fullmatch(r"step 3 of 3: train_loss \d\.\d{3}, tokens/s [\d,]+, alpha 0\.50, peak [\d.]+ \wiB", lines[-1])
+    assert re.fullmatch(
+        r"step 3 of 3: train_loss \d\.\d{3}, tokens/s [\d,]+, alpha 0\.50, host peak [\d.]+ \wiB", lines[-1]
+    )
 
 
 # ---- the page

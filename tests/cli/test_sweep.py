@@ -28,7 +28,7 @@ def run(seq_len, *more, **changes):
         "alpha": 0.25,
         "step_seconds": seq_len / 1000,
         "tokens_per_second": 1000.0,
-        "peak_device_bytes": seq_len * 2**20,
+        "step_memory_bytes": seq_len * 2**20,
         "host_bytes": 3 * 2**20,
         "train_loss": 2.5,
         "val_loss": 2.625,

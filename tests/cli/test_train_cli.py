@@ -70,7 +70,7 @@ def test_summary_and_files_of_a_run(train, tmp_path):
     assert result["alpha"] == pytest.approx(0.5, abs=0.1)
     assert result["host_bytes"] > 0
     assert result["tokens_per_second"] == pytest.approx(result["seq_len"] / result["step_seconds"])
-    assert result["peak_device_bytes"] > 0
+    assert result["step_memory_bytes"] > 0
     assert result["val_loss"] > 0
     assert "trainer.max_steps=6" in result["overrides"]
     assert f"unigram entropy of the text {result['unigram_entropy']:.3f}" in out

@@ -105,10 +105,10 @@ def test_a_plain_plan_keeps_everything(plan):
 def test_measurements_are_compared_with_the_first():
     rows = [
         Measurement(
-            name="plain", step_seconds=2.0, peak_device_bytes=80 * GIB, host_bytes=0, tokens_per_second=32768.0
+            name="plain", step_seconds=2.0, step_memory_bytes=80 * GIB, host_bytes=0, tokens_per_second=32768.0
         ),
         Measurement(
-            name="memo [0.5]", step_seconds=2.5, peak_device_bytes=20 * GIB, host_bytes=3 * GIB, tokens_per_second=26214
+            name="memo [0.5]", step_seconds=2.5, step_memory_bytes=20 * GIB, host_bytes=3 * GIB, tokens_per_second=26214
         ),
     ]
     text = render(comparison_table(rows))

@@ -69,7 +69,7 @@ def _measure(
     except torch.OutOfMemoryError:
         rank_zero_warn(f"The comparison leaves out {name!r}, which does not fit in device memory.")
         return None
-    return stats.measurement(name, stats.peak_device_bytes, host_bytes=0)
+    return stats.measurement(name, stats.step_memory_bytes, host_bytes=0)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class Column:
 COLUMNS = (
     Column("step (s)", lambda run: run.step_seconds, "{:.3f}".format, "step time (s)"),
     Column("tokens/s", lambda run: run.tokens_per_second, "{:,.0f}".format, "tokens per second"),
-    Column("device peak", lambda run: run.peak_device_bytes, format_bytes, "device peak (MiB)", 2**20),
+    Column("step memory", lambda run: run.step_memory_bytes, format_bytes, "step memory on the device (MiB)", 2**20),
     Column("host", lambda run: run.host_bytes, format_bytes, "swapped to the host (MiB)", 2**20),
     Column("alpha", lambda run: run.alpha, "{:.2f}".format),
     Column("train loss", lambda run: run.train_loss, "{:.3f}".format, "train loss (nats)", from_zero=False),
