@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/pictures.py
     python benchmarks/pictures.py --output FOLDER trainer.max_steps=40   # Hydra settings of the run
 
-Let few other programs run meanwhile, because the pictures show times. The diagrams (*.svg) are drawn by hand, and
-memory_by_length.png is drawn by memory_by_length.py.
+The diagrams (*.svg) are drawn by hand, memory_by_length.png is drawn by memory_by_length.py, and schedule.png by
+simulated_schedule.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_memo.utils.files import replacing
 
 _IMAGES: Final = Path(__file__).parents[1] / "docs" / "images"
 _RUN: Final = (
-    "lightning_memo.train", "experiment=demo", "callbacks=schedule", "compare=false", "trainer.max_steps=16",
+    "lightning_memo.train", "experiment=demo", "compare=false", "trainer.max_steps=16",
     "hydra.run.dir=run",
 )  # fmt: skip
 _ESTIMATES: Final = (
@@ -32,7 +32,6 @@ _ESTIMATES: Final = (
 )  # fmt: skip
 _LENGTHS: Final = "seq_len=64K,128K,256K,512K,1M,2M"
 _PICTURES: Final = {
-    "schedule.png": "run/csv/schedule.png",
     "memory_map.png": "run/csv/memory_map.png",
     "memory_curve.png": "run/csv/memory_curve.png",
     "estimate_device_bytes.png": "estimates/device_bytes.png",

@@ -144,6 +144,7 @@ def test_every_picture_has_a_source_and_is_shown() -> None:
     assert {name for name in there if not name.startswith("performance-")} == made | {
         "alpha.svg",
         "memory_by_length.png",  # by benchmarks/memory_by_length.py
+        "schedule.png",  # by benchmarks/simulated_schedule.py
         "stages.svg",
         "streams.svg",
     }
