@@ -80,7 +80,7 @@ def train(cfg: DictConfig) -> RunSummary:
     load_hf_config(model)  # fails before the text is read
     data: SequenceDataModule = instantiate(cfg.data)
     with settings_of("data"):
-        data.check_model(model.path)
+        data.check_model(model.folder)
         data.setup()
     fitted = train_model(cfg, data)
     stats = fitted.stats

@@ -1,4 +1,4 @@
-"""Conversion of text to token ids: one per byte, or by a Hugging Face tokenizer in a local folder."""
+"""Conversion of text to token ids: one per byte, or by a Hugging Face tokenizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_memo.shapes.hub_folder import TOKENIZER_FILES, hub_folder
 
 Tokens = npt.NDArray[np.int32]
 
@@ -29,7 +31,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | None) -> Tokenizer:
-    """Returns the byte-level tokenizer, or the one saved in ``folder``.
+    """Returns the byte-level tokenizer, or the one saved in ``folder``, which may be an id on the Hub.
 
     Raises:
         ValueError: The folder does not exist, holds no tokenizer, or its tokenizer has no end-of-sequence token.
@@ -68,12 +70,13 @@ def _encode_bytes(text: str) -> Tokens:
 
 
 def _hf_tokenizer(folder: str) -> Tokenizer:
-    if not Path(folder).is_dir():
+    local = hub_folder(folder, TOKENIZER_FILES, "tokenizer")
+    if not local.is_dir():
         raise ValueError(f"tokenizer={folder}: no such folder; give the folder of a saved tokenizer, or none for bytes")
     from transformers import AutoTokenizer  # takes seconds and is not needed for bytes
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(local, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer={folder}: not a Hugging Face tokenizer ({reason})") from error

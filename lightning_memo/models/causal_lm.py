@@ -54,7 +54,7 @@ class CausalLM(LightningModule):
     @property
     def model_folder(self) -> str | None:
         """Folder that the model is loaded from; None for random weights."""
-        return self._config.path
+        return self._config.folder
 
     @override
     def setup(self, stage: str) -> None:

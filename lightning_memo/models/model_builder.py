@@ -1,4 +1,4 @@
-"""Builds Hugging Face causal language models from a configuration or a local folder, optionally with LoRA."""
+"""Builds Hugging Face causal language models from a configuration a local folder or the Hub, optionally with LoRA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from lightning_memo.models.context_extension import extend_context
 from lightning_memo.models.liger import apply_liger, check_liger, restore_rotary
+from lightning_memo.shapes.hub_folder import MODEL_FILES, hub_folder
 from lightning_memo.utils.units import read_length
 
 _PEFT = RequirementCache("peft>=0.18")
@@ -33,7 +34,7 @@ class ModelConfig:
     config: Mapping[str, Any] | None = None
     """``model_type`` and arguments of its Hugging Face configuration class. Weights are random."""
     path: str | None = None
-    """Folder of a saved Hugging Face model. If it is given, ``config`` is ignored."""
+    """Folder of a saved Hugging Face model, or its id on the Hub. If it is given, ``config`` is ignored."""
     rope_scaling: str | Mapping[str, Any] | None = None
     """Scaling of rotary positions for sequences longer than the model was trained on; None to keep the saved one. See
     `lightning_memo.models.context_extension.extend_context`."""
@@ -59,6 +60,15 @@ class ModelConfig:
                 " all weights"
             )
 
+    @property
+    def folder(self) -> str | None:
+        """Folder that the model is loaded from, downloaded if ``path`` is an id on the Hub; None for ``config``.
+
+        Raises:
+            ValueError: The download fails.
+        """
+        return None if self.path is None else str(hub_folder(self.path, MODEL_FILES, "model.path"))
+
 
 def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     """Returns the Hugging Face configuration, with the key-value cache off.
@@ -67,18 +77,20 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
         ValueError: The folder is no saved model, the model type or its arguments are unknown, or the settings cannot
             scale its positions.
     """
-    if model.path is None:
+    folder = model.folder
+    if folder is None:
         assert model.config is not None
         try:
             config = AutoConfig.for_model(**model.config)
         except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
             raise ValueError(f"model.config: Hugging Face refuses it: {error}") from error
     else:
-        if not (Path(model.path) / "config.json").is_file():
+        if not (Path(folder) / "config.json").is_file():
             raise ValueError(
-                f"model.path={model.path}: no config.json there; give the folder of a saved Hugging Face model"
+                f"model.path={model.path}: no config.json there; give the folder of a saved Hugging Face model, or "
+                "its id on the Hub"
             )
-        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.use_cache = False
     longest = model.max_position_embeddings
     positions = None if longest is None else read_length("model.max_position_embeddings", longest)
@@ -117,12 +129,12 @@ def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Mo
     """
     if model.liger:
         check_liger(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    config, dtype = load_hf_config(model), torch.get_default_dtype()
+    config, dtype, folder = load_hf_config(model), torch.get_default_dtype(), model.folder
     adapters = _lora_config(model.lora)  # before weights are read
-    if model.path is None:
+    if folder is None:
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
-        network = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=dtype, local_files_only=True)
+        network = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     network.train()  # from_pretrained returns the model in eval mode
     (apply_liger if model.liger else restore_rotary)(network)
     if model.gradient_checkpointing:

@@ -13,6 +13,7 @@ from lightning_memo.cli.hydra_command import config_dir, plain_settings
 from lightning_memo.estimate.inputs.cluster import BANDWIDTHS, DISK, Cluster
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import load_shape, shape_of
+from lightning_memo.shapes.hub_folder import CONFIG_FILES, hub_folder
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.units import parse_bytes
 
@@ -98,10 +99,15 @@ def model_of(settings: Mapping[str, Any], name: str) -> ModelShape:
 
 def _shape_of(settings: Mapping[str, Any], name: str) -> ModelShape:
     if settings.get("path") is not None:
-        return load_shape(Path(str(settings["path"])))
+        path = str(settings["path"])
+        folder = hub_folder(path, CONFIG_FILES, "model.path")
+        shape = load_shape(folder)
+        return shape if folder == Path(path) else replace(shape, name=path)  # a snapshot's folder is named by a hash
     config = settings.get("config")
     if not isinstance(config, Mapping):
-        raise ValueError("model: give a preset, model.path (a folder or a config.json) or model.config")
+        raise ValueError(
+            "model: give a preset, model.path (a folder, a config.json or an id on the Hub) or model.config"
+        )
     try:
         return shape_of(config, name)
     except ValueError as error:
