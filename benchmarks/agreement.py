@@ -172,7 +172,7 @@ def section(found: Sequence[Comparison], further: Sequence[Comparison]) -> str:
         f"- with `alpha=0` or `alpha=1`: {_largest(given)};\n"
         f"- in rehearsals that were run after the estimate had been compared with those above (Llama 1B, 3B and 8B, "
         f"LoRA and full,\n  64K to 192K, hosts of 64 and 256 GiB, two attention kernels): {_largest(llamas)};\n"
-        f"- the same for Qwen3 8B, whose buffers are not modelled one by one: {_largest(others)}.\n\n"
+        f"- the same for Qwen3 8B: {_largest(others)}.\n\n"
         f"Whether training fits is estimated wrongly in {wrong} of all {len(found) + len(further)} rehearsals."
     )
 

@@ -25,11 +25,10 @@ from lightning_memo.cli.hydra_command import (
 from lightning_memo.estimate.estimate_tables import print_answer
 from lightning_memo.estimate.parallelism_search import Ranking, Report, longest, longest_with, search
 from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
-from lightning_memo.estimate.request.estimate_request import Estimate, Question
+from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.step.planner_inputs import device_budget
-from lightning_memo.estimate.suggest_slices import suggest_slices, suggestion_sentence
 from lightning_memo.estimate.sweep.job_estimates import JobEstimate
-from lightning_memo.utils.units import format_bytes
+from lightning_memo.estimate.what_would_fit import changes_that_fit
 
 
 def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ranking]:
@@ -54,32 +53,12 @@ def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ra
         question = replace(question, seq_len=tokens or request.multiple_of * question.gpus)
     with _progress("parallelism", progress) as report:
         ranking = search(question, request.forced, report)
-    suggestion = _slices_sentence(request, question, ranking.best)
     fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
     longest_fit = "No sequence length fits" if fitting is None else f"Sequences of up to {fitting:,} tokens fit"
-    last = [f"{longest_fit} with this parallelism.", *_too_much_state(question, ranking.best), *suggestion]
-    best = replace(ranking.best, limits=[*ranking.best.limits, *last])
+    changes = [] if ranking.best.status == "ok" else changes_that_fit(question, request.forced)
+    limits = [*ranking.best.limits, f"{longest_fit} with this parallelism.", *changes]
+    best = replace(ranking.best, limits=limits)
     return question, replace(ranking, best=best)
-
-
-def _too_much_state(question: Question, best: Estimate) -> list[str]:
-    """Returns a sentence if the model state alone exceeds the device memory."""
-    state = sum(best.device_bytes.get(category, 0) for category in ("parameters", "gradients", "optimizer"))
-    room = device_budget(question, best.parallel).device_bytes
-    if state <= room:
-        return []
-    return [
-        f"The model state alone needs {format_bytes(state)}, but {format_bytes(room)} are usable: give more gpus, "
-        "model.lora.r=16 or precision=bf16-true."
-    ]
-
-
-def _slices_sentence(request: CommandRequest, question: Question, best: Estimate) -> list[str]:
-    """Returns a sentence with a suggestion if slices make the sequence fit."""
-    if best.status == "ok" or question.method != "memo" or question.slices is not None:
-        return []
-    suggested = suggest_slices(question, request.forced)
-    return [] if suggested is None else [suggestion_sentence(suggested)]
 
 
 @contextmanager

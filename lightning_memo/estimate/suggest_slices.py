@@ -9,7 +9,6 @@ from typing import Final
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.parallelism_search import search
 from lightning_memo.estimate.request.estimate_request import Estimate, Question
-from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MIN_SLICE_TOKENS: Final = 4096
 """Shortest slice that is suggested. Shorter slices underuse a GPU, which the cost model does not include."""
@@ -39,29 +38,29 @@ def suggest_slices(question: Question, forced: Mapping[str, int]) -> Estimate | 
     return next((a for a in fitting if a.step_seconds and a.step_seconds <= _SAME_TIME * min(seconds)), None)
 
 
-def suggestion_sentence(answer: Estimate) -> str:
-    """Describes the suggested settings and their estimate in one sentence."""
-    assert answer.step_seconds is not None
-    return (
-        f"The sequence fits with {answer.slices}: {format_seconds(answer.step_seconds)} per step, "
-        f"MFU {answer.mfu:.1f} %, {format_bytes(answer.device_bytes['total'])} of device memory and "
-        f"{format_bytes(answer.host_bytes)} of host memory per node."
-    )
-
-
 def _largest(question: Question, forced: Mapping[str, int], mode: Slices) -> Estimate | None:
-    for tokens in _lengths(question.seq_len):
+    """The estimate with the largest slices that fit. Larger slices need more memory, so that few have to be tried."""
+    lengths = list(_lengths(question.seq_len))
+    best, low, high = None, 0, len(lengths)
+    middle = 0  # if the shortest slices do not fit, none do
+    while low < high:
         try:
-            answer = search(replace(question, slices=replace(mode, tokens=tokens)), forced).best
+            answer = search(replace(question, slices=replace(mode, tokens=lengths[middle])), forced).best
         except ValueError:  # slices are not estimated for this question
             return None
         if answer.status == "ok":
-            return answer
-    return None
+            best, low = answer, middle + 1
+        elif middle == 0:
+            return None
+        else:
+            high = middle
+        middle = (low + high) // 2
+    return best
 
 
 def _lengths(seq_len: int) -> Iterator[int]:
-    tokens = 1 << max(seq_len - 1, 1).bit_length() - 1
-    while tokens >= _MIN_SLICE_TOKENS:
+    """Lengths of slices shorter than the sequence, in ascending order."""
+    tokens = _MIN_SLICE_TOKENS
+    while tokens < seq_len:
         yield tokens
-        tokens //= 2
+        tokens *= 2

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_an_answer(run):
     none = answer_of(run("model=llama3_70b", "gpus=1", "batch_size=1", "seq_len=max", "output=json"))
     assert none["status"] == "oom"
     assert "No sequence length fits with this parallelism." in none["limits"]
-    assert "The model state alone needs 1.0 TiB, but 76.8 GiB are usable: give more gpus," in none["limits"][-1]
+    assert "weights, gradients and the optimizer need 1.0 TiB, 76.8 GiB are usable." in none["limits"][1]
     shown = run("model=llama3_8b", "gpus=8", "seq_len=4M")
     assert "does not fit: out of device and host memory" in shown[1]
     assert "TiB of the 1.5 TiB usable on each node" in shown[1]
@@ -114,7 +114,10 @@ def test_slices_are_asked_for_and_offered(run):
     asked = ["model=llama3_2_1b", "gpus=1", "batch_size=1", "seq_len=1M", "precision=bf16-true", "output=json"]
     whole = answer_of(run(*asked))
     assert (whole["status"], whole["slices"]) == ("oom", None)
-    assert whole["limits"][-1].startswith("The sequence fits with slice_tokens=262144 host_backed=attention: ")
+    assert any(
+        limit.startswith("The sequence fits with slice_tokens=262144 host_backed=attention: ")
+        for limit in whole["limits"]
+    )
     sliced = answer_of(run(*asked, "slice_tokens=32K", "host_backed=all"))
     assert sliced["status"] == "ok"
     assert sliced["slices"] == {"tokens": 32 * 1024, "host_backed": "all", "schedule": "layer"}

@@ -139,8 +139,8 @@ def test_the_lower_bound_is_the_largest_load() -> None:
 
 
 def test_other_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"small has no Llama layers"):
-        step_bytes(replace(SHAPE, kernels="qwen3"), sizes=FP32, tokens=16)
+    with pytest.raises(ValueError, match=r"small: buffers are known for dense layers of Llama and Qwen3"):
+        step_bytes(replace(SHAPE, kernels="gpt_neox"), sizes=FP32, tokens=16)
 
 
 # ---- the demo model, trained by a user

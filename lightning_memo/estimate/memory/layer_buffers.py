@@ -1,4 +1,4 @@
-"""Buffers of a Llama layer in the implementation of Hugging Face, in its forward, recomputation and backward.
+"""Buffers of a Llama or Qwen3 layer in the implementation of Hugging Face, in its forward, recomputation and backward.
 
 Buffers are recorded in the order of the operations that allocate and free them. Operations that cannot reach the peak
 are left out. Norms, for example, need temporary buffers that are never larger than those of the feed-forward.
@@ -20,7 +20,7 @@ class LayerBuffers:
     """Buffers of a layer that runs on a number of tokens.
 
     Raises:
-        ValueError: The layers are not Llama layers, or have experts.
+        ValueError: The layers are neither Llama nor Qwen3 layers, or have experts.
     """
 
     shape: ModelShape
@@ -42,7 +42,7 @@ class LayerBuffers:
 
     def __post_init__(self) -> None:
         if not has_known_buffers(self.shape):
-            raise ValueError(f"{self.shape.name} has no Llama layers, the only ones whose buffers are known")
+            raise ValueError(f"{self.shape.name}: buffers are known for dense layers of Llama and Qwen3 only")
 
     @property
     def layer_weights(self) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class LayerBuffers:
             recomputed: Names of the saved tensors that are recomputed; None for all but layer inputs and attention.
             others_bytes: Bytes that earlier slices make when the backward of attention needs their keys and values.
         """
-        tensors = saved_tensors(self.shape, kernels="llama", sizes=self.sizes)
+        tensors = saved_tensors(self.shape, kernels=self.shape.kernels, sizes=self.sizes)
         saved = {
             t.name: b.make(self.tokens * t.bytes_per_token)
             for t in tensors
@@ -247,6 +247,8 @@ class LayerBuffers:
         b.free(d_key)
         rotated.append(self._rotate(b, self._query))
         b.free(d_query)
+        if self.shape.kernels == "qwen3":  # norms of queries and keys
+            b.free(*[b.make(self._query * FP32 // self.sizes.product) for _ in range(4)])
         for name, weight in (("query", query), ("key", key), ("value", key)):
             copies.append(self.copy(b, weight))
             self._gradients(b, name, weight)
@@ -267,5 +269,5 @@ class LayerBuffers:
 
 
 def has_known_buffers(shape: ModelShape) -> bool:
-    """Whether the buffers of a model's layers are known, which holds for Llama layers without experts."""
-    return shape.kernels == "llama" and shape.experts == 1
+    """Whether the buffers of a model's layers are known, which holds for Llama and Qwen3 layers without experts."""
+    return shape.kernels in ("llama", "qwen3") and shape.experts == 1

@@ -101,5 +101,5 @@ class PlannedStep:
         return 2 * part.tokens * shape.kv_heads * shape.head_dim * self.step.sizes.product // self.step.tensor_parallel
 
     def _made_bytes(self, part: PlannedSlice) -> int:
-        tensors = saved_tensors(self.step.shape, kernels="llama", sizes=self.step.sizes)
+        tensors = saved_tensors(self.step.shape, kernels=self.step.shape.kernels, sizes=self.step.sizes)
         return sum(part.tokens * t.bytes_per_token for t in tensors if t.name in part.made)

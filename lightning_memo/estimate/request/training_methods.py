@@ -133,8 +133,8 @@ def _why_not_sliced(question: Question) -> str:
     assert question.slices is not None
     if not (question.method == "memo" and runs_here(question) and has_known_buffers(question.shape)):
         return (
-            "slice_tokens is estimated only for method=memo, dense models with Llama layers, and clusters other than "
-            "a800: leave it out"
+            "slice_tokens is estimated only for method=memo, dense models with layers of Llama or Qwen3, and clusters "
+            "other than a800: leave it out"
         )
     if question.slices.schedule == "slice" and question.gpus > 1:
         return (

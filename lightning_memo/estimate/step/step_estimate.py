@@ -72,13 +72,40 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
 
 
 def _fit(question: Question, parallel: Parallelism, outcome: LayersEstimate, total: int) -> tuple[Status, list[str]]:
-    """Whether training fits, and sentences about its limits."""
-    usable = device_budget(question, parallel).device_bytes
-    limits = [*outcome.limits, *_precision_notes(question)]
-    if outcome.status == "oohm" or total <= usable:
-        return outcome.status, limits
-    needed = f"{format_bytes(total)} of device memory are needed, but {format_bytes(usable)} are usable."
-    return "oom", [needed, *limits]
+    """Whether training fits, and sentences about its limits or about the memory that is too small."""
+    device = total > device_budget(question, parallel).device_bytes
+    notes = _precision_notes(question)
+    if outcome.status == "ok" and not device:
+        return "ok", [*outcome.limits, *notes]
+    missing = [_missing_on_device(question, parallel, total)] if device else []
+    if outcome.status == "oohm":
+        missing.append(_missing_on_host(question, parallel, outcome.host_bytes))
+    return ("oom" if outcome.status == "ok" else "oohm"), [*missing, *notes]
+
+
+def _missing_on_device(question: Question, parallel: Parallelism, total: int) -> str:
+    state, usable = device_state_bytes(question, parallel).total, device_budget(question, parallel).device_bytes
+    kinds = "weights, gradients and the optimizer"
+    activations = f"Activations of {question.seq_len:,} tokens need {format_bytes(total - state)}"
+    if state > usable:
+        return (
+            f"Device memory is too small for the model state: {kinds} need {format_bytes(state)}, "
+            f"{format_bytes(usable)} are usable. {activations} more."
+        )
+    return (
+        f"Device memory is too small for the activations: beside {kinds} ({format_bytes(state)}), "
+        f"{format_bytes(usable - state)} are usable. {activations}."
+    )
+
+
+def _missing_on_host(question: Question, parallel: Parallelism, needed_bytes: int) -> str:
+    each = devices_per_host(question) * sequences_in_flight(question, parallel)
+    disk = f", and {format_bytes(question.spill_bytes)} on its disk" if question.spill_bytes else ""
+    return (
+        f"Host memory is too small: activations need {format_bytes(needed_bytes * each)} on each node, "
+        f"{format_bytes(question.cluster.host_bytes * question.constants.host_share)} are usable "
+        f"({question.constants.host_share:.0%} of cluster.host_bytes){disk}."
+    )
 
 
 def _refuse(question: Question, parallel: Parallelism) -> None:
