@@ -31,12 +31,13 @@ from lightning_memo.estimate.sweep.job_estimates import JobEstimate
 from lightning_memo.estimate.what_would_fit import changes_that_fit
 
 
-def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ranking]:
+def answer(request: CommandRequest, progress: bool = True, changes: bool = True) -> tuple[Question, Ranking]:
     """Finds the best parallelism, and the longest sequence if the request asks for it.
 
     Args:
         request: Settings of the command.
         progress: Whether to show a progress bar on stderr.
+        changes: Whether to search for changes that fit if the training does not, which takes seconds.
 
     Returns:
         The question with its sequence length, and the ranking. The limits of the best estimate also state the longest
@@ -55,8 +56,9 @@ def answer(request: CommandRequest, progress: bool = True) -> tuple[Question, Ra
         ranking = search(question, request.forced, report)
     fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
     longest_fit = "No sequence length fits" if fitting is None else f"Sequences of up to {fitting:,} tokens fit"
-    changes = [] if ranking.best.status == "ok" else changes_that_fit(question, request.forced)
-    limits = [*ranking.best.limits, f"{longest_fit} with this parallelism.", *changes]
+    missing = changes and ranking.best.status != "ok"
+    helpful = changes_that_fit(question, request.forced) if missing else []
+    limits = [*ranking.best.limits, f"{longest_fit} with this parallelism.", *helpful]
     best = replace(ranking.best, limits=limits)
     return question, replace(ranking, best=best)
 
@@ -77,7 +79,7 @@ def run_estimate_job(cfg: DictConfig) -> JobEstimate:
     sweep = job.mode is RunMode.MULTIRUN
     try:
         request = read_settings(plain_settings(cfg), str(job.runtime.choices.get("model")))
-        question, ranking = answer(request)
+        question, ranking = answer(request, changes=not sweep)
     except Exception as error:
         message = command_error_message(error)
         if not sweep or message is None:

@@ -51,7 +51,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
         "parallelism": format_parallelism(answer.parallel),
         "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
         "activations": answer.limits[0],
-        "step": _seconds(answer),
+        "step": _seconds(answer) + (f" ({answer.speeds})" if answer.step_seconds is not None and answer.speeds else ""),
         "MFU": _percent(answer.mfu, "causal attention, recomputation not counted"),
         "HFU": _percent(answer.hfu, "recomputation counted"),
         "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",

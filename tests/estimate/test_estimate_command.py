@@ -26,7 +26,7 @@ from lightning_memo.utils.units import read_length
 KEYS = [
     "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "storage", "step_seconds",
     "recompute_seconds", "mfu", "hfu", "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "disk_bytes",
-    "slices", "limits",
+    "slices", "speeds", "limits",
 ]  # fmt: skip
 
 

@@ -61,6 +61,7 @@ def calibrate(settings: Mapping[str, Any], model: str) -> tuple[Constants, tuple
     constants = replace(
         constants,
         source=_source(devices, cluster.name),
+        note="",
         cluster=cluster.name,
         measurements=tuple(map(str, residuals)),
     )

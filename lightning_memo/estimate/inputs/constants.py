@@ -11,6 +11,8 @@ from lightning_memo.artifacts.json_documents import check_range, read_json
 VERSION: Final = 2
 _FOLDER: Final = Path(__file__).parent / "calibrated"
 _DEFAULT: Final = "default"
+_NAMES: Final = {"a800": "a800", "h100": "hopper", "h200": "hopper", "gh200": "hopper"}
+"""Constants by the name of a cluster. The others have the default constants."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +66,11 @@ class Constants:
     cluster: str = ""
     """Cluster to whose peaks the efficiencies are relative; empty for any cluster."""
 
+    note: str = ""
+    """Short note beside times that these constants give; empty if they were measured on the machine."""
+
     measurements: tuple[str, ...] = ()
-    """Measurements that the constants were fitted to, each with its residual."""
+    """Measurements that the constants were fitted to, each with its residual, or the origin of each constant."""
 
     version: int = VERSION
 
@@ -98,5 +103,4 @@ def read_constants(path: Path) -> Constants:
 
 def constants_of(cluster: str) -> Constants:
     """Return the constants of a cluster by its name, or the default constants for other clusters."""
-    path = _FOLDER / f"{cluster}.json"
-    return read_constants(path if path.is_file() else _FOLDER / f"{_DEFAULT}.json")
+    return read_constants(_FOLDER / f"{_NAMES.get(cluster, _DEFAULT)}.json")

@@ -125,6 +125,9 @@ class Estimate:
     slices: Slices | None
     """Slices of the question."""
 
+    speeds: str
+    """Where the speeds of the estimate come from, if they were not measured on the machine; otherwise empty."""
+
     limits: list[str]
     """Sentences: what happens to activations, what limits alpha, and which rules besides the linear program apply."""
 

@@ -67,6 +67,7 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         disk_bytes=outcome.disk_bytes * devices_per_host(question),
         slices=question.slices,
         host_bytes=outcome.host_bytes * devices_per_host(question) * sequences_in_flight(question, parallel),
+        speeds=question.constants.note,
         limits=[activations_sentence(traits, outcome), *limits],
     )
 

@@ -59,8 +59,9 @@ def estimates_table(jobs: Sequence[JobEstimate]) -> Table:
     for job in jobs:
         length = [] if has_length else [f"{job.answer['seq_len']:,}" if job.answer else "-"]
         table.add_row(*setting_values(job, names), *length, *_cells(job))
-    errors = [f"{job.label(names)}: {job.message}" for job in jobs if job.message]
-    table.caption = Text("\n".join(errors)) if errors else None
+    speeds = dict.fromkeys(f"Speeds: {job.answer['speeds']}" for job in jobs if job.answer and job.answer["speeds"])
+    lines = [*speeds, *(f"{job.label(names)}: {job.message}" for job in jobs if job.message)]
+    table.caption = Text("\n".join(lines)) if lines else None
     return table
 
 

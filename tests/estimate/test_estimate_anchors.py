@@ -1,0 +1,58 @@
+"""Constants of Hopper have origins, meet a published run, and are named beside the times that they give."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from lightning_memo.estimate.command import main
+from lightning_memo.estimate.inputs.constants import Constants, constants_of
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import anchors
+
+
+def test_times_of_a_published_run_are_met() -> None:
+    errors = {anchor.what: anchor.error for anchor in anchors.anchors() if "seconds" in anchor.what}
+    assert len(errors) == 2
+    assert max(map(abs, errors.values())) < 5
+    assert max(abs(anchor.error) for anchor in anchors.anchors("a800")) > 8  # what the A800's rates would give
+
+
+def test_the_table_of_the_page_is_up_to_date(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["anchors.py", "--check"])
+    assert anchors.main() == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cluster", ["h100", "h200", "gh200"])
+def test_each_constant_of_hopper_has_an_origin(cluster: str) -> None:
+    constants = constants_of(cluster)
+    origins = [line.partition(": ")[0] for line in constants.measurements]
+    # What is left concerns only allocators without a plan.
+    unused = {"reorganised_bytes_per_second", "fragmentation", "cache_growth"}
+    numbers = {field.name for field in fields(Constants) if isinstance(getattr(constants, field.name), float)}
+    assert set(origins) == numbers - unused and len(origins) == len(set(origins))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [("h200", "published kernel rates of Hopper"), ("a100_80", "speeds of kernels, ring and copies as on the A800")],
+)
+def test_the_time_says_where_its_speeds_come_from(
+    in_process: Any, monkeypatch: pytest.MonkeyPatch, cluster: str, words: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "180")
+    settings = ["model=llama3_2_1b", "gpus=1", "batch_size=1", f"cluster={cluster}"]
+    status, out, _ = in_process(main, *settings, "seq_len=8K")
+    assert status == 0
+    (line,) = (line for line in out.splitlines() if line.split()[:1] == ["step"])
+    assert words in line and "not measured" in line
+    status, out, _ = in_process(main, "-m", *settings, "seq_len=8K,16K")
+    assert status == 0 and f"Speeds: {words}" in out
