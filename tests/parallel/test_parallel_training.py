@@ -102,6 +102,14 @@ def test_other_families(configuration: str, family: str) -> None:
     check(configuration, Run(family=family, steps=2), parts=("loss", "norm", "gradients"), alpha=0.5)
 
 
+@slow_if(lambda configuration, family: (configuration, family) not in {("tp2+sp", "qwen3_moe"), ("tp2", "mixtral")})
+@pytest.mark.parametrize("configuration", ["tp2", "tp2+sp", "cp2 x tp2+sp", "dp2 x tp2+sp zero3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts_with_tensor_parallelism(configuration: str, family: str) -> None:
+    for alpha in (0.0, 0.5):
+        check(configuration, Run(family=family, steps=2), parts=("loss", "norm", "gradients"), alpha=alpha)
+
+
 @slow_if(lambda configuration: configuration == "cp2 x tp2+sp")
 @pytest.mark.parametrize(("configuration", "slice_tokens"), [("tp2+sp", 1), ("cp2 ring", 3), ("cp2 x tp2+sp", 3)])
 def test_many_slices(configuration: str, slice_tokens: int) -> None:

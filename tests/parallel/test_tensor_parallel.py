@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_gqa": ("Llama", _GQA | {"attention_bias": True, "mlp_bias": True}),
     "llama_tied": ("Llama", _GQA | {"tie_word_embeddings": True}),
     "llama_odd_vocabulary": ("Llama", _LLAMA | {"vocab_size": 97, "pad_token_id": 96}),
+    "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 2}),
     "qwen2": ("Qwen2", _GQA),
     "qwen3": ("Qwen3", _GQA | {"head_dim": 8}),
     "mistral_window": ("Mistral", _GQA | {"sliding_window": 5}),
@@ -487,6 +488,7 @@ def test_sdpa() -> None:
         ("llama_gqa", 4, "does not divide num_key_value_heads=2 of LlamaForCausalLM: it can be 1, 2; for more GPUs"),
         ("olmo2", 3, "does not divide intermediate_size=64 of Olmo2ForCausalLM"),
         ("phi3_gqa", 4, "does not divide num_key_value_heads=2 of Phi3ForCausalLM: it can be 1, 2;"),
+        ("mixtral", 4, "does not divide num_experts of model.layers.0.mlp.experts=2 of MixtralForCausalLM: it can be"),
         ("gpt_neox", 3, "does not divide num_attention_heads=4 of GPTNeoXForCausalLM: it can be 1, 2, 4;"),
     ],
 )  # fmt: skip
@@ -497,8 +499,8 @@ def test_sizes(family: str, ranks: int, message: str) -> None:
         check_divisible(model, ranks)
 
 
-def _mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(**_GQA, num_local_experts=2)
+def _llama4() -> nn.Module:
+    config = transformers.Llama4TextConfig(**_GQA, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=32)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -514,7 +516,8 @@ def _cohere_with_norms() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        (_mixtral, None, "experts .* are not split by tensor parallelism: train MixtralForCausalLM with context"),
+        (partial(_plain, Layer), PLAN | {"mlp": "moe_tp_experts"}, r"the experts \(blocks.0.mlp\) do not have stacked"),
+        (_llama4, None, r"the experts \(.*feed_forward.experts\) do not .* get hidden states, choices and their weig"),
         (_gpt2, None, "GPT2LMHeadModel has no tp_plan that says how the weights of its layers are split: train with"),
         (_gpt2, {"c_attn": "colwise"}, "GPT2LMHeadModel has no tp_plan"),
         (partial(_plain, Layer), None, "Plain has no tp_plan"),

@@ -78,11 +78,13 @@ def collect_joined(parts: Sequence[Collected], slices: Sequence[TokenRange], cal
 
 def _join(name: str, outputs: Sequence[Any], slices: Sequence[TokenRange], call: LayerCall) -> Tensor:
     first, rows = call.token_dim, call.batch
-    # Either dimensions of their own for sequences and tokens, or a common one.
-    flat = TokenPlace(0, rows, 1) if first == 1 else TokenPlace(0, 1, rows)
-    for place, dims in ((TokenPlace(first, 1, 1), 2), (flat, 1)):
-        if all(_sizes(t, dims) == _sizes_of(part, call, dims) for t, part in zip(outputs, slices, strict=True)):
-            return place.join(outputs)
+    # Either dimensions of their own for sequences and tokens, or a common one. Routers get the tokens of all shards.
+    for shards in (1, call.shards):
+        flat = TokenPlace(0, rows * shards, 1) if first == 1 else TokenPlace(0, shards, rows)
+        lengths = [shards * part.tokens for part in slices]
+        for place, dims in ((TokenPlace(first, shards, 1), 2), (flat, 1)):
+            if all(_sizes(t, dims) == _sizes_of(n, call, dims) for t, n in zip(outputs, lengths, strict=True)):
+                return place.join(outputs)
     given = list(outputs[0].shape) if isinstance(outputs[0], Tensor) else type(outputs[0]).__name__
     raise ValueError(
         f"{call.name} was asked for {name}, which for {rows} rows of {slices[0].tokens} tokens are "
@@ -94,7 +96,7 @@ def _sizes(t: Any, dims: int) -> tuple[int, ...] | None:
     return tuple(t.shape[:dims]) if isinstance(t, Tensor) else None
 
 
-def _sizes_of(part: TokenRange, call: LayerCall, dims: int) -> tuple[int, ...]:
+def _sizes_of(tokens: int, call: LayerCall, dims: int) -> tuple[int, ...]:
     if dims == 1:
-        return (call.batch * part.tokens,)
-    return (call.batch, part.tokens) if call.token_dim == 1 else (part.tokens, call.batch)
+        return (call.batch * tokens,)
+    return (call.batch, tokens) if call.token_dim == 1 else (tokens, call.batch)

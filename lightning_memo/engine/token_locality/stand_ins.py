@@ -65,7 +65,9 @@ class _Attended(torch.autograd.Function):
 def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callable[..., Tensor] | None:
     """Return what stands in for the forward of a module that does not run on fake tensors; `None` for all others."""
     package = type(module).__module__.partition(".")[0]
-    if hasattr(module, "_is_expert_parallel") and hasattr(type(module).forward, "__wrapped__"):
+    # Tensor parallelism derives a class from the one whose forward transformers wraps.
+    wrapped = any(hasattr(vars(kind).get("forward"), "__wrapped__") for kind in type(module).__mro__)
+    if hasattr(module, "_is_expert_parallel") and wrapped:
         return functools.partial(_experts_in_shape, tracker)  # transformers has one interface for experts
     if package == "liger_kernel":
         return Tensor.clone

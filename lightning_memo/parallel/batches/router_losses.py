@@ -48,8 +48,10 @@ class RouterLosses:
         unknown = foreign or len(known) < len(functions)
 
         def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._group is None and self._current.layout is None:
+                return
             # Text is generated token by token, and not by all processes alike.
-            if self._group is None or not (torch.is_grad_enabled() or kwargs.get("labels") is not None):
+            if not (torch.is_grad_enabled() or kwargs.get("labels") is not None):
                 return
             if unknown and _asks_for_router_logits(model, kwargs):
                 raise ValueError(

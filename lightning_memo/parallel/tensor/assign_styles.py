@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from lightning_memo.parallel.tensor.mixtures import Experts, Mixture
 from lightning_memo.parallel.tensor.module_styles import (
     STREAM_TOKEN_DIM,
     Block,
@@ -17,7 +18,7 @@ from lightning_memo.parallel.tensor.module_styles import (
     gradient_of_replica,
 )
 from lightning_memo.parallel.tensor.packed_projections import PackedAttention, PackedColwise
-from lightning_memo.parallel.tensor.tensor_plan import COLWISE, REPLICATED, ROWWISE, TensorPlan, inner_linear
+from lightning_memo.parallel.tensor.tensor_plan import COLWISE, EXPERTS, REPLICATED, ROWWISE, TensorPlan, inner_linear
 from lightning_memo.utils.class_names import class_name
 
 
@@ -42,11 +43,12 @@ class _Styling:
         self._plan, self._loss_parallel = plan, loss_parallel
         self._stream: Placement = Shard(STREAM_TOKEN_DIM) if sequence_parallel else Replicate()
         self._blocks = {name: self._block(name) for name in plan.blocks}
+        self._mixtures = {name: Mixture(self._stream) for name in plan.mixtures}
         if loss_parallel and plan.head is None and hasattr(plan.model, "get_output_embeddings"):
             raise ValueError(f"loss_parallel=True: {class_name(plan.model)} has no output embeddings")
 
     def collect(self) -> dict[str, TensorStyle]:
-        styles: dict[str, TensorStyle] = dict(self._blocks)
+        styles: dict[str, TensorStyle] = {**self._blocks, **self._mixtures}
         for name, style in self._plan.styles.items():
             styles |= self._split(name, self._plan.named[name], style)
         for name, m in self._plan.named.items():
@@ -59,7 +61,12 @@ class _Styling:
 
     def _block(self, name: str) -> Block:
         packing = self._plan.packing(name)
-        return PackedAttention(self._stream) if packing and packing.first == "qkv_proj" else Block(self._stream)
+        stream = self._stream_of(name)
+        return PackedAttention(stream) if packing and packing.first == "qkv_proj" else Block(stream)
+
+    def _stream_of(self, name: str) -> Placement:
+        """Returns the layout of hidden states outside of the block that contains a module."""
+        return Replicate() if self._plan.in_mixture(name) else self._stream
 
     def _split(self, name: str, m: nn.Module, style: str) -> dict[str, TensorStyle]:
         """Returns the styles of a module that the plan names and of the low-rank adapters around it."""
@@ -67,6 +74,8 @@ class _Styling:
             copies = [("original_module", m.original_module)]
             copies += [(f"modules_to_save.{adapter}", copy) for adapter, copy in m.modules_to_save.items()]
             return {n: s for part, copy in copies for n, s in self._split(f"{name}.{part}", copy, style).items()}
+        if style in EXPERTS:
+            return {name: Experts()}
         inner = f"{name}.base_layer" if hasattr(m, "base_layer") else name
         _check_module(inner, inner_linear(m), style)
         main = self._style(name, m, style)
@@ -84,8 +93,8 @@ class _Styling:
             return VocabularyParallel(self._stream)
         packing = plan.packing(block) if block else None
         if style in ROWWISE:
-            return Rowwise(self._stream, split_input=style == "rowwise_split_input" and packing is None)
-        source = None if adapter else self._blocks[block] if block else self._stream
+            return Rowwise(self._stream_of(name), split_input=style == "rowwise_split_input" and packing is None)
+        source = None if adapter else self._blocks[block] if block else self._stream_of(name)
         if packing:
             return PackedColwise(source, packing.parts(plan.blocks[block]))
         if plan.head is not None and f"{name}.".startswith(f"{plan.head}."):
@@ -110,7 +119,7 @@ class _Styling:
             a, b = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
             if style in ROWWISE:
                 styles[a] = self._style(name, first, style)
-                styles[b] = Replicated(gradient_of_replica(self._stream))
+                styles[b] = Replicated(gradient_of_replica(self._stream_of(name)))
             else:
                 block = self._plan.block_of(name)
                 styles[a] = Replicated(Partial(), enters=None if block else self._stream)
@@ -122,6 +131,10 @@ class _Styling:
         block, matrices = self._plan.block_of(name), any(p.dim() > 1 for p in m.parameters(recurse=False))
         if block is not None:
             return Replicated(self._gradient_inside(block, name, m, matrices))
+        if self._plan.in_experts(name):
+            return Replicated(Partial())  # each rank has its own experts
+        if self._plan.in_mixture(name):
+            return Replicated(Replicate())  # routers: every rank computes them for all tokens
         if self._stream.is_shard() and self._plan.in_layers(name) and matrices:
             raise ValueError(
                 f"sequence_parallel=True: the plan does not split {name}, which would get only this rank's tokens: set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from lightning_memo.utils.find_layers import find_stacks
 COLWISE = ("colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "rowwise_split_input", "embedding_rowwise")
 REPLICATED = ("replicated", "replicated_with_grad_allreduce")
+EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 _GATHERING = ("colwise_gather_output", "rowwise_split_input")
 ADVICE = "train with context_parallel_size or zero_stage=3 instead, or give tensor_parallel_plan"
 
@@ -66,6 +68,7 @@ class TensorPlan:
         self.styles = {name: style for name, style in found.items() if style is not None}
         self._check_matches(plan or {})
         self._check_styles()
+        self.experts = {name: self.named[name] for name, style in self.styles.items() if style in EXPERTS}
         self.embedding, self.head = self._ends()
         self.styles |= {end: style for end, style in ((self.embedding, "rowwise"), (self.head, "colwise")) if end}
         if not self.projections():
@@ -75,16 +78,13 @@ class TensorPlan:
             )
         self.layers_path, self.layers = self._find_layers()
         self.blocks = self._find_blocks()
+        self.mixtures = {name.rpartition(".")[0]: self.named[name.rpartition(".")[0]] for name in self.experts}
         self._check_blocks()
+        self._check_experts()
 
     def _check_styles(self) -> None:
-        known = (*COLWISE, *ROWWISE, *REPLICATED)
+        known = (*COLWISE, *ROWWISE, *REPLICATED, *EXPERTS)
         for name, style in self.styles.items():
-            if "expert" in name:
-                raise ValueError(
-                    f"tensor_parallel_size: experts ({name}) are not split by tensor parallelism: train "
-                    f"{class_name(self.model)} with context_parallel_size or zero_stage=3 instead"
-                )
             if style not in known:
                 raise ValueError(
                     f'tensor_parallel_size: style "{style}" of {name} is not known, only {", ".join(known)}: {ADVICE}'
@@ -148,6 +148,31 @@ class TensorPlan:
             if own := [name for name, p in m._parameters.items() if p is not None]:
                 raise ValueError(f"tensor_parallel_size: {block} has weights of its own ({', '.join(own)}): {ADVICE}")
 
+    def _check_experts(self) -> None:
+        for name, m in self.experts.items():
+            count = getattr(m, "num_experts", None)
+            stacked = all(p is not None and p.dim() > 1 and len(p) == count for p in m._parameters.values())
+            if not m._parameters or not stacked or len(inspect.signature(m.forward).parameters) != 3:
+                raise ValueError(
+                    f"tensor_parallel_size: the experts ({name}) do not have stacked weights, [experts, ...], or do "
+                    f"not get hidden states, choices and their weights: train {class_name(self.model)} with "
+                    "context_parallel_size or zero_stage=3 instead"
+                )
+        for name, m in self.mixtures.items():
+            if m in self.layers or any(p is not None for p in m._parameters.values()):
+                raise ValueError(
+                    f"tensor_parallel_size: {name}, which contains experts, is a whole layer or has weights of its own"
+                    f": {ADVICE}"
+                )
+
+    def in_mixture(self, name: str) -> bool:
+        """Whether a module is inside of a mixture of experts."""
+        return any(name.startswith(f"{mixture}.") for mixture in self.mixtures)
+
+    def in_experts(self, name: str) -> bool:
+        """Whether a module is inside of experts."""
+        return any(name.startswith(f"{experts}.") for experts in self.experts)
+
     def block_of(self, name: str) -> str | None:
         """Returns the name of the block that contains a module, or `None`."""
         return next((block for block in self.blocks if name.startswith(f"{block}.")), None)
@@ -179,6 +204,7 @@ class TensorPlan:
             if any(kind in b.rpartition(".")[2].replace("attention", "attn") for b in shared):
                 values = ((name, getattr(config, name, None)) for name in settings)
                 yield from ((name, value) for name, value in values if isinstance(value, int))
+        yield from ((f"num_experts of {name}", int(m.num_experts)) for name, m in self.experts.items())
         for name, style in self.projections().items():
             side = "out_features" if style in COLWISE else "in_features"
             yield f"{side} of {name}", getattr(inner_linear(self.named[name]), side)
