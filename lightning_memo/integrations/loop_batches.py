@@ -54,7 +54,7 @@ class LoopBatches:
     def attach(self) -> None:
         """Begin to watch the model and the optimizers."""
         self._attached.callback(replace_forward(self._model, self._forward))
-        self._attached.callback(self._layer.register_forward_pre_hook(self._note_precision).remove)
+        self._attached.callback(self._layer.register_forward_pre_hook(_OwnHook(self._note_precision)).remove)
         for optimizer in self._optimizers:
             self._attached.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._attached.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -158,6 +158,23 @@ class LoopBatches:
         stepped = len(self._have_stepped) == len(self._optimizers)
         if stepped and not _is_in_backward():
             self.end()
+
+
+class _OwnHook:
+    """A hook on a module that its copies, saved ones too, have without an effect."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., None]]]:
+        return _OwnHook, (_ignored,)
+
+
+def _ignored(*_: Any) -> None:
+    """Does nothing."""
 
 
 def _is_in_backward() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -511,3 +513,54 @@ def test_settings_are_those_of_the_strategy() -> None:
     own = {p.name: p.default for p in inspect.signature(MemoLoop).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert own.pop("output_dir") is None
     assert own == {name: of_strategy[name].default for name in own}
+
+
+def test_a_model_is_copied_within_its_loop() -> None:
+    """Averages of weights copy the model; the copies run plainly, and the loop is not disturbed."""
+    model = build()
+    optimizer = sgd(model)
+    with MemoLoop(model, optimizer, alpha=0.5):
+        for number in range(2):
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        copied, averaged = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+        loss = loss_of(copied, 2)
+        loss.backward()
+        assert torch.equal(loss_of(averaged.module, 2), loss)
+        loss_of(model, 2).backward()
+        for ours, copys in zip(model.parameters(), copied.parameters(), strict=True):
+            assert torch.allclose(ours.grad, copys.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backward_after_its_step_tells_what_to_do() -> None:
+    """A step ends a batch, after which the memory of the profiled one is freed."""
+    model = build()
+    optimizer = sgd(model)
+    with MemoLoop(model, optimizer, slice_tokens=16, host_backed="all"):
+        first, second = loss_of(model, 0), loss_of(model, 0)
+        first.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="run each backward in its step"):
+            second.backward()
+
+
+def test_two_loops_at_a_time_plan_the_memory_of_one() -> None:
+    models = [build(), build()]
+    optimizers = [sgd(model) for model in models]
+    with warnings.catch_warnings(record=True) as told, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        loops = [
+            stack.enter_context(MemoLoop(model, optimizer, alpha=0.5))
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        for number in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss_of(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            deadline = time.monotonic() + 60
+            while number == 2 and any(memo.memory.busy for memo in loops) and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert sum("another training of this process" in str(each.message) for each in told) == 1

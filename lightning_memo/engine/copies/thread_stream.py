@@ -81,6 +81,10 @@ class ThreadCopyStream:
     def copy_after(
         self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
     ) -> CopyEvent:
+        if not self._thread.is_alive():
+            raise CopyError(
+                "a copy was asked for after the memory of its step was freed: run each backward in its step"
+            )
         self._last = event = ThreadCopyEvent(self._name, self._recorder)
         self._jobs.put(_ThreadCopy(destination, source, after, subject or self._recorder.subject, event))
         return event

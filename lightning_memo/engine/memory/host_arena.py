@@ -124,9 +124,14 @@ class HostArena:
         pinned: Whether its pages are locked.
         spare: Another arena, which gives the buffers that this one has no room for.
 
+    Attributes:
+        closed: Whether the arena was closed. Its buffers must not be read any more.
+
     Raises:
         MemoryError: The host refuses the allocation or the page lock.
     """
+
+    closed = False
 
     def __init__(self, size_bytes: int, pinned: bool, spare: HostArena | None = None) -> None:
         self.size_bytes, self._spare = size_bytes, spare
@@ -159,6 +164,7 @@ class HostArena:
 
     def close(self) -> None:
         """Unlock the pages. The caller makes sure that no copy is under way."""
+        self.closed = True
         if self._lock is not None:
             self._lock.release()
 
@@ -202,15 +208,15 @@ class HostBuffer:
     """
 
     def __init__(self, memory: Tensor, arena: HostArena | None, poison: bool) -> None:
-        self.memory = memory
+        self.memory, self._arena = memory, arena
         self.copies = LastCopies()
         self._release = weakref.finalize(self, _give_back, memory, arena, poison, self.copies)
         self._release.atexit = False
 
     @property
     def alive(self) -> bool:
-        """Whether the buffer has not been given back."""
-        return self._release.alive
+        """Whether the buffer has not been given back, and its arena was not closed."""
+        return self._release.alive and not (self._arena is not None and self._arena.closed)
 
     def release(self) -> None:
         """Give the buffer back."""

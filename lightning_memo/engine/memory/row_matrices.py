@@ -112,7 +112,7 @@ class HostRows(Rows):
         if not self._buffer.alive:
             raise RuntimeError(
                 "hidden states were read after their step, when the host memory that held them had been freed: copy "
-                'what you need within the step, or set host_backed="attention"'
+                'what you need and run each backward within the step, or set host_backed="attention"'
             )
         self._free_sources(0)
         count = sum(map(len, ranges))

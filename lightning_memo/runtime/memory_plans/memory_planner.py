@@ -28,6 +28,7 @@ from lightning_memo.runtime.memory_plans.cached_placements import cached_placeme
 from lightning_memo.runtime.memory_plans.gradient_copies import copy_gradients
 from lightning_memo.runtime.memory_plans.hit_rate_watch import HitRateWatch
 from lightning_memo.runtime.memory_plans.memory_state import MemoryState, PlacementCandidate
+from lightning_memo.runtime.memory_plans.one_planner import begin_planning, end_planning
 from lightning_memo.runtime.memory_plans.request_recording import RecordedRequests, RequestRecording
 from lightning_memo.runtime.memory_plans.step_marks import StepMarks
 from lightning_memo.runtime.training_run_protocol import TrainingRun
@@ -156,8 +157,6 @@ class MemoryPlanner:
         if self.state in transitions:
             transitions[self.state]()
 
-    # ---- from state to state
-
     def _pause(self, then: MemoryState) -> None:
         """Leave all requests to PyTorch's allocator, and go to another state."""
         if self._allocator is not None:
@@ -193,6 +192,7 @@ class MemoryPlanner:
             return
         try:
             allocator = self._building.result()
+            begin_planning(self)
             allocator.install()
         except Exception as error:  # training does not depend on the allocator, so no failure of it ends training
             self._give_up(str(error) or repr(error))
@@ -314,6 +314,7 @@ class MemoryPlanner:
         Args:
             model: The trained model. Its gradients leave the arena, because it may be kept long after training.
         """
+        end_planning(self)
         self._engine.on_mark = self._engine.comparison.before = None
         self.marks.stop()
         self.marks.end_batch()
