@@ -107,15 +107,25 @@ class CheckpointingStrategy(ModelParallelStrategy):
             folder: A new or empty folder, to which the first process can write.
 
         Raises:
-            ValueError: The run has no Hugging Face model, or the folder is not empty.
+            ValueError: There was no run, it has no Hugging Face model, or the folder is not empty or cannot be written.
         """
-        assert self.lightning_module is not None
+        if self.lightning_module is None:
+            raise ValueError("save_pretrained: nothing was trained with this strategy: call it after trainer.fit")
         hosts = find_hugging_face(self.lightning_module)
         if not hosts:
             raise ValueError("save_pretrained: the LightningModule holds no Hugging Face model")
         model = next((m for m in self.lightning_module.modules() if hasattr(m, "peft_config")), hosts[0])
         state = gather_state(model)
-        on_first_rank(lambda: export_huggingface(model, folder, state))
+
+        def export() -> None:
+            try:
+                export_huggingface(model, folder, state)
+            except OSError as error:
+                raise ValueError(
+                    f"save_pretrained: {folder} cannot be written ({error.strerror or error}): give a folder that can"
+                ) from error
+
+        on_first_rank(export)
 
     def push_to_hub(self, repository: str, private: bool | None = None) -> None:
         """Upload what :meth:`save_pretrained` writes to a repository of the Hugging Face Hub.

@@ -49,7 +49,12 @@ def search_longest(cfg: DictConfig) -> int:
         resume=cfg.resume,
         **trainer_settings(cfg),
     )
-    Console().print(f"longest sequence: {tokens:,} tokens ({cfg.results})", highlight=False, soft_wrap=True)
+    found = f"longest sequence: {tokens:,} tokens"
+    if tokens + cfg.multiple_of > cfg.high:
+        found = (
+            f"longest sequence: at least {tokens:,} tokens, the most that high={cfg.high} allows; for more, raise high"
+        )
+    Console().print(f"{found} ({cfg.results})", highlight=False, soft_wrap=True)
     return tokens
 
 

@@ -129,12 +129,23 @@ class DocumentsDataModule(SequenceDataModule):
         n_val = min(max(1, round(len(documents) * self._val_fraction)), len(documents) - 1)
         parts = np.sort(order[n_val:]), np.sort(order[:n_val])
         train, val = (documents.select_columns("ids").select(part) for part in parts)
+        rows = self._rows(train, lengths[parts[0]], self.seq_len, tokenizer.eos_id)
+        self._check_filled(rows)
         return Loaded(
-            train=self._rows(train, lengths[parts[0]], self.seq_len, tokenizer.eos_id),
+            train=rows,
             val=self._rows(val, lengths[parts[1]], self.seq_len, tokenizer.eos_id),
             vocab_size=tokenizer.vocab_size,
             unigram_entropy=entropy(_counts(train, tokenizer.vocab_size)),
         )
+
+    def _check_filled(self, rows: PackedRows | PaddedRows) -> None:
+        share = rows.tokens / (len(rows) * self.seq_len)
+        if share < 0.5 and isinstance(rows, PackedRows):
+            log.warning(
+                "path=%s: the documents fill %.0f %% of %d row(s) of %d tokens, and the rest is computed in vain; "
+                "lower seq_len, or give more documents.",
+                *(self._path, 100 * share, len(rows), self.seq_len),
+            )
 
     def _stream(self, tokenizer: Tokenizer) -> Loaded:
         """Uses the first documents for validation and streams the others."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.integrations.memo_loop import MemoLoop
 
 
@@ -41,6 +42,11 @@ class MemoCallback(TrainerCallback):
         MemoLoop.check(settings)
         self._settings = settings
         self.loop: MemoLoop | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, also after training; `None` until the first batch is over."""
+        return None if self.loop is None else self.loop.plan
 
     @override
     def on_train_begin(

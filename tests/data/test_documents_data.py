@@ -305,3 +305,8 @@ def test_without_the_library_a_line_tells_how_to_get_it(jsonl: Path, monkeypatch
     monkeypatch.setattr("lightning_memo.data.document_files._DATASETS", False)
     with pytest.raises(ValueError, match=r"pip install 'lightning-memo\[datasets\]'"):
         module(jsonl).setup()
+
+
+def test_rows_that_stay_empty_are_told_of(jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module(jsonl, seq_len=2**16).setup()
+    assert "% of 1 row(s) of 65536 tokens, and the rest is computed in vain; lower seq_len" in caplog.text

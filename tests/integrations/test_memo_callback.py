@@ -99,9 +99,8 @@ def test_trainer(family: str, arguments: dict[str, Any], settings: dict[str, Any
         settings = {"alpha": 1.0}
     memo = MemoCallback(**settings)
     train(of_rows(memo, family, **arguments)).compare(train(of_rows(None, family, **arguments)))
-    assert memo.loop is not None
-    assert memo.loop.plan is not None
-    assert memo.loop.plan.swap.alpha == settings.get("alpha", 1.0)
+    assert memo.plan is not None
+    assert memo.plan.swap.alpha == settings.get("alpha", 1.0)
 
 
 def of_rank(memo: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -109,7 +108,7 @@ def of_rank(memo: bool) -> tuple[list[float], dict[str, Tensor]]:
     trainer = of_rows(callback, output_dir=".")
     outcome = train(trainer)
     assert trainer.accelerator.num_processes == 2
-    assert callback is None or (callback.loop is not None and callback.loop.plan is not None)
+    assert callback is None or callback.plan is not None
     return [entry["loss"] for entry in outcome.logs], outcome.weights
 
 
@@ -149,9 +148,8 @@ def test_trainers_of_trl(make: Any, lora: bool) -> None:
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if lora else None
     memo = MemoCallback(alpha=0.5)
     train(make(memo, adapter)).compare(train(make(None, adapter)))
-    assert memo.loop is not None
-    assert memo.loop.plan is not None
-    assert memo.loop.plan.swap.alpha == 0.5
+    assert memo.plan is not None
+    assert memo.plan.swap.alpha == 0.5
 
 
 def test_the_plan_is_written_to_the_output_folder(tmp_path: Path) -> None:

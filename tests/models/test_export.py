@@ -13,11 +13,13 @@ from lightning.pytorch.plugins import HalfPrecision
 from peft import AutoPeftModelForCausalLM, PeftModel
 from support.processes import run_in_processes
 from support.samples.checkpoints import checkpoint_of, shard
+from support.trainer_harness import LanguageModel, fit
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from lightning_memo import MemoStrategy
 from lightning_memo.export import main
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import export_huggingface, gather_state
@@ -218,3 +220,16 @@ def test_empty_folder_is_taken(tmp_path):
     export_huggingface(module.model, tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(module.model))
     assert module.model.config.use_cache is False
+
+
+def test_save_pretrained_before_training():
+    with pytest.raises(ValueError, match=r"nothing was trained with this strategy: call it after trainer\.fit"):
+        MemoStrategy().save_pretrained("x")
+
+
+def test_save_pretrained_to_a_folder_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    result = fit(MemoStrategy(alpha=0.5), LanguageModel("llama"), max_steps=1)
+    with pytest.raises(ValueError, match=r"save_pretrained: .*file/model cannot be written .*: give a folder that can"):
+        result.trainer.strategy.save_pretrained(file / "model")
