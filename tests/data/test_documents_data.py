@@ -308,5 +308,5 @@ def test_without_the_library_a_line_tells_how_to_get_it(jsonl: Path, monkeypatch
 
 
 def test_rows_that_stay_empty_are_told_of(jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module(jsonl, seq_len=2**16).setup()
+    module(jsonl, seq_len=2**16, batch_size=1).setup()
     assert "% of 1 row(s) of 65536 tokens, and the rest is computed in vain; lower seq_len" in caplog.text
