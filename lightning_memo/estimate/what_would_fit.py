@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
@@ -26,15 +26,8 @@ _GPU_FACTORS: Final = (2, 4, 8, 16, 32, 64)
 Variant = tuple[str, Question]
 """Settings as on the command line, and the question with them."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A kind of change, with its variants from the smallest to the largest."""
-
-    effort: int
-    """How much the user has to change. Combinations are tried in the order of the sum."""
-
-    variants: Callable[[Question], Iterator[Variant]]
+_Variants = Callable[[Question], Iterator[Variant]]
+"""Variants of a change, from the smallest to the largest."""
 
 
 def changes_that_fit(question: Question, forced: Mapping[str, int]) -> list[str]:
@@ -48,8 +41,8 @@ def changes_that_fit(question: Question, forced: Mapping[str, int]) -> list[str]
     """
     fitting: dict[frozenset[str], str] = {}
     for counts in ((1, 2), (3,)):
-        combined = [names for count in counts for names in combinations(_CHANGES, count)]
-        for names in map(frozenset, sorted(combined, key=lambda names: sum(_CHANGES[name].effort for name in names))):
+        combined = [names for count in counts for names in combinations(_EFFORTS, count)]
+        for names in map(frozenset, sorted(combined, key=lambda names: sum(map(_EFFORTS.__getitem__, names)))):
             more_gpus = "gpus" in names and len(names) > 1  # and something else: the largest change
             if len(fitting) == _MOST_LINES or any(fewer <= names for fewer in fitting) or (more_gpus and fitting):
                 continue
@@ -70,8 +63,8 @@ def _tried(question: Question, forced: Mapping[str, int], names: frozenset[str])
         forced, given = {name: size for name, size in forced.items() if name == "pp"}, forced
         if forced == given:
             return ""
-    others = [change for name, change in _CHANGES.items() if name in names and name not in ("sizes", "slices")]
-    for words, changed in _variants(question, others):
+    changes = [variants for name, variants in _VARIANTS.items() if name in names]
+    for words, changed in _variants(question, changes):
         if not _state_fits(changed, forced):
             continue
         answer = suggest_slices(changed, forced) if "slices" in names else _fitting(changed, forced)
@@ -89,12 +82,12 @@ def _tried(question: Question, forced: Mapping[str, int], names: frozenset[str])
     return ""
 
 
-def _variants(question: Question, changes: Sequence[_Change]) -> Iterator[tuple[tuple[str, ...], Question]]:
+def _variants(question: Question, changes: Sequence[_Variants]) -> Iterator[tuple[tuple[str, ...], Question]]:
     """All combinations of the variants of some changes."""
     if not changes:
         yield (), question
         return
-    for words, changed in changes[0].variants(question):
+    for words, changed in changes[0](question):
         for more, again in _variants(changed, changes[1:]):
             yield (words, *more), again
 
@@ -184,13 +177,12 @@ def _size(size_bytes: int) -> str:
     return next((f"{size_bytes // unit}{name}" for unit, name in units if not size_bytes % unit), str(size_bytes))
 
 
-_CHANGES: Final = {
-    "sizes": _Change(1, lambda question: iter(())),
-    "alpha": _Change(1, _alpha),
-    "slices": _Change(2, lambda question: iter(())),
-    "method": _Change(2, _method),
-    "precision": _Change(3, _precision),
-    "host": _Change(4, _host),
-    "lora": _Change(5, _lora),
-    "gpus": _Change(6, _gpus),
-}
+_EFFORTS: Final = {
+    "sizes": 1, "alpha": 1, "slices": 2, "method": 2, "precision": 3, "host": 4, "lora": 5, "gpus": 6
+}  # fmt: skip
+"""How much a user has to change: without the given sizes of the parallelism, with slices, or with other settings.
+Combinations are tried in the order of the sum."""
+
+_VARIANTS: Final[dict[str, _Variants]] = {
+    "alpha": _alpha, "method": _method, "precision": _precision, "host": _host, "lora": _lora, "gpus": _gpus
+}  # fmt: skip

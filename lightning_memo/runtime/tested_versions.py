@@ -22,7 +22,10 @@ def warn_of_untested_versions() -> None:
     for requirement in map(Requirement, lines):
         if requirement.marker is not None:  # of an extra
             continue
-        version = metadata.version(requirement.name)
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:  # parts of this package need it, which say so
+            continue
         if not requirement.specifier.contains(version, prereleases=True):
             rank_zero_warn(
                 f"{requirement.name} {version} was not tested with lightning_memo, which uses parts of it that may "

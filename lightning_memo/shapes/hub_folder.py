@@ -41,8 +41,8 @@ def hub_folder(path: str, files: tuple[str, ...], setting: str) -> Path:
         reason = f"its terms have to be accepted at https://huggingface.co/{path}, by the user of `hf auth login`"
     except RepositoryNotFoundError:
         reason = "the Hub has no such model, or it is private and needs `hf auth login`"
-    except (OSError, ValueError):
-        reason = "HF_HUB_OFFLINE is set, or the Hub cannot be reached"
+    except (OSError, ValueError) as error:
+        reason = f"HF_HUB_OFFLINE is set, or the Hub cannot be reached: {str(error).partition(chr(10))[0]}"
     raise ValueError(
         f"{setting}={path}: no such folder, and no download from the Hub ({reason}): run `hf download {path} "
         f"--local-dir {name}` where that is possible, and give {setting}={name}"

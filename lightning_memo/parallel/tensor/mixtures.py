@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from lightning_memo.parallel.tensor.module_styles import Forward, TensorStyle, local_parameters, move
+from lightning_memo.parallel.tensor.module_styles import FirstArgument, Forward, TensorStyle, local_parameters, move
 
 
 class Mixture(TensorStyle):
@@ -31,16 +31,16 @@ class Mixture(TensorStyle):
         self.stream = stream
 
     def prepare(self, module: nn.Module) -> None:
-        self._first_argument = next(iter(inspect.signature(module.forward).parameters))
+        self._call_with = FirstArgument(module)
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        x = given.arguments[self._first_argument]
-        given.arguments[self._first_argument] = move(x, self.mesh, self.stream, Replicate(), gradient=Replicate())
-        result = original(*given.args, **given.kwargs)
+        result = self._call_with(self._enter, original, *args, **kwargs)
         if isinstance(result, tuple):
             return (self._leave(result[0]), *result[1:])
         return self._leave(result)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return move(x, self.mesh, self.stream, Replicate(), gradient=Replicate())
 
     def _leave(self, x: Tensor) -> Tensor:
         return move(x, self.mesh, Replicate(), self.stream)
@@ -59,9 +59,10 @@ class Experts(TensorStyle):
     def prepare(self, module: nn.Module) -> None:
         self._count = module.num_experts // self.mesh.size()
         self._start = self._count * self.mesh.get_local_rank()
+        self._arguments = inspect.signature(module.forward)
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Tensor:
-        x, index, weights = inspect.signature(original).bind(*args, **kwargs).args
+        x, index, weights = self._arguments.bind(*args, **kwargs).args
         own = index - self._start
         elsewhere = (own < 0) | (own >= self._count)
         x, weights = (move(t, self.mesh, Replicate(), Replicate(), gradient=Partial()) for t in (x, weights))

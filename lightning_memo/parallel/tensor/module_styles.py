@@ -151,6 +151,22 @@ class Replicated(TensorStyle):
         return result if self.leaves is None else move(result, self.mesh, Replicate(), self.leaves)
 
 
+class FirstArgument:
+    """Calls a function with another first argument, which is given by position or by name.
+
+    Args:
+        module: Module whose forward has the function's arguments.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = next(iter(inspect.signature(module.forward).parameters))
+
+    def __call__(self, change: Callable[[Tensor], Tensor], function: Forward, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return function(change(args[0]), *args[1:], **kwargs)
+        return function(**kwargs | {self._name: change(kwargs[self._name])})
+
+
 class Block(TensorStyle):
     """An attention or MLP module. Its input is gathered once for all its projections.
 
@@ -166,16 +182,17 @@ class Block(TensorStyle):
         self._input: Tensor | None = None
 
     def prepare(self, module: nn.Module) -> None:
-        self._first_argument = next(iter(inspect.signature(module.forward).parameters))
+        self._call_with = FirstArgument(module)
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         before = self._input
-        x = args[0] if args else kwargs[self._first_argument]
-        x = self._input = move(x, self.mesh, self.stream, Replicate(), gradient=Partial())
+
+        def gather(x: Tensor) -> Tensor:
+            self._input = move(x, self.mesh, self.stream, Replicate(), gradient=Partial())
+            return self._input
+
         try:
-            if args:
-                return original(x, *args[1:], **kwargs)
-            return original(**kwargs | {self._first_argument: x})
+            return self._call_with(gather, original, *args, **kwargs)
         finally:
             self._input = before
 
