@@ -117,6 +117,13 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
     check(configuration, Run(family="llama_gqa", tokens=tokens), alpha=0.5, slice_tokens=slice_tokens)
 
 
+# PyTorch's DTensor makes other operations of 257 tokens and more.
+@pytest.mark.parametrize(("configuration", "family"), [("tp2+sp", "llama_gqa"), ("cp2 x tp2+sp", "mixtral")])
+def test_long_sequences_with_sequence_parallelism(configuration: str, family: str) -> None:
+    run = Run(family=family, tokens=1040, batch=1, steps=2)
+    check(configuration, run, parts=("loss", "norm", "gradients"), alpha=0.5)
+
+
 @slow_if(lambda configuration, host_backed: (configuration, host_backed) != ("cp2 ring", "attention"))
 @pytest.mark.parametrize("host_backed", ["none", "attention", "all"])
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp4 ring", "cp4 ulysses2 x ring2", "cp2 x tp2+sp"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_memo.engine.token_locality.token_tracker import SIZED, Step
+from lightning_memo.engine.token_locality.token_tracker import SIZED, Step, is_whole_slice
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.operator_values import tensors_in, values_in
 
@@ -36,7 +36,7 @@ class OperationLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass(t) for t in tensors_in(args, kwargs)):
             return NotImplemented  # their class takes them apart
-        if func.namespace != "prim":
+        if func.namespace != "prim" and not is_whole_slice(func, args):
             self.steps.append((str(func), tuple(_numbers(func, (args, kwargs)))))
         return func(*args, **kwargs)
 
