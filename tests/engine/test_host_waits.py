@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.families import make_batch
 from support.harness import EngineUnderTest, assert_equal, gradients_of, loss_and_gradients
+from support.markers.slow import slow_if
 from support.samples.streamed import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,6 +96,7 @@ class Watched:
         return getattr(self._watched, name)
 
 
+@slow_if(lambda case_id: case_id in ("slice by slice", "all on the host"))
 @each_way
 def test_the_host_waits_for_nothing_within_the_layers(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
@@ -240,6 +242,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubEvent]:
     return StubEvent
 
 
+@slow_if(lambda case_id: case_id in ("slice by slice", "all on the host"))
 @each_way
 def test_streams_of_cuda_wait_among_themselves(
     way: Any, stub: type[StubEvent], monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import torch
 from support.attention.recorded_training import BOUND, gradient_errors
 from support.families import PlainBlock, PlainModel
 from support.harness import gradients_of
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit
 from torch import Tensor, nn
 
@@ -158,6 +159,7 @@ def held_by(module: nn.Module) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+@slow_if(lambda case_id: case_id not in ("1-forward-Counting", "2-backward-PlainBlock"))
 @pytest.mark.parametrize("kind", [PlainBlock, Counting])
 @pytest.mark.parametrize(("batch", "where"), FAILURES)
 def test_what_modules_hold_is_as_before(kind: type[PlainBlock], batch: int, where: str) -> None:

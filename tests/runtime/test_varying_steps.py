@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import FAMILIES, VOCABULARY
+from support.markers.slow import slow_if
 from support.samples.callbacks import Watch
 from support.trainer_harness import LanguageModel, Result, batches, fit, shorten_measurements
 from torch import Tensor
@@ -29,7 +30,7 @@ Lengths = Callable[[random.Random], int]
 def short_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shorten_measurements(monkeypatch)
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "plans")
-    monkeypatch.setattr(planning, "_PLANNING_SECONDS", 2.0)
+    monkeypatch.setattr(planning, "_PLANNING_SECONDS", 0.5)
 
 
 def one_length(rng: random.Random) -> int:
@@ -102,6 +103,7 @@ CASES = {
 }
 
 
+@slow_if(lambda case: case not in ("documents", "eight lengths in slices", "any length in plain mode"))
 @pytest.mark.parametrize("case", CASES)
 def test_nearly_all_requests_are_served_in_the_arena(case: str) -> None:
     length, packed, settings = CASES[case]

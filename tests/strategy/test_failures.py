@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from support.trainer_harness import (
     LanguageModel,
     assert_usable_again,
@@ -111,6 +112,7 @@ def test_out_of_memory_again_and_again():
     assert set(result.held) == {0}
 
 
+@slow_if(lambda case_id: case_id not in ("1-forward", "2-backward"))
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("rungs", [1, 2])
 def test_a_first_step_that_does_not_fit_runs_in_slices(where, rungs):
@@ -244,6 +246,7 @@ class Starved(nn.Module):
         return x
 
 
+@slow_if(lambda case_id: case_id in ("1", "3"))
 @pytest.mark.parametrize("call", range(1, 13, 2))
 def test_out_of_memory_says_nothing_about_a_layer(call):
     """Layers are cut in later steps, and no line says that they cannot be."""

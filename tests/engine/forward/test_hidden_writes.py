@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.attention.recorded_training import blocks, compare
 from support.families import PlainBlock
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -117,6 +118,7 @@ class Noticed(Writing):
         return super().forward(x + F.relu(h, inplace=True) * self.weight)
 
 
+@slow_if(lambda case_id: not case_id.endswith("{'alpha': 0.5}"))
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", [Before, OtherPart, OtherColumns, Noticed])
 def test_other_writes(kind: Callable[[], nn.Module], settings: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.families import VOCABULARY, PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, plain
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
@@ -58,6 +59,7 @@ CALLS: dict[str, tuple[type[PlainBlock], Callable[[Any, Tensor], Tensor]]] = {
 }
 
 
+@slow_if(lambda case_id: not case_id.endswith("{'alpha': 0.5}"))
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("call", CALLS)
 def test_layers_compute_as_in_plain_training(call: str, settings: dict[str, Any]) -> None:

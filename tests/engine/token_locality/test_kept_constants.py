@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.attention.recorded_training import blocks, compare
 from support.families import FAMILIES, VOCABULARY, PlainBlock
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -72,6 +73,7 @@ def forget() -> None:
     OBJECT.slopes = None
 
 
+@slow_if(lambda case_id: case_id in ("of_buffer", "of_object"))
 @pytest.mark.filterwarnings("error:.*as one slice")
 @pytest.mark.parametrize("constant", [of_lru_cache, of_dict, of_object, of_buffer])
 def test_constants_that_the_first_layer_makes(constant: Callable[[PlainBlock], Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -63,6 +64,7 @@ def step(model: nn.Module, batch: dict[str, Any] = BATCH) -> None:
         assert_close(under_test.step(batch), plain)
 
 
+@slow_if(lambda case_id: not case_id.endswith("model.norm"))
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("change", "why"),

@@ -18,7 +18,8 @@ def slow_if(combines: Callable[..., bool]) -> pytest.MarkDecorator:
     """Mark the cases of a test for whose parameters a function returns true.
 
     Args:
-        combines: The function. Its arguments have the names of parameters of the test or of its fixtures.
+        combines: The function. Its arguments have the names of parameters of the test or of its fixtures, or are
+            `case_id`, what pytest writes in brackets after the name of the test.
     """
     return pytest.mark.slow_if.with_args(combines)
 
@@ -28,7 +29,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
     for item in items:
         for mark in item.iter_markers("slow_if"):
             combines = mark.args[0]
-            parameters = item.callspec.params  # type: ignore[attr-defined]
+            parameters = {"case_id": item.callspec.id, **item.callspec.params}  # type: ignore[attr-defined]
             if combines(*(parameters[name] for name in inspect.signature(combines).parameters)):
                 item.add_marker(pytest.mark.slow)
 
