@@ -43,7 +43,7 @@ def answer_table(question: Question, answer: Estimate) -> Table:
     table.add_column(overflow="fold")
     where = f"{question.gpus} x {cluster.device}, {nodes} node{_plural(nodes)}"
     rows = {
-        "model": f"{answer.model}, {_count(question.shape.parameters)} parameters{_trained(question.shape)}",
+        "model": f"{answer.model}, {_count(question.shape.parameters)} parameters{_active(question.shape)}",
         "cluster": where,
         "method": answer.method if answer.slices is None else f"{answer.method}, {answer.slices}",
         "sequence": f"{answer.seq_len:,} tokens, {question.batch_size} sequence{_plural(question.batch_size)} per step",
@@ -95,7 +95,7 @@ def bytes_table(question: Question, answer: Estimate) -> Table:
 def alternatives_table(ranking: Ranking, most: int) -> Table:
     """Returns a table of the best parallelism and its alternatives, with the reason why each is worse."""
     table = Table(title="Alternatives", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
-    for name in ("TP", "CP", "DP", "PP", "ZeRO", "alpha", "step", "MFU"):
+    for name in ("TP", "CP", "DP", "PP", "EP", "ZeRO", "alpha", "step", "MFU"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     _add_row(table, ranking.best, "best" if ranking.best.status == "ok" else "needs the least memory")
@@ -108,18 +108,25 @@ def alternatives_table(ranking: Ranking, most: int) -> Table:
 
 def format_parallelism(parallel: Parallelism) -> str:
     """Returns all sizes of a parallelism on one line."""
-    return f"TP {parallel.tp}, CP {parallel.cp}, DP {parallel.dp}, PP {parallel.pp}, ZeRO {parallel.zero_stage}"
+    sizes = [f"TP {parallel.tp}", f"CP {parallel.cp}", f"DP {parallel.dp}", f"PP {parallel.pp}"]
+    if parallel.expert_parallel_size > 1:
+        sizes.append(f"EP {parallel.expert_parallel_size}")
+    return ", ".join([*sizes, f"ZeRO {parallel.zero_stage}"])
 
 
 def _add_row(table: Table, answer: Estimate, remark: str) -> None:
     parallel = answer.parallel
-    sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.zero_stage)
+    sizes = (
+        parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.expert_parallel_size, parallel.zero_stage
+    )  # fmt: skip
     alpha = format_alpha(answer.alpha, answer.device_bytes, answer.storage)
     table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
 
 
-def _trained(shape: ModelShape) -> str:
-    """The number of trained parameters as text, if not all are trained."""
+def _active(shape: ModelShape) -> str:
+    """The number of parameters that process a token, or of those that are trained, if it is not the number of all."""
+    if shape.experts > 1:
+        return f", {_count(shape.active_parameters)} of them active"
     return "" if shape.adapters is None else f", {_count(shape.layers * shape.adapter_parameters)} of them trained"
 
 

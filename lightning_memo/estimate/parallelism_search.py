@@ -58,7 +58,7 @@ def search(question: Question, forced: Mapping[str, int] | None = None, report: 
     for done, parallel in enumerate(choices):
         if report is not None:
             report(done, len(choices))
-        sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp)
+        sizes = (parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.expert_parallel_size)
         divided.setdefault(sizes, []).append(estimate(question, parallel))
     best, *others = sorted(map(_best_stage, divided.values()), key=_rank)
     if missing := left_out_sentence(question, forced or {}):

@@ -9,6 +9,7 @@ from lightning_memo.estimate.times.outside_times import optimizer_seconds, outsi
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic", "data-parallel traffic"
+_EXPERT = "expert-parallel traffic"
 
 
 def why_slower(question: Question, answer: Estimate, best: Estimate) -> str:
@@ -43,18 +44,23 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
         answer: Estimate of the question.
     """
     assert answer.step_seconds is not None
-    parallel, times = answer.parallel, layer_times(question, answer.parallel)
+    parallel = answer.parallel
+    runs = [(run.shape.layers // parallel.pp, layer_times(run, parallel)) for run in question.runs]
     layers = question.shape.layers // parallel.pp
     sequences = question.batch_size // parallel.dp
-    again = (answer.recompute_seconds or 0.0) / sequences / layers
-    in_layers = layers * times.computing
+    again = (answer.recompute_seconds or 0.0) / sequences
+    in_layers = sum(count * times.computing for count, times in runs)
+    tensor = sum(count * times.tensor_parallel for count, times in runs)
+    context = sum(count * times.context_parallel for count, times in runs)
+    expert = sum(count * times.expert_parallel for count, times in runs)
     computing = in_layers + outside_seconds(question, parallel)
-    passing = layers * (times.tensor_parallel + times.context_parallel + again)
+    passing = tensor + context + expert + again
     parts = {
         "computing": sequences * computing + optimizer_seconds(question, parallel),
-        "recomputing": sequences * layers * again,
-        _TENSOR: sequences * layers * times.tensor_parallel,
-        _CONTEXT: sequences * layers * times.context_parallel,
+        "recomputing": sequences * again,
+        _TENSOR: sequences * tensor,
+        _CONTEXT: sequences * context,
+        _EXPERT: sequences * expert,
         _DATA: data_parallel_seconds(question, parallel, sequences * (computing + passing)),
         "idle pipeline stages": (parallel.pp - 1) * (in_layers + passing) / layers,
     }
@@ -80,5 +86,10 @@ def _total(answer: Estimate) -> int:
 
 def _leaves_node(question: Question, answer: Estimate, what: str) -> bool:
     parallel = answer.parallel
-    neighbours = {_TENSOR: parallel.tp, _CONTEXT: parallel.tp * parallel.cp, _DATA: question.gpus // parallel.pp}
+    neighbours = {
+        _TENSOR: parallel.tp,
+        _CONTEXT: parallel.tp * parallel.cp,
+        _EXPERT: parallel.tp * parallel.expert_parallel_size,
+        _DATA: question.gpus // parallel.pp,
+    }
     return neighbours.get(what, 1) > question.cluster.devices_per_node

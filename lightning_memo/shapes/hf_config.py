@@ -8,26 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_memo.shapes.attention_widths import LatentAttention
+from lightning_memo.shapes.config_sizes import flag_of, given, is_size, size_of
+from lightning_memo.shapes.expert_layer import ExpertLayer, RouterKind
+from lightning_memo.shapes.layer_parts import with_parts
 from lightning_memo.shapes.model_shape import Kernels, ModelShape
 
 _FILE: Final = "config.json"
-_NAMES: Final = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-    "vocab": ("vocab_size",),
-    "experts": ("num_local_experts", "num_experts"),
-    "active_experts": ("num_experts_per_tok",),
-    "expert_ffn": ("moe_intermediate_size",),
-    "ffn_of_hidden": ("expansion_ratio",),
-}
-"""Names that configurations of different model families use for the same size."""
-_MOST: Final = {"layers": 2**13, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16}
-_MOST_OF_OTHERS: Final = 2**24
-"""Maximum of the other sizes, far beyond any model. Larger sizes would exhaust memory and time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +32,18 @@ class _Family:
     ffn_of_hidden: int | None = None
     """Ratio of feed-forward to hidden size if the configuration does not specify the feed-forward size."""
 
-    mixture: bool = False
+    router: RouterKind | None = None
+    """Router of a mixture of experts; None for dense models."""
+
+    shared_gate: bool = False
+    dense_first: int = 0
+    """Number of layers without experts before the others, if the configuration does not specify it."""
+
+    latent: bool = False
     window: int | None = None
+    alternates: bool = False
+    """Whether the window is that of every second layer, from the first on, if the configuration does not say."""
+
     one_kv_head: bool = False
     """Whether all heads share keys and values, unless `multi_query` is false."""
 
@@ -67,11 +64,15 @@ _FAMILIES: Final = {
     "glm4": _Family(gated=True, kernels="llama", head_dim=128),
     "smollm3": _Family(gated=True, kernels="llama", tied=True),
     "seed_oss": _Family(gated=True, kernels="llama", head_dim=128),
-    "mixtral": _Family(gated=True, kernels="llama", mixture=True),
-    "qwen3_moe": _Family(gated=True, kernels="qwen3", mixture=True),
-    "olmoe": _Family(gated=True, kernels="llama", mixture=True),
-    "granitemoe": _Family(gated=True, kernels="llama", mixture=True),
-    "phimoe": _Family(gated=True, kernels="llama", mixture=True),
+    "mixtral": _Family(gated=True, kernels="llama", router="softmax_fp32"),
+    "qwen3_moe": _Family(gated=True, kernels="qwen3", router="softmax"),
+    "olmoe": _Family(gated=True, kernels="llama", router="softmax"),
+    "granitemoe": _Family(gated=True, kernels="llama", router="chosen_softmax"),
+    "phimoe": _Family(gated=True, kernels="llama", router="chosen_softmax"),
+    "qwen2_moe": _Family(gated=True, kernels="llama", router="softmax", shared_gate=True),
+    "deepseek_v3": _Family(gated=True, kernels="llama", router="sigmoid", dense_first=3, latent=True),
+    "glm4_moe": _Family(gated=True, kernels="llama", router="sigmoid", dense_first=1),
+    "gpt_oss": _Family(gated=True, kernels="gpt_oss", router="gpt_oss", head_dim=64, window=128, alternates=True),
     "starcoder2": _Family(gated=False, kernels="gpt_neox", tied=True),
     "phi": _Family(gated=False, kernels="gpt_neox_parallel"),
     "nemotron": _Family(gated=False, kernels="gpt_neox"),
@@ -85,7 +86,7 @@ _FAMILIES: Final = {
     "falcon": _Family(gated=False, kernels="gpt_neox_parallel", tied=True, ffn_of_hidden=4, one_kv_head=True),
     "gpt_bigcode": _Family(gated=False, kernels="gpt_neox", tied=True, ffn_of_hidden=4, one_kv_head=True),
 }
-"""Decoders with equal layers. A gated feed-forward has three matrices, any other has two."""
+"""Decoders of attention and feed-forward. A gated feed-forward has three matrices, any other has two."""
 
 
 def load_shape(path: Path) -> ModelShape:
@@ -133,54 +134,79 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         raise ValueError(
             f"model_type={str(model_type)[:40]!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
         )
-    _check_alike(config)
-    hidden, heads = _size(config, "hidden"), _size(config, "heads")
-    if family.head_dim is None and _given(config, "head_dim") is None and hidden % heads:
+    hidden, heads = size_of(config, "hidden"), size_of(config, "heads")
+    latent = _latent(config) if family.latent else None
+    if latent is None and family.head_dim is None and given(config, "head_dim") is None and hidden % heads:
         raise ValueError(f"the hidden size {hidden} is not a multiple of the {heads} heads, and head_dim is missing")
-    return ModelShape(
+    head_dim = family.head_dim or hidden // heads
+    shape = ModelShape(
         name=name,
-        layers=_size(config, "layers"),
+        layers=size_of(config, "layers"),
         hidden=hidden,
         ffn=_ffn(config, family, hidden),
         heads=heads,
-        kv_heads=_kv_heads(config, family, heads),
-        head_dim=_size(config, "head_dim", family.head_dim or hidden // heads),
-        vocab=_size(config, "vocab"),
+        kv_heads=heads if latent else _kv_heads(config, family, heads),
+        head_dim=latent.unrotated + latent.rotated if latent else size_of(config, "head_dim", head_dim),
+        vocab=size_of(config, "vocab"),
         gated=family.gated,
-        tied=_flag(config, "tie_word_embeddings", family.tied),
-        experts=_size(config, "experts") if family.mixture else 1,
-        active_experts=_size(config, "active_experts") if family.mixture else 1,
+        tied=flag_of(config, "tie_word_embeddings", family.tied),
+        experts=size_of(config, "experts") if family.router else 1,
+        active_experts=size_of(config, "active_experts") if family.router else 1,
+        expert_layer=_expert_layer(config, family),
+        latent=latent,
         window=_window(config, family),
         kernels=_kernels(config, family),
     )
+    return with_parts(shape, config, family.dense_first, family.alternates)
 
 
-def _check_alike(config: Mapping[str, Any]) -> None:
-    given = config.get("layer_types") or ()
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"layer_types is {str(given)[:40]!r}, but must be a list with the type of each layer")
-    types = sorted(set(map(str, given)))
-    if len(types) > 1:
-        raise ValueError(f"the layers differ ({', '.join(types)}), but the estimate supports only equal layers")
-    if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
-        raise ValueError("only some of the layers have experts, but the estimate supports only equal layers")
+def _expert_layer(config: Mapping[str, Any], family: _Family) -> ExpertLayer:
+    if family.router is None:
+        return ExpertLayer()
+    always = family.router in ("softmax_fp32", "sigmoid")
+    return ExpertLayer(
+        router=family.router,
+        normalized=flag_of(config, "norm_topk_prob", always) or family.router == "softmax_fp32",
+        groups=config.get("n_group") or 1,
+        chosen_groups=config.get("topk_group") or 1,
+        shared_ffn=_shared_ffn(config),
+        shared_gate=family.shared_gate,
+    )
+
+
+def _shared_ffn(config: Mapping[str, Any]) -> int:
+    if given(config, "shared_ffn") is not None:
+        return size_of(config, "shared_ffn")
+    return size_of(config, "shared_experts") * size_of(config, "expert_ffn") if config.get("n_shared_experts") else 0
+
+
+def _latent(config: Mapping[str, Any]) -> LatentAttention:
+    return LatentAttention(
+        query_rank=size_of(config, "query_rank") if config.get("q_lora_rank") is not None else 0,
+        kv_rank=size_of(config, "kv_rank"),
+        rotated=size_of(config, "rotated"),
+        unrotated=size_of(config, "unrotated"),
+        value=size_of(config, "value"),
+    )
 
 
 def _ffn(config: Mapping[str, Any], family: _Family, hidden: int) -> int:
-    if family.mixture and _given(config, "expert_ffn") is not None:
-        return _size(config, "expert_ffn")
-    times = _size(config, "ffn_of_hidden", family.ffn_of_hidden) if family.ffn_of_hidden else 0
-    return _size(config, "ffn", times * hidden or None)
+    if family.router and given(config, "expert_ffn") is not None:
+        return size_of(config, "expert_ffn")
+    times = size_of(config, "ffn_of_hidden", family.ffn_of_hidden) if family.ffn_of_hidden else 0
+    return size_of(config, "ffn", times * hidden or None)
 
 
 def _kv_heads(config: Mapping[str, Any], family: _Family, heads: int) -> int:
     if family.one_kv_head and not config.get("new_decoder_architecture"):
-        return 1 if _flag(config, "multi_query", True) else heads
-    return _size(config, "kv_heads", heads)
+        return 1 if flag_of(config, "multi_query", True) else heads
+    return size_of(config, "kv_heads", heads)
 
 
 def _kernels(config: Mapping[str, Any], family: _Family) -> Kernels:
-    one_after_the_other = not _flag(config, "use_parallel_residual", True)
+    if family.kernels == "llama" and config.get("use_qk_norm"):
+        return "qwen3"
+    one_after_the_other = not flag_of(config, "use_parallel_residual", True)
     return "gpt_neox" if family.kernels == "gpt_neox_parallel" and one_after_the_other else family.kernels
 
 
@@ -190,32 +216,6 @@ def _window(config: Mapping[str, Any], family: _Family) -> int | None:
     window = config.get("sliding_window", family.window)
     if window is None:
         return None
-    if not _is_size(window):
+    if not is_size(window):
         raise ValueError(f"sliding_window={str(window)[:40]!r} is not a number of keys: give 1 or more, or null")
     return int(window)
-
-
-def _given(config: Mapping[str, Any], what: str) -> Any:
-    return next((config[name] for name in _NAMES[what] if config.get(name) is not None), None)
-
-
-def _size(config: Mapping[str, Any], what: str, default: int | None = None) -> int:
-    value = _given(config, what)
-    if value is None and default is not None:
-        return default
-    names = " or ".join(_NAMES[what])
-    if value is None:
-        raise ValueError(f"{names} is missing")
-    most = _MOST.get(what, _MOST_OF_OTHERS)
-    if not _is_size(value) or value > most:
-        raise ValueError(f"{names} is {str(value)[:40]!r}, but must be an integer from 1 to {most}")
-    return int(value)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**40
-
-
-def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name)
-    return default if value is None else bool(value)

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.shapes.adapters import PRODUCTS, Adapters
+from lightning_memo.shapes.attention_widths import AttentionWidths, LatentAttention, grouped_widths, latent_widths
+from lightning_memo.shapes.expert_layer import ExpertLayer
 
-Kernels = Literal["fused", "llama", "qwen3", "gpt_neox", "gpt_neox_parallel", "gpt2"]
+Kernels = Literal["fused", "llama", "qwen3", "gpt_oss", "gpt_neox", "gpt_neox_parallel", "gpt2"]
 """Implementation of a layer, which determines the tensors that it saves for the backward.
 
 - "fused": norms, residuals and activation functions save only their inputs, as in Megatron-LM and in MEMO's tables (16
   times the hidden size per token for a GPT).
 - The others are layers of Hugging Face. Llama's norms consist of single operations and save an fp32 copy of their
-  input. "qwen3" also has norms of queries and keys. "gpt_neox_parallel" adds attention and feed-forward to the same
-  residual. "gpt2" computes its activation function with single operations.
+  input. "qwen3" also has norms of queries and keys, and "gpt_oss" multiplies norms with their weights in fp32.
+  "gpt_neox_parallel" adds attention and feed-forward to the same residual. "gpt2" computes its activation function with
+  single operations.
 """
+
+SINGLE_OPERATIONS: Final = ("llama", "qwen3", "gpt_oss")
+"""Kernels whose norms and positions consist of single operations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A decoder: equal layers of attention and feed-forward between an embedding and a head.
+    """A decoder: layers of attention and feed-forward between an embedding and a head.
 
     Raises:
-        ValueError: A size is below 1, there are fewer experts than active ones, or the number of heads is not a
-            multiple of the number of key-value heads.
+        ValueError: A size is below 1, there are fewer experts than active ones, the number of heads is not a multiple
+            of the number of key-value heads, or the parts have another number of layers.
     """
 
     name: str
@@ -46,7 +52,17 @@ class ModelShape:
 
     experts: int = 1
     active_experts: int = 1
-    """Number of experts that process a token."""
+    """Number of experts that process a token, without the shared ones."""
+
+    expert_layer: ExpertLayer = field(default_factory=ExpertLayer)
+    """Router and shared experts, if there are several experts."""
+
+    latent: LatentAttention | None = None
+    """Low-rank projections of DeepSeek's attention; None for heads that share keys and values in groups."""
+
+    parts: tuple[ModelShape, ...] = ()
+    """Shapes of the consecutive equal layers, in order, if layers differ. The sizes of this shape are then those of the
+    layers with experts and without a window."""
 
     window: int | None = None
     """Maximum number of keys that a query attends to, itself included; None for all up to its own."""
@@ -64,13 +80,23 @@ class ModelShape:
             raise ValueError(f"active_experts={self.active_experts} must be at most experts={self.experts}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
-        if self.adapters is not None and (self.kernels not in ("llama", "qwen3") or self.experts > 1):
+        if self.parts and sum(part.layers for part in self.parts) != self.layers:
+            raise ValueError(f"layers={self.layers} must be the sum of the layers of all parts")
+        dense = self.kernels in ("llama", "qwen3") and self.experts == 1 and self.latent is None
+        if self.adapters is not None and not (dense and not self.parts):
             raise ValueError("adapters (model.lora) are supported for dense Llama and Qwen3 models only; set r to 0")
 
     @property
-    def attention_parameters(self) -> int:
-        """Number of weights of a layer's four attention projections."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+    def runs(self) -> tuple[ModelShape, ...]:
+        """Shapes of the consecutive equal layers, in order."""
+        return self.parts or (self,)
+
+    @property
+    def attention(self) -> AttentionWidths:
+        """Widths of attention's tensors and products."""
+        if self.latent is not None:
+            return latent_widths(self.hidden, self.heads, self.latent)
+        return grouped_widths(self.hidden, self.heads, self.kv_heads, self.head_dim)
 
     @property
     def ffn_parameters(self) -> int:
@@ -78,18 +104,19 @@ class ModelShape:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
-    def router_parameters(self) -> int:
-        return self.hidden * self.experts if self.experts > 1 else 0
+    def routing_parameters(self) -> int:
+        """Number of weights of the router and of the shared experts."""
+        if self.experts == 1:
+            return 0
+        shared = self.expert_layer.shared_ffn * (3 if self.gated else 2) + self.expert_layer.shared_gate
+        return self.hidden * (self.experts + shared)
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
         """Input and output size of each projection of a layer with a gated feed-forward and without experts."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         hidden, ffn = self.hidden, self.ffn
-        sizes = (
-            (hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden),
-            (hidden, ffn), (hidden, ffn), (ffn, hidden),
-        )  # fmt: skip
+        sizes = [(each.inputs, each.outputs) for each in self.attention.projections]
+        sizes += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
         return dict(zip(PRODUCTS, sizes, strict=True))
 
     def adapts(self, product: str) -> bool:
@@ -111,7 +138,7 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Number of weights of a layer, including its two norms."""
-        products = self.attention_parameters + self.experts * self.ffn_parameters + self.router_parameters
+        products = self.attention.parameters + self.experts * self.ffn_parameters + self.routing_parameters
         return products + 2 * self.hidden + self.adapter_parameters
 
     @property
@@ -123,27 +150,30 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of weights of the model, without the few biases."""
         embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
-        return self.layers * self.layer_parameters + embeddings + self.hidden
+        return sum(part.layers * part.layer_parameters for part in self.runs) + embeddings + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of weights without the experts that do not process a token."""
+        idle = (part.layers * (part.experts - part.active_experts) * part.ffn_parameters for part in self.runs)
+        return self.parameters - sum(idle)
 
     @property
     def multiplied_in_a_layer(self) -> int:
         """Number of weights of a layer that each token is multiplied with."""
-        products = self.attention_parameters + self.active_experts * self.ffn_parameters + self.router_parameters
+        products = self.attention.parameters + self.active_experts * self.ffn_parameters + self.routing_parameters
         return products + self.adapter_parameters
-
-    @property
-    def trained_in_a_layer(self) -> int:
-        """Number of weights of `multiplied_in_a_layer` that are trained."""
-        return self.multiplied_in_a_layer if self.adapters is None else self.adapter_parameters
 
     @property
     def recomputed_in_a_layer(self) -> int:
         """Number of these weights, without adapters, that recomputation needs.
 
-        The output of the last projection is unused. If it has an adapter, which is computed behind it, it runs
-        nevertheless.
+        The output of the last projection is unused, and the projection therefore not needed. If it has an adapter,
+        which is computed behind it, it runs nevertheless; those of experts do too, as their outputs are weighted.
         """
-        last = 0 if self.adapts("down") else self.active_experts * self.hidden * self.ffn
+        last = 0 if self.adapts("down") else self.hidden * self.ffn
+        if self.experts > 1:
+            last = 0 if self.expert_layer.shared_gate else self.hidden * self.expert_layer.shared_ffn
         return self.multiplied_in_a_layer - self.adapter_parameters - last
 
     @property
@@ -155,7 +185,7 @@ class ModelShape:
     @property
     def multiplied_parameters(self) -> int:
         """Number of weights that each token is multiplied with: P in MEMO's FLOPs, `12 n h^2 + V h` for a GPT."""
-        return self.layers * self.multiplied_in_a_layer + self.vocab * self.hidden
+        return sum(part.layers * part.multiplied_in_a_layer for part in self.runs) + self.vocab * self.hidden
 
     @property
     def trained_share(self) -> float:
@@ -177,7 +207,7 @@ class ModelShape:
         products = (
             (4.0 + 2.0 * (self.trained_share if trained is None else trained)) * tokens * self.multiplied_parameters
         )
-        return products + 3.0 * self.layers * self.attention_flops(tokens)
+        return products + 3.0 * sum(part.layers * part.attention_flops(tokens) for part in self.runs)
 
     def recomputed_flops(self, tokens: int) -> float:
         """FLOPs of MEMO's recomputation: the layers' forward without attention and the last projection.
@@ -185,14 +215,16 @@ class ModelShape:
         Args:
             tokens: Length of the sequence.
         """
-        return 2.0 * tokens * self.multiplied_again * self.layers
+        return 2.0 * tokens * sum(part.multiplied_again * part.layers for part in self.runs)
 
     def attention_flops(self, tokens: int) -> float:
         """FLOPs of the forward of one layer's attention: two products of `s^2 / 2` pairs, or `2 h s^2`.
+
+        Layers that differ have their own, see `runs`.
 
         Args:
             tokens: Length s of the sequence.
         """
         seen = min(tokens, self.window or tokens)
         pairs = seen * (tokens - seen / 2)
-        return 4.0 * pairs * self.heads * self.head_dim
+        return 2.0 * pairs * (self.attention.query + self.attention.output)

@@ -70,7 +70,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
 def test_json_has_the_keys_of_an_estimate(run):
     answer = answer_of(run("model=gpt_7b", "cluster=a800", "seq_len=256K", "output=json"))
     assert list(answer) == KEYS
-    assert list(answer["parallel"]) == ["tp", "cp", "dp", "pp", "zero_stage"]
+    assert list(answer["parallel"]) == ["tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size"]
     assert (answer["status"], answer["method"], answer["model"]) == ("ok", "memo", "gpt_7b")
     assert (answer["seq_len"], answer["gpus"]) == (262144, 8)
     sizes = answer["parallel"]
@@ -91,7 +91,9 @@ def test_forced_values_are_kept(run):
             "parallel.tp=2", "parallel.cp=4", "parallel.dp=1", "parallel.zero_stage=1",
         )
     )  # fmt: skip
-    assert answer["parallel"] == {"tp": 2, "cp": 4, "dp": 1, "pp": 1, "zero_stage": 1}
+    assert answer["parallel"] == {
+        "tp": 2, "cp": 4, "dp": 1, "pp": 1, "zero_stage": 1, "expert_parallel_size": 1
+    }  # fmt: skip
     assert answer["alpha"] == 0.5
     assert answer["tokens_per_gpu_per_second"] == pytest.approx(4 * 262144 / answer["step_seconds"] / 8)
 
@@ -355,6 +357,12 @@ def test_mistakes_are_told_in_one_line(run, arguments, words):
         assert word in err
 
 
+def _two_layers(model_type, **others):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9,
+             "intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}  # fmt: skip
+    return json.dumps({"model_type": model_type, **sizes, **others})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -364,12 +372,15 @@ def test_mistakes_are_told_in_one_line(run, arguments, words):
         ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}', ["num_hidden_layers"]),
         ('{"model_type": ["llama"]}', ["model_type"]),
         ('{"model_type": "llama", "num_hidden_layers": "two", "hidden_size": 64, "num_attention_heads": 4}', ["'two'"]),
-        ('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}', ["experts", "equal layers"]),
+        (_two_layers("qwen3_moe", decoder_sparse_step="often"), ["decoder_sparse_step", "'often'"]),
+        (_two_layers("qwen3_moe", mlp_only_layers=1), ["mlp_only_layers", "'1'", "list"]),
+        (_two_layers("deepseek_v3"), ["kv_lora_rank is missing"]),
         (
-            '{"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}',
-            ["differ", "equal layers"],
+            _two_layers("mistral", layer_types=["full_attention", "linear_attention"]),
+            ["linear_attention", "sliding_attention"],
         ),
-        ('{"model_type": "llama", "layer_types": 5}', ["layer_types", "'5'"]),
+        (_two_layers("mistral", layer_types=["full_attention"]), ["layer_types has 1 entries", "2 layers"]),
+        (_two_layers("llama", layer_types=5), ["layer_types", "'5'"]),
         (
             '{"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, '
             '"vocab_size": 9, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 20}',
@@ -393,7 +404,7 @@ def test_a_configuration_that_tells_no_shape_is_refused(run, text, words):
 @pytest.mark.parametrize("model_type", sorted(_FAMILIES))
 def test_shapes_are_those_of_hugging_face(model_type):
     """The number of weights of each family's defaults agrees to 1.5 %, without biases and learned positions."""
-    given = {"num_key_value_heads": 8} if model_type == "nemotron" else {}
+    given = {"nemotron": {"num_key_value_heads": 8}, "glm4_moe": {"head_dim": 128}}.get(model_type, {})
     config = AutoConfig.for_model(model_type, **given)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

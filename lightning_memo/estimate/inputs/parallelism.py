@@ -10,6 +10,7 @@ from lightning_memo.shapes.model_shape import ModelShape
 
 SEQUENCE: Final = "sequence"
 BATCH: Final = "batch"
+EXPERT_RANKS: Final = "data- and context-parallel processes"
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -26,10 +27,12 @@ class Obstacle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """Sizes of tensor, context, data and pipeline parallelism, and the ZeRO stage.
+    """Sizes of tensor, context, data, pipeline and expert parallelism, and the ZeRO stage.
 
-    Tensor parallelism divides heads and feed-forward, and the tokens in between (sequence parallelism). Context
-    parallelism divides the tokens. ZeRO shards over data- and context-parallel ranks.
+    Tensor parallelism divides heads and feed-forward, or the experts, and the tokens in between (sequence parallelism).
+    Context parallelism divides the tokens. Expert parallelism divides the experts of each layer over data- and
+    context-parallel ranks, which exchange tokens. ZeRO shards over data- and context-parallel ranks, and experts over
+    those that have the same ones.
 
     Raises:
         ValueError: A size is below 1, or the stage is not from 0 to 3.
@@ -40,9 +43,10 @@ class Parallelism:
     dp: int = 1
     pp: int = 1
     zero_stage: int = 0
+    expert_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        check_range(self, dict.fromkeys(("tp", "cp", "dp", "pp"), 1))
+        check_range(self, dict.fromkeys(("tp", "cp", "dp", "pp", "expert_parallel_size"), 1))
         if self.zero_stage > 3:
             raise ValueError(f"zero_stage={self.zero_stage} must be from 0 to 3")
 
@@ -52,12 +56,16 @@ class Parallelism:
 
     def obstacles(self, shape: ModelShape, seq_len: int, batch_size: int) -> tuple[Obstacle, ...]:
         """Return the properties of a model, its sequences and a batch that the sizes do not divide."""
+        dense = [part.ffn for part in shape.runs if part.experts == 1]
+        experts = [(self.tp * self.expert_parallel_size, "experts", n) for n in {shape.experts} - {1}]
         return tuple(
             Obstacle(size, of, count)
             for size, of, count in (
                 (self.tp, "heads", shape.heads),
                 (self.tp, "key and value heads", shape.kv_heads),
-                (self.tp, "width of the feed-forward", shape.ffn),
+                *((self.tp, "width of the feed-forward", ffn) for ffn in dense[:1]),
+                *experts,
+                (self.expert_parallel_size, EXPERT_RANKS, self.dp * self.cp),
                 (self.pp, "layers", shape.layers),
                 (self.cp * self.tp, SEQUENCE, seq_len),
                 (self.dp, BATCH, batch_size),

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
-from lightning_memo.shapes.model_shape import Kernels, ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor that a layer saves for its backward."""
-
-    name: str
-    width: int
-    """Elements per token."""
-
-    element_bytes: int
-    kind: Literal["input", "attention", "other"] = "other"
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.width * self.element_bytes
+from lightning_memo.estimate.memory.saved_by_experts import readers_of_norm, saved_by_experts
+from lightning_memo.estimate.memory.saved_tensor import SavedTensor
+from lightning_memo.shapes.attention_widths import LatentAttention
+from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, Kernels, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +30,35 @@ class LayerActivations:
         return self.input + self.attention + self.others
 
 
-def layer_activations(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> LayerActivations:
-    """Return the bytes per token that a layer saves, without any parallelism.
+def layer_activations(
+    shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tensor_parallel: int = 1
+) -> LayerActivations:
+    """Return the bytes that a layer saves, per token that a device keeps between layers.
 
     Args:
         shape: Shape of the model.
         kernels: Implementation of the layers.
         sizes: Sizes of elements.
+        tensor_parallel: Number of tensor-parallel devices. Each of them routes the tokens of all.
     """
     sums = {"input": 0, "attention": 0, "other": 0}
-    for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes):
+    for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes, tensor_parallel=tensor_parallel):
         sums[tensor.kind] += tensor.bytes_per_token
     return LayerActivations(sums["input"], sums["attention"], sums["other"])
 
 
-def saved_tensors(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> tuple[SavedTensor, ...]:
+def saved_tensors(
+    shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tensor_parallel: int = 1
+) -> tuple[SavedTensor, ...]:
     """Return the tensors that a layer saves, in the order of its operations. See `layer_activations`."""
     layer = _Layer(shape, kernels, sizes)
     return (
         SavedTensor("input", shape.hidden, sizes.stream, "input"),
         *layer.adapters(),
-        *layer.norm("input norm", ("query", "key", "value"), reads_input=True),
+        *layer.norm("input norm", layer.readers, reads_input=True),
         *layer.attention(),
-        *layer.norm("feed-forward norm", ("gate", "up"), reads_input=kernels == "gpt_neox_parallel"),
-        *layer.feed_forward(),
+        *layer.norm("feed-forward norm", layer.feed_forward_readers, reads_input=kernels == "gpt_neox_parallel"),
+        *(layer.feed_forward() if shape.experts == 1 else saved_by_experts(shape, sizes, tensor_parallel)),
     )
 
 
@@ -77,6 +68,16 @@ class _Layer:
     kernels: Kernels
     sizes: ElementBytes
 
+    @property
+    def readers(self) -> list[str]:
+        """Projections that read the output of the first norm."""
+        return list(self.shape.attention.readers)
+
+    @property
+    def feed_forward_readers(self) -> list[str]:
+        """Products that read the output of the second norm."""
+        return ["gate", "up"] if self.shape.experts == 1 else readers_of_norm(self.shape)
+
     def adapters(self) -> Iterator[SavedTensor]:
         """Intermediate results of the adapters, and the copy of attention's output for the output adapter."""
         adapters, product = self.shape.adapters, self.sizes.product
@@ -85,7 +86,7 @@ class _Layer:
         for name in adapters.products:
             yield SavedTensor(f"within the adapter of {name}", adapters.rank, product)
         if self.shape.adapts("output") and self.sizes.stream != product:
-            yield SavedTensor("attention output for output", self.shape.heads * self.shape.head_dim, product)
+            yield SavedTensor("attention output for output", self.shape.attention.output, product)
 
     def reads(self, product: str) -> bool:
         """Whether a product saves its input for the gradient of its weight or of its adapter."""
@@ -94,7 +95,7 @@ class _Layer:
     def norm(self, name: str, products: Sequence[str], reads_input: bool) -> Iterator[SavedTensor]:
         """A norm: its input, unless that is the layer's input, its statistics, and its output for the products."""
         hidden, stream = self.shape.hidden, self.sizes.stream
-        separate = self.kernels in ("llama", "qwen3")
+        separate = self.kernels in SINGLE_OPERATIONS
         if separate:
             yield from self._rms_norm(name, hidden, 1, stream, copies=not reads_input or stream != FP32)
         else:
@@ -111,13 +112,16 @@ class _Layer:
 
     def attention(self) -> Iterator[SavedTensor]:
         """Queries, keys and values as attention reads them, and its output."""
-        shape = self.shape
-        counts = {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}
-        for name, heads in counts.items():
-            if self.kernels == "qwen3" and name != "value":
-                yield from self._rms_norm(f"{name} norm", heads * shape.head_dim, heads, self.sizes.product)
-            yield SavedTensor(name, heads * shape.head_dim, self.sizes.product)
-        yield SavedTensor("attention output", shape.heads * shape.head_dim, self.sizes.product, "attention")
+        shape, product, widths = self.shape, self.sizes.product, self.shape.attention
+        if shape.latent is not None and self.kernels != "fused":
+            yield from self._latents(shape.latent)
+        for name, width, heads in (
+            ("query", widths.query, shape.heads), ("key", widths.key, shape.kv_heads), ("value", widths.value, 0)
+        ):  # fmt: skip
+            if self.kernels == "qwen3" and heads:
+                yield from self._rms_norm(f"{name} norm", width, heads, product)
+            yield SavedTensor(name, width, product)
+        yield SavedTensor("attention output", widths.output, product, "attention")
         if self.kernels != "fused":  # the paper does not count it
             yield SavedTensor("log-sum-exp", shape.heads, FP32, "attention")
 
@@ -131,7 +135,15 @@ class _Layer:
         if self.reads("down"):
             names.append("activated")
         for name in names:
-            yield SavedTensor(name, self.shape.ffn * self.shape.active_experts, self.sizes.product)
+            yield SavedTensor(name, self.shape.ffn, self.sizes.product)
+
+    def _latents(self, latent: LatentAttention) -> Iterator[SavedTensor]:
+        """Norms of the latents, and their outputs, which products read."""
+        product = self.sizes.product
+        for name, width in (("query latent", latent.query_rank), ("key latent", latent.kv_rank)):
+            if width:
+                yield from self._rms_norm(f"{name} norm", width, 1, product)
+                yield SavedTensor(name, width, product)
 
     def _rms_norm(
         self, name: str, width: int, rows: int, element_bytes: int, copies: bool = True
@@ -141,4 +153,5 @@ class _Layer:
             yield SavedTensor(f"{name} input in fp32", width, FP32)
         yield SavedTensor(f"{name} deviation", rows, FP32)
         if self.shape.adapters is None:  # needed for the gradient of the weight
-            yield SavedTensor(f"{name} unweighted", width, element_bytes)
+            wide = self.kernels == "gpt_oss"  # weights in fp32, and casts the result
+            yield SavedTensor(f"{name} unweighted", width, FP32 if wide else element_bytes)

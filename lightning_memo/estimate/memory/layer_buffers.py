@@ -269,5 +269,6 @@ class LayerBuffers:
 
 
 def has_known_buffers(shape: ModelShape) -> bool:
-    """Whether the buffers of a model's layers are known, which holds for Llama and Qwen3 layers without experts."""
-    return shape.kernels in ("llama", "qwen3") and shape.experts == 1
+    """Whether the buffers of a model's layers are known, which holds for equal dense layers of Llama and Qwen3."""
+    alike = not shape.parts and shape.latent is None
+    return shape.kernels in ("llama", "qwen3") and shape.experts == 1 and alike

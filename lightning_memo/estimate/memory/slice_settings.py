@@ -81,7 +81,9 @@ class Slices:
         )
 
 
-def saved_bytes(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tokens: int) -> Iterator[SavedBytes]:
+def saved_bytes(
+    shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tokens: int, tensor_parallel: int = 1
+) -> Iterator[SavedBytes]:
     """Yield the tensors that a layer saves, in the form that the planner takes.
 
     Args:
@@ -89,8 +91,9 @@ def saved_bytes(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tok
         kernels: Implementation of the layers.
         sizes: Sizes of elements.
         tokens: Number of tokens in the layer's input.
+        tensor_parallel: Number of tensor-parallel devices.
     """
-    for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes):
+    for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes, tensor_parallel=tensor_parallel):
         yield SavedBytes(_ROLES.get(tensor.name, "other"), tokens * tensor.bytes_per_token)
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
 from lightning_memo.estimate.inputs.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.request.training_methods import why_not_by_method
+from lightning_memo.estimate.request.training_methods import runs_here, why_not_by_method
 
 Sizes = Mapping[str, int]
 """Sizes that are given, by their names in `Parallelism`."""
+
+
+_DEVICES = {"tp", "cp", "dp", "pp"}
+"""Sizes whose product is the number of devices."""
 
 
 def candidate_parallelisms(question: Question, forced: Sizes) -> list[Parallelism]:
@@ -46,7 +51,7 @@ def nearest_counts(counts: Iterable[int], wanted: int) -> list[int]:
 
 
 def _allowed(question: Question, forced: Sizes) -> Iterator[Parallelism]:
-    return (parallel for parallel in _products(question.gpus, forced) if not any(_obstacles(question, parallel)))
+    return (parallel for parallel in _products(question, forced) if not any(_obstacles(question, parallel)))
 
 
 def _obstacles(question: Question, parallel: Parallelism) -> tuple[Obstacle | str, ...]:
@@ -54,16 +59,25 @@ def _obstacles(question: Question, parallel: Parallelism) -> tuple[Obstacle | st
     return *divided, why_not_by_method(question, parallel)
 
 
-def _products(gpus: int, forced: Sizes) -> Iterator[Parallelism]:
-    """Parallelisms of that many devices with the given sizes. With one rank, all ZeRO stages are equal."""
+def _products(question: Question, forced: Sizes) -> Iterator[Parallelism]:
+    """Parallelisms of all devices with the given sizes. With one rank, all ZeRO stages are equal."""
+    gpus = question.gpus
     for tp in _divisors(gpus, forced.get("tp")):
         for cp in _divisors(gpus // tp, forced.get("cp")):
             for pp in _divisors(gpus // tp // cp, forced.get("pp")):
                 dp = gpus // tp // cp // pp
                 if dp == forced.get("dp", dp):
                     sharded = (0, 1, 2, 3) if dp * cp > 1 else (0,)
-                    for stage in [forced["zero_stage"]] if "zero_stage" in forced else sharded:
-                        yield Parallelism(tp=tp, cp=cp, dp=dp, pp=pp, zero_stage=stage)
+                    stages = [forced["zero_stage"]] if "zero_stage" in forced else sharded
+                    for stage, groups in product(stages, _expert_sizes(question, dp * cp, forced)):
+                        yield Parallelism(tp=tp, cp=cp, dp=dp, pp=pp, zero_stage=stage, expert_parallel_size=groups)
+
+
+def _expert_sizes(question: Question, ranks: int, forced: Sizes) -> list[int]:
+    """Sizes of expert parallelism: the given one, or those that divide the ranks of a mixture."""
+    if "expert_parallel_size" in forced:
+        return [forced["expert_parallel_size"]]
+    return _divisors(ranks) if question.shape.experts > 1 and runs_here(question) else [1]
 
 
 def _divisors(number: int, forced: int | None = None) -> list[int]:
@@ -72,7 +86,7 @@ def _divisors(number: int, forced: int | None = None) -> list[int]:
 
 def _ruled_out_by(what: str, question: Question, forced: Sizes) -> Iterator[Parallelism]:
     """Parallelisms that are excluded by one obstacle only."""
-    for parallel in _products(question.gpus, forced):
+    for parallel in _products(question, forced):
         obstacles = [obstacle for obstacle in _obstacles(question, parallel) if obstacle]
         if obstacles and all(isinstance(each, Obstacle) and each.of == what for each in obstacles):
             yield parallel
@@ -85,14 +99,13 @@ def _given(forced: Sizes) -> dict[str, int]:
 
 def _wrong_product(question: Question, forced: Sizes) -> str:
     """Message if the given sizes do not divide the number of GPUs; otherwise empty."""
-    gpus, sizes = question.gpus, {name: size for name, size in _given(forced).items() if name != "zero_stage"}
-    product = math.prod(sizes.values())
-    free = {"tp", "cp", "dp", "pp"} - forced.keys()
-    if gpus % product == 0 and (free or product == gpus):
+    gpus, sizes = question.gpus, {name: size for name, size in _given(forced).items() if name in _DEVICES}
+    count = math.prod(sizes.values())
+    if gpus % count == 0 and (_DEVICES - forced.keys() or count == gpus):
         return ""
     given = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
-    given += f" = {product}" if len(sizes) > 1 else ""
-    if gpus % product == 0:
+    given += f" = {count}" if len(sizes) > 1 else ""
+    if gpus % count == 0:
         return f"{given} is not gpus={gpus}: give sizes whose product is {gpus}, or leave one out"
     if len(sizes) == 1:
         return f"{given} does not divide gpus={gpus}: give {_listed(_divisors(gpus))}, or leave it out"
@@ -102,7 +115,7 @@ def _wrong_product(question: Question, forced: Sizes) -> str:
 def _nothing_divides(question: Question, forced: Sizes) -> str:
     smallest: dict[str, Obstacle] = {}
     others: dict[str, None] = {}
-    for parallel in _products(question.gpus, forced):
+    for parallel in _products(question, forced):
         first = next(obstacle for obstacle in _obstacles(question, parallel) if obstacle)
         if isinstance(first, str):
             others[first] = None

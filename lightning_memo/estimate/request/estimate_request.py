@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
@@ -63,6 +63,11 @@ class Question:
 
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
+
+    @property
+    def runs(self) -> tuple[Question, ...]:
+        """The question for each run of consecutive equal layers alone, in order."""
+        return tuple(replace(self, shape=part) for part in self.shape.runs)
 
     @property
     def sliced(self) -> Slices | None:

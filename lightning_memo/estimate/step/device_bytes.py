@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import BF16, FP32, ElementBytes, program_bytes
+from lightning_memo.estimate.memory.device_weights import (
+    device_parameters,
+    device_trained_parameters,
+    layer_weights,
+)
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
-from lightning_memo.estimate.times.layer_times import device_parameters, device_trained_parameters, has_whole_logits
+from lightning_memo.estimate.times.layer_times import has_whole_logits
 from lightning_memo.planner.placement import Problem
+from lightning_memo.shapes.model_shape import ModelShape
 
 PROGRAM: Final = program_bytes()
 
@@ -78,9 +84,14 @@ def _state_of_fsdp(weights: float, trained: float, ranks: int, zero_stage: int, 
 
 def device_state_bytes(question: Question, parallel: Parallelism) -> ModelState:
     """Compute the model state on the fullest device."""
+    sizes, stage = element_bytes(question), parallel.zero_stage
     weights = device_parameters(question.shape, parallel)
-    trained = device_trained_parameters(question.shape, parallel)
-    return model_state_bytes(weights, parallel.dp * parallel.cp, parallel.zero_stage, element_bytes(question), trained)
+    if question.shape.adapters is not None:  # of dense models only
+        trained = device_trained_parameters(question.shape, parallel).total
+        return model_state_bytes(weights.total, parallel.dp * parallel.cp, stage, sizes, trained)
+    groups = weights.by_ranks(parallel)
+    states = [model_state_bytes(count, ranks, stage, sizes) for count, ranks, _ in groups]
+    return ModelState(*(sum(kind) for kind in zip(*map(astuple, states), strict=True)))
 
 
 def gathered_bytes(question: Question, parallel: Parallelism) -> float:
@@ -92,14 +103,24 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
         return 0.0
     shape, sizes = question.shape, element_bytes(question)
     gradient = sizes.product if sizes.whole_copies else sizes.gradient
-    layers = 2 * sizes.product * shape.layer_parameters + gradient * shape.trained_layer_parameters
-    embedding = shape.vocab * shape.hidden
+    layers = max(_gathered_of_layer(part, parallel, 2 * sizes.product, gradient) for part in shape.runs)
+    embedding = shape.vocab * shape.hidden / parallel.tp
     if shape.adapters is not None:
         gradient = 0  # the embedding and the head are not trained
     if sizes.whole_copies:
         kept = sizes.product * embedding * (1 if shape.tied or parallel.pp > 1 else 2)
-        return (max(layers, gradient * embedding) + kept) / parallel.tp
-    return max(layers, (sizes.product + gradient) * embedding) / parallel.tp
+        return max(layers, gradient * embedding) + kept
+    return max(layers, (sizes.product + gradient) * embedding)
+
+
+def _gathered_of_layer(part: ModelShape, parallel: Parallelism, weight_bytes: int, gradient_bytes: int) -> float:
+    """Bytes of the weights and gradients of a layer that are sharded, and therefore gathered."""
+    if part.adapters is not None:
+        trained = part.trained_layer_parameters
+        return (weight_bytes * part.layer_parameters + gradient_bytes * trained) / parallel.tp
+    weights = layer_weights(part, parallel)
+    gathered = sum(count for count, ranks, _ in weights.by_ranks(parallel) if ranks > 1)
+    return (weight_bytes + gradient_bytes) * gathered
 
 
 def logits_bytes(question: Question, parallel: Parallelism) -> float:
@@ -142,20 +163,22 @@ def _backward_buffers(question: Question, parallel: Parallelism) -> Iterator[Buf
     shape = question.shape
     unit, gathered = _hidden_state_bytes(question, parallel)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
-    product = element_bytes(question).product
-    ffn = tokens * shape.ffn * shape.active_experts * product
-    queries = tokens * shape.heads * shape.head_dim * product
-    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
+    product, widths = element_bytes(question).product, shape.attention
+    queries, keys_and_values = tokens * widths.query * product, tokens * (widths.key + widths.value) * product
     yield 0, 8, unit  # gradient of the layer's output, which the residual passes on
     yield 1, 3, gathered
-    yield 2, 4, ffn  # gradient of the activation function's output
-    yield 3, 6, ffn * (2 if shape.gated else 1)  # gradients of the first products' outputs
+    if shape.experts > 1:
+        yield from _buffers_of_experts(question, parallel)
+    else:
+        ffn = tokens * shape.ffn * product
+        yield 2, 4, ffn  # gradient of the activation function's output
+        yield 3, 6, ffn * (2 if shape.gated else 1)  # gradients of the first products' outputs
     yield 4, 6, gathered  # input of these products
     yield 5, 7, gathered or unit  # gradient of this input, each device's contribution
     yield 6, 8, unit
     yield 7, 16, unit  # gradient of the residual between attention and feed-forward
     yield 8, 10, gathered
-    yield 9, 12, queries  # gradient of attention's output
+    yield 9, 12, tokens * widths.output * product  # gradient of attention's output
     yield 10, 14, queries + keys_and_values
     if parallel.cp > 1:
         yield 10, 12, 3 * keys_and_values  # sent and received keys and values, and their gradients
@@ -163,3 +186,21 @@ def _backward_buffers(question: Question, parallel: Parallelism) -> Iterator[Buf
     yield 13, 15, gathered or unit
     yield 14, 16, unit
     yield 15, 17, unit
+
+
+def _buffers_of_experts(question: Question, parallel: Parallelism) -> Iterator[Buffer]:
+    """Yields the transient buffers of experts, which get a row for each pair of a token and a chosen expert.
+
+    Each tensor-parallel device has rows for the tokens of all.
+    """
+    shape = question.shape
+    chosen = question.seq_len / parallel.cp * shape.active_experts * element_bytes(question).stream
+    rows, ffn = chosen * shape.hidden, chosen * shape.ffn
+    yield 1, 3, rows  # gradient of the weighted outputs
+    yield 2, 4, rows  # gradient of the outputs
+    yield 2, 3, rows  # product of gradient and outputs, for the gradient of the weights
+    if parallel.expert_parallel_size > 1:
+        yield 2, 3, rows  # sent to the devices of the experts
+    yield 3, 5, ffn  # gradient of the activation function's output
+    yield 4, 6, 4 * ffn if shape.gated else ffn  # gradients of the first products' outputs, and both joined
+    yield 5, 7, rows  # gradient of the rows

@@ -23,6 +23,7 @@ from lightning_memo.estimate.request.training_methods import element_bytes, laye
 from lightning_memo.estimate.times.layer_products import layer_products
 from lightning_memo.estimate.times.layer_times import layer_times, memory_rate
 from lightning_memo.estimate.times.memory_bound import layer_traffic
+from lightning_memo.planner.storage.storage_needs import recompute_seconds
 from lightning_memo.planner.token_slices import SavedBytes
 
 _KERNEL_SECONDS: Final = 3e-6
@@ -40,20 +41,24 @@ def estimated_storage_costs(question: Question, parallel: Parallelism, costs: La
         parallel: Sizes of the parallelism.
         costs: Costs of the layers of the step.
     """
-    times = layer_times(question, parallel)
-    products = recomputed_products(question, costs.tokens) if parallel.tp == 1 else ()
-    call = CallCosts(
-        input_bytes=costs.input_bytes[0],
-        attention_bytes=costs.attention_bytes[0],
-        other_bytes=costs.other_bytes[0],
-        products=products,
-        forward_seconds=costs.forward_seconds[0],
-        backward_seconds=costs.backward_seconds[0],
-        attention_seconds=times.attention_forward,
-        elementwise_seconds=max(times.recompute - sum(product.seconds for product in products), 0.0),
-        window_tokens=question.shape.window,
-    )
-    return StorageCosts.of_step([call] * costs.calls, costs)
+    calls: list[CallCosts] = []
+    for run in question.runs:
+        times = layer_times(run, parallel)
+        products = recomputed_products(run, costs.tokens) if parallel.tp == 1 else ()
+        first = len(calls)
+        call = CallCosts(
+            input_bytes=costs.input_bytes[first],
+            attention_bytes=costs.attention_bytes[first],
+            other_bytes=costs.other_bytes[first],
+            products=products,
+            forward_seconds=costs.forward_seconds[first],
+            backward_seconds=costs.backward_seconds[first],
+            attention_seconds=times.attention_forward,
+            elementwise_seconds=max(times.recompute - sum(product.seconds for product in products), 0.0),
+            window_tokens=run.shape.window,
+        )
+        calls += [call] * run.shape.layers
+    return StorageCosts.of_step(calls, costs)
 
 
 def recomputed_products(question: Question, tokens: int) -> tuple[Product, ...]:
@@ -82,17 +87,33 @@ def recomputed_products(question: Question, tokens: int) -> tuple[Product, ...]:
     return tuple(products)
 
 
-def recomputed_flops(question: Question, stored: CallPlan, tokens: int) -> float:
-    """Count the FLOPs of a layer's recomputation by a plan, on all processes, without those of adapters.
+def recomputed_work(question: Question, plan: Plan) -> tuple[float, float]:
+    """Return the FLOPs of all layers' recomputation by a plan on all processes, and its seconds.
 
     Args:
         question: Question that was asked.
-        stored: What a layer call stores.
-        tokens: Tokens of a layer call on one process.
+        plan: Plan that names kinds of tensors.
     """
+    storage, costs = plan.swap.storage, plan.storage_costs
+    assert storage is not None and costs is not None
+    flops = seconds = 0.0
+    first = 0
+    for run in question.runs:
+        number = costs.call_classes[first]
+        call, stored, layers = costs.classes[number], storage.calls[number], run.shape.layers
+        flops += layers * _recomputed_flops(run, stored, costs.tokens)
+        seconds += layers * recompute_seconds(call, stored, costs.tokens)
+        first += layers
+    return flops, seconds
+
+
+def _recomputed_flops(question: Question, stored: CallPlan, tokens: int) -> float:
+    """FLOPs of the recomputation of a layer, without those of adapters. Those of experts have no name in a plan."""
     shape, processes = question.shape, question.seq_len // tokens
     whole = stored.tokens(ALL)
     flops = shape.attention_flops(processes * (tokens - stored.tokens(ATTENTION)))
+    if shape.experts > 1:
+        flops += 2.0 * shape.active_experts * shape.ffn_parameters * processes * (tokens - whole)
     for product in layer_products(shape, layer_kernels(question)):
         name = product.recomputed_name(shape)
         if name:
@@ -102,26 +123,33 @@ def recomputed_flops(question: Question, stored: CallPlan, tokens: int) -> float
 
 
 def shares_by_place(plan: Plan) -> Storage:
-    """Return what becomes of each kind of tensor of a layer call, in shares of the tokens."""
+    """Return what becomes of each kind of tensor, in shares of the tokens of all layer calls that have it."""
     storage, costs = plan.swap.storage, plan.storage_costs
     assert storage is not None and costs is not None
-    (call,), (stored,) = costs.classes, storage.calls
     places = PLACES if plan.swap.spill_bytes else PLACES[:2]
     shares: Storage = {}
-    for kind in call.kinds:
-        own: dict[str, float] = {place: stored.tokens(kind, place) / costs.tokens for place in places}
-        product = kind not in (INPUT, ATTENTION, ALL)
-        with_others = stored.tokens(ALL) / costs.tokens if product else 0.0
-        shares[kind] = {**own, "recompute": 1.0 - sum(own.values()) - with_others}
-    return shares
+    calls = dict.fromkeys((kind for call in costs.classes for kind in call.kinds), 0)
+    for call, stored, count in zip(costs.classes, storage.calls, costs.class_calls, strict=True):
+        for kind in call.kinds:
+            own: dict[str, float] = {place: stored.tokens(kind, place) / costs.tokens for place in places}
+            product = kind not in (INPUT, ATTENTION, ALL)
+            with_others = stored.tokens(ALL) / costs.tokens if product else 0.0
+            own["recompute"] = 1.0 - sum(own.values()) - with_others
+            calls[kind] += count
+            sums = shares.setdefault(kind, dict.fromkeys(own, 0.0))
+            shares[kind] = {place: sums[place] + count * share for place, share in own.items()}
+    return {kind: {place: share / calls[kind] for place, share in sums.items()} for kind, sums in shares.items()}
 
 
-def storable_tensors(question: Question, products: tuple[Product, ...], tokens: int) -> list[SavedBytes]:
+def storable_tensors(
+    question: Question, products: tuple[Product, ...], tokens: int, tensor_parallel: int = 1
+) -> list[SavedBytes]:
     """Return the tensors of a layer call on some tokens that a plan may store, outputs of its products included."""
     saved = saved_bytes(
         question.shape,
         kernels=layer_kernels(question),
         sizes=element_bytes(question),
         tokens=tokens,
+        tensor_parallel=tensor_parallel,
     )
     return [*saved, *(SavedBytes(product.name, product.size_bytes) for product in products)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.estimate.inputs.cluster import DISK
@@ -26,34 +27,19 @@ from lightning_memo.estimate.times.streamed_times import streamed_seconds
 
 
 def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
-    """Compute the costs of the layers of one pipeline stage for one sequence. All layers have equal costs."""
-    calls = question.shape.layers // parallel.pp
+    """Compute the costs of the layers of one pipeline stage for one sequence."""
     tokens = question.seq_len // (parallel.tp * parallel.cp)
-    kept = layer_activations(question.shape, kernels=layer_kernels(question), sizes=element_bytes(question))
-    if question.sliced is not None:
-        kept = replace(
-            kept, others=kept.others + question.sliced.kept_tables_bytes(question.shape, element_bytes(question))
-        )
-    alive = tokens if question.sliced is None else question.sliced.tokens
-    transient, in_backward = _transients(question, parallel, alive * kept.others)
-    times = layer_times(question, parallel)
     bandwidth = question.cluster.host_bandwidth_of(devices_per_host(question)) * question.constants.host_efficiency
-    forward, backward = times.forward, times.backward
-    if question.sliced is not None:
-        forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
-    if METHOD_TRAITS[question.method].recomputes == "alpha" and runs_here(question):
-        forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(question)  # copied into a slot
+    runs = [_costs_of_run(each, parallel, bandwidth) for each in question.runs]
+    alive = tokens if question.sliced is None else question.sliced.tokens
+    others = max(run["other_bytes"][0] for run in runs)
+    transient, in_backward = _transients(question, parallel, alive * (others // tokens))
     # All devices of a node share its disk.
     write, read = (getattr(question.cluster, name) or 0.0 for name in DISK) if question.spill_bytes else (0.0, 0.0)
     return LayerCosts(
         batch=1,
         tokens=tokens,
-        input_bytes=(tokens * kept.input,) * calls,
-        attention_bytes=(tokens * kept.attention,) * calls,
-        other_bytes=(tokens * kept.others,) * calls,
-        forward_seconds=(forward,) * calls,
-        backward_seconds=(backward,) * calls,
-        recompute_seconds=(times.recompute,) * calls,
+        **{name: sum((run[name] for run in runs), ()) for name in runs[0]},
         outside_seconds=outside_seconds(question, parallel),
         offload_bytes_per_second=bandwidth,
         prefetch_bytes_per_second=bandwidth,
@@ -65,11 +51,46 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     )
 
 
+def _costs_of_run(question: Question, parallel: Parallelism, bandwidth: float) -> dict[str, tuple[Any, ...]]:
+    """Bytes and seconds of equal layers, by field of `LayerCosts`."""
+    calls = question.shape.layers // parallel.pp
+    tokens = question.seq_len // (parallel.tp * parallel.cp)
+    kept = layer_activations(
+        question.shape,
+        kernels=layer_kernels(question),
+        sizes=element_bytes(question),
+        tensor_parallel=parallel.tp,
+    )
+    if question.sliced is not None:
+        kept = replace(
+            kept, others=kept.others + question.sliced.kept_tables_bytes(question.shape, element_bytes(question))
+        )
+    times = layer_times(question, parallel)
+    forward, backward = times.forward, times.backward
+    if question.sliced is not None:
+        forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
+    if METHOD_TRAITS[question.method].recomputes == "alpha" and runs_here(question):
+        forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(question)  # copied into a slot
+    return {
+        "input_bytes": (tokens * kept.input,) * calls,
+        "attention_bytes": (tokens * kept.attention,) * calls,
+        "other_bytes": (tokens * kept.others,) * calls,
+        "forward_seconds": (forward,) * calls,
+        "backward_seconds": (backward,) * calls,
+        "recompute_seconds": (times.recompute,) * calls,
+    }
+
+
+def largest_slot(costs: LayerCosts, alpha: float) -> int:
+    """Return the most bytes that a layer call swaps."""
+    return max(costs.swapped_bytes(call, alpha) for call in range(costs.calls))
+
+
 def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int) -> tuple[int, int]:
     """Peaks of transient memory outside the backward of layers, and inside it without recomputed activations."""
     if not has_known_step(question):
         outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
-        return outside, backward_bytes(question, parallel)
+        return outside, max(backward_bytes(run, parallel) for run in question.runs)
     step = known_step(question, parallel)
     return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
 

@@ -53,7 +53,9 @@ def estimate_resident(question: Question, parallel: Parallelism) -> LayersEstima
         return _outcome(question, parallel, costs, _checkpointed_bytes(question, parallel, costs), 0)
     kept = costs.input_bytes[0] if traits.recomputes == "all" else costs.skeletal_bytes // costs.calls
     activations = kept * costs.calls
-    recomputed_bytes = costs.attention_bytes[0] + costs.other_bytes[0] if traits.recomputes == "all" else 0
+    recomputed_bytes = (
+        max(map(sum, zip(costs.attention_bytes, costs.other_bytes, strict=True))) if traits.recomputes == "all" else 0
+    )
     in_backward = costs.backward_device_bytes + recomputed_bytes
     first_stage = activations * sequences_in_flight(question, parallel) + in_backward
     at_loss = costs.transient_device_bytes + _loss_bytes(question, parallel)
@@ -155,15 +157,18 @@ def _outcome(
             f"{format_bytes(room.host_bytes)} are usable."
         )
     recomputes = METHOD_TRAITS[question.method].recomputes == "all"
-    shape, tokens = question.shape, question.seq_len
-    flops = 2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens)
+    tokens = question.seq_len
+    flops = sum(
+        part.layers * (2.0 * tokens * part.multiplied_in_a_layer + part.attention_flops(tokens))
+        for part in question.shape.runs
+    )
     return LayersEstimate(
         status="oohm" if host_bytes > room.host_bytes else "ok",
         alpha=None,
         seconds=_seconds(question, parallel, costs) + reorganised,
         recomputed=float(recomputes),
-        recomputed_flops=shape.layers * flops if recomputes else 0.0,
-        recompute_seconds=costs.calls * layer_times(question, parallel).recompute_all if recomputes else 0.0,
+        recomputed_flops=flops if recomputes else 0.0,
+        recompute_seconds=sum(_recompute_seconds(question, parallel)) if recomputes else 0.0,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         limits=limits,
@@ -172,16 +177,19 @@ def _outcome(
 
 def _seconds(question: Question, parallel: Parallelism, costs: LayerCosts) -> float:
     """Time of the layers and the head without any copies."""
-    nothing = (0,) * costs.calls
-    recompute = (
-        layer_times(question, parallel).recompute_all if METHOD_TRAITS[question.method].recomputes == "all" else 0.0
-    )
+    nothing, recomputes = (0,) * costs.calls, METHOD_TRAITS[question.method].recomputes == "all"
     computing = replace(
         costs,
         input_bytes=nothing,
         attention_bytes=nothing,
         other_bytes=nothing,
-        recompute_seconds=(recompute,) * costs.calls,
+        recompute_seconds=_recompute_seconds(question, parallel) if recomputes else (0.0,) * costs.calls,
     )
     alone = SwapPlan(mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=costs.calls, slot_bytes=0)
     return step_seconds(computing, alone)
+
+
+def _recompute_seconds(question: Question, parallel: Parallelism) -> tuple[float, ...]:
+    """Time to compute each layer of a pipeline stage again."""
+    runs = ((run.shape.layers // parallel.pp, layer_times(run, parallel).recompute_all) for run in question.runs)
+    return sum(((seconds,) * layers for layers, seconds in runs), ())

@@ -8,10 +8,10 @@ from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.step.kind_costs import recomputed_flops, shares_by_place
+from lightning_memo.estimate.step.kind_costs import recomputed_work, shares_by_place
 from lightning_memo.estimate.step.layers_estimate import LayersEstimate
 from lightning_memo.estimate.step.plan_bytes import by_category, bytes_of_plan
-from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
+from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs, largest_slot
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.training_plan import (
     NO_LIMIT,
@@ -22,7 +22,6 @@ from lightning_memo.estimate.step.training_plan import (
 )
 from lightning_memo.estimate.times.layer_times import layer_times
 from lightning_memo.planner import HostMemoryError
-from lightning_memo.planner.storage.storage_needs import recompute_seconds
 from lightning_memo.utils.units import format_bytes
 
 
@@ -58,7 +57,7 @@ def _as_published(question: Question, parallel: Parallelism, plan: Plan) -> tupl
     times = layer_times(question, parallel)
     # Network adapters use the same links to the host, so copies are not free while the device waits for the network.
     hiding = times.forward - times.network
-    hidden = costs.swapped_bytes(0, 1.0) <= hiding * costs.offload_bytes_per_second
+    hidden = largest_slot(costs, 1.0) <= hiding * costs.offload_bytes_per_second
     alpha = published_alpha(limit, hidden)
     rule = (
         f"The linear program gives alpha={limit:.4g}. The estimate uses alpha={alpha:g}, as the runs of MEMO's paper, "
@@ -82,10 +81,7 @@ def _outcome(question: Question, parallel: Parallelism, plan: Plan, limits: list
     recomputed = share * question.shape.recomputed_flops(question.seq_len)
     seconds = share * sum(costs.recompute_seconds)
     if swap.storage is not None:
-        assert plan.storage_costs is not None
-        (call,), (stored,) = plan.storage_costs.classes, swap.storage.calls
-        recomputed = question.shape.layers * recomputed_flops(question, stored, costs.tokens)
-        seconds = costs.calls * recompute_seconds(call, stored, costs.tokens)
+        recomputed, seconds = recomputed_work(question, plan)
     return LayersEstimate(
         status="ok",
         alpha=swap.alpha,
@@ -104,8 +100,8 @@ def _outcome(question: Question, parallel: Parallelism, plan: Plan, limits: list
 def _too_much_for_host(question: Question, parallel: Parallelism, costs: LayerCosts, reason: str) -> LayersEstimate:
     """Memory that would be needed on the device and the host without the host limit."""
     alpha = question.alpha if question.alpha is not None else float(question.method == "full_swap")
-    buffers, working = 2 * costs.swapped_bytes(0, alpha), costs.working_bytes(1.0 - alpha)
-    host_bytes = max(costs.calls - 2, 0) * costs.swapped_bytes(0, alpha)
+    buffers, working = 2 * largest_slot(costs, alpha), costs.working_bytes(1.0 - alpha)
+    host_bytes = sum(costs.swapped_bytes(call, alpha) for call in range(costs.calls - 2))
     if question.sliced is not None:
         sizes = streamed_bytes(question, alpha)
         buffers, host_bytes = 2 * sizes.slot + sizes.staging, sizes.host

@@ -14,6 +14,7 @@ from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.kind_costs import estimated_storage_costs, storable_tensors
+from lightning_memo.estimate.step.planner_inputs import largest_slot
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.choose_plan import choose_plan
@@ -21,7 +22,7 @@ from lightning_memo.planner.device_budget import usable_device_bytes, with_spare
 from lightning_memo.planner.storage.plan_storage_kinds import plan_kinds
 from lightning_memo.planner.storage.storage_plan_slices import stored_bytes_of_calls
 from lightning_memo.planner.storage.storage_planner import StorageError
-from lightning_memo.planner.token_slices import tile_of
+from lightning_memo.planner.token_slices import SavedBytes, tile_of
 
 NO_LIMIT: Final = 2**62
 
@@ -52,7 +53,7 @@ def training_plan(question: Question, parallel: Parallelism, costs: LayerCosts, 
 def measured_budget(question: Question, costs: LayerCosts, room: Budget) -> Budget:
     """Return the budget of a plan that is made after a first step, whose rounding buffers are then still allocated."""
     sizes = None if question.sliced is None else streamed_bytes(question, 0.0)
-    buffers = 2 * costs.swapped_bytes(0, 0.0) if sizes is None else 2 * sizes.slot + sizes.staging
+    buffers = 2 * largest_slot(costs, 0.0) if sizes is None else 2 * sizes.slot + sizes.staging
     fixed = costs.fixed_device_bytes
     return replace(room, device_bytes=usable_device_bytes(fixed, max(room.device_bytes - fixed - buffers, 0)))
 
@@ -78,7 +79,7 @@ def alpha_plan(question: Question, parallel: Parallelism, costs: LayerCosts, roo
         alpha=alpha,
         schedule="layer" if slices is None else slices.schedule,
         slice_tokens=None if slices is None else slices.tokens,
-        slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
+        slot_bytes=lambda fraction: largest_slot(costs, fraction),
         # MEMO's runs always swap, and a pipeline cannot keep the activations of all its sequences. With slices, the
         # planner in training does not know the memory of a step without slices.
         may_be_plain=not question.constants.published and parallel.pp == 1 and slices is None,
@@ -104,7 +105,10 @@ def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, 
     if plain is not None:
         return plain
     storage_costs = estimated_storage_costs(question, parallel, costs)
-    tensors = storable_tensors(question, storage_costs.classes[0].products, costs.tokens)
+    tensors: list[list[SavedBytes]] = []
+    for run in question.runs:
+        products = storage_costs.classes[storage_costs.call_classes[len(tensors)]].products
+        tensors += [storable_tensors(run, products, costs.tokens, parallel.tp)] * run.shape.layers
     try:
         return plan_kinds(
             costs,
@@ -112,7 +116,7 @@ def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, 
             StorageBudget.of(with_spare_device(budget, costs), costs),
             label,
             tile_tokens=tile_of(costs.tokens),
-            stored_bytes=lambda plan: stored_bytes_of_calls(plan, [tensors] * costs.calls, costs.tokens),
+            stored_bytes=lambda plan: stored_bytes_of_calls(plan, tensors, costs.tokens),
             common_bounds=parallel.tp > 1 or parallel.cp > 1,
             nested=parallel.cp > 1,
         )

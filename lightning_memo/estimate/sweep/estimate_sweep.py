@@ -53,7 +53,7 @@ def estimates_table(jobs: Sequence[JobEstimate]) -> Table:
     for name in names:
         table.add_column(name.rpartition(".")[2], justify="right", no_wrap=True)
     has_length = all("seq_len" in names and not job.longest for job in jobs)
-    titles = ("status", "tp/cp/dp/pp", "ZeRO", "alpha", "step (s)", "MFU (%)", "device", "host")
+    titles = ("status", "tp/cp/dp/pp", "EP", "ZeRO", "alpha", "step (s)", "MFU (%)", "device", "host")
     for title in titles if has_length else ("tokens", *titles):
         table.add_column(title, justify="right", no_wrap=True)
     for job in jobs:
@@ -68,11 +68,12 @@ def estimates_table(jobs: Sequence[JobEstimate]) -> Table:
 def _cells(job: JobEstimate) -> list[str]:
     answer = job.answer
     if answer is None:
-        return ["error", *["-"] * 7]
+        return ["error", *["-"] * 8]
     numbers = {"step_seconds": "{:.1f}", "mfu": "{:.1f}"}
     return [
         answer["status"],
         "{tp}/{cp}/{dp}/{pp}".format(**answer["parallel"]),
+        str(answer["parallel"]["expert_parallel_size"]),
         str(answer["parallel"]["zero_stage"]),
         format_alpha(answer["alpha"], answer["device_bytes"], answer["storage"]),
         *("-" if answer[name] is None else form.format(answer[name]) for name, form in numbers.items()),

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.shapes.model_shape import Kernels, ModelShape
+from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, Kernels, ModelShape
 
-_NAMES: Final = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
 _FUSED_NAMES: Final = {
     "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
     "gpt_neox": ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
@@ -48,10 +44,12 @@ class LayerProduct:
 
 def layer_products(shape: ModelShape, kernels: Kernels) -> tuple[LayerProduct, ...]:
     """Return the products of a layer in their order. Those of experts are left out: a plan does not name them."""
+    if kernels in SINGLE_OPERATIONS:
+        attention = (
+            LayerProduct(f"self_attn.{p.name}", p.role, p.inputs, p.outputs) for p in shape.attention.projections
+        )
+        return (*attention, *(_feed_forward(shape) if shape.experts == 1 else _shared_experts(shape)))
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if kernels in ("llama", "qwen3"):
-        names = [role for role in _NAMES if shape.experts == 1 or role in ("query", "key", "value", "output")]
-        return tuple(LayerProduct(_NAMES[role], role, *shape.products[role], last=role == "down") for role in names)
     joined, output, up, down = _FUSED_NAMES["gpt2" if kernels == "gpt2" else "gpt_neox"]
     return (
         LayerProduct(joined, "query", shape.hidden, queries + 2 * keys),
@@ -59,3 +57,25 @@ def layer_products(shape: ModelShape, kernels: Kernels) -> tuple[LayerProduct, .
         LayerProduct(up, "up", shape.hidden, shape.ffn),
         LayerProduct(down, "down", shape.ffn, shape.hidden, last=True),
     )
+
+
+def _feed_forward(shape: ModelShape) -> list[LayerProduct]:
+    hidden, ffn = shape.hidden, shape.ffn
+    return [
+        LayerProduct("mlp.gate_proj", "gate", hidden, ffn),
+        LayerProduct("mlp.up_proj", "up", hidden, ffn),
+        LayerProduct("mlp.down_proj", "down", ffn, hidden, last=True),
+    ]
+
+
+def _shared_experts(shape: ModelShape) -> list[LayerProduct]:
+    hidden, ffn, gated = shape.hidden, shape.expert_layer.shared_ffn, shape.expert_layer.shared_gate
+    if not ffn:
+        return []
+    module = "mlp.shared_expert" if gated else "mlp.shared_experts"
+    products = [
+        LayerProduct(f"{module}.gate_proj", "shared gate", hidden, ffn),
+        LayerProduct(f"{module}.up_proj", "shared up", hidden, ffn),
+        LayerProduct(f"{module}.down_proj", "shared output", ffn, hidden, last=not gated),
+    ]
+    return [*products, LayerProduct("mlp.shared_expert_gate", "gate of the shared", hidden, 1)] if gated else products

@@ -7,6 +7,8 @@ from typing import Final
 
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
+from lightning_memo.estimate.memory.device_weights import device_parameters, device_trained_parameters
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
@@ -17,6 +19,9 @@ BACKWARD_OF_ATTENTION: Final = 2.5
 
 _FORWARD_COLLECTIVES: Final = 4
 _BACKWARD_COLLECTIVES: Final = 6
+_EXCHANGES: Final = 2
+"""All-to-alls of expert parallelism in the forward, and of gradients in the backward."""
+
 _BACKWARD_CONTEXTS: Final = 2
 """Context-parallel communication of the backward, relative to the forward."""
 
@@ -48,6 +53,9 @@ class LayerTimes:
     context: float
     """Context-parallel communication of the forward that attention does not hide."""
 
+    exchange: float
+    """One all-to-all of expert parallelism, which sends tokens to the devices of their experts, or back."""
+
     network: float
     """Part of the forward that waits for the network between nodes."""
 
@@ -55,12 +63,13 @@ class LayerTimes:
     def forward(self) -> float:
         """Forward, with an all-gather before and a reduce-scatter after both attention and feed-forward."""
         computing = self.dense + self.memory_bound + self.attention_forward
-        return computing + _FORWARD_COLLECTIVES * self.collective + self.context
+        return computing + _FORWARD_COLLECTIVES * self.collective + self.context + _EXCHANGES * self.exchange
 
     @property
     def backward(self) -> float:
         """Backward without recomputation. The inputs of both parts are gathered again for the gradients of weights."""
         communication = _BACKWARD_COLLECTIVES * self.collective + _BACKWARD_CONTEXTS * self.context
+        communication += _EXCHANGES * self.exchange
         return self.dense_backward + self.memory_bound_backward + self.attention_backward + communication
 
     @property
@@ -74,14 +83,24 @@ class LayerTimes:
         return (1 + _BACKWARD_CONTEXTS) * self.context
 
     @property
+    def expert_parallel(self) -> float:
+        """Expert-parallel communication of forward and backward."""
+        return 2 * _EXCHANGES * self.exchange
+
+    @property
     def computing(self) -> float:
         """Forward and backward without communication."""
-        return self.forward + self.backward - self.tensor_parallel - self.context_parallel
+        passing = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return self.forward + self.backward - passing
 
     @property
     def recompute(self) -> float:
-        """Recomputation of everything but attention and the last product, for all tokens."""
-        return self.recomputed_dense + self.recomputed_memory_bound + 3 * self.collective
+        """Recomputation of everything but attention and the last product, for all tokens.
+
+        Outputs of experts are saved for the gradients of their weights, and therefore come back again.
+        """
+        computing = self.recomputed_dense + self.recomputed_memory_bound
+        return computing + 3 * self.collective + _EXCHANGES * self.exchange
 
     @property
     def recompute_all(self) -> float:
@@ -106,14 +125,14 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     hidden_bytes = tokens / parallel.cp * shape.hidden * sizes.stream
     collective = hidden_bytes * (parallel.tp - 1) / parallel.tp / ring_bandwidth(cluster, parallel.tp)
     exchanging, merging = _context_seconds(question, parallel, attention_forward)
-    traffic = traffic_of_layer(shape, kernels=layer_kernels(question), sizes=sizes)
+    traffic = traffic_of_layer(shape, kernels=layer_kernels(question), sizes=sizes, tensor_parallel=parallel.tp)
     moving = tokens / divided / memory_rate(question)
-    adapters = shape.adapter_parameters  # whose products are bound by memory
-    trained = shape.multiplied_in_a_layer if shape.adapters is None else 0
+    products, recomputed = _multiplied(shape, parallel, sizes)
+    trained = products if shape.adapters is None else 0
     return LayerTimes(
-        dense=2 * tokens * (shape.multiplied_in_a_layer - adapters) / dense_rate,
-        dense_backward=2 * tokens * (shape.multiplied_in_a_layer - adapters + trained) / dense_rate,
-        recomputed_dense=2 * tokens * shape.recomputed_in_a_layer / dense_rate,
+        dense=2 * tokens * products / dense_rate,
+        dense_backward=2 * tokens * (products + trained) / dense_rate,
+        recomputed_dense=2 * tokens * recomputed / dense_rate,
         memory_bound=traffic.forward * moving,
         memory_bound_backward=traffic.backward * moving,
         recomputed_memory_bound=traffic.again * moving,
@@ -121,9 +140,36 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
         attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
         collective=collective,
         context=exchanging + merging,
+        exchange=_exchange_seconds(question, parallel),
         network=(4 * collective if parallel.tp > cluster.devices_per_node else 0.0)
         + (exchanging if parallel.tp * parallel.cp > cluster.devices_per_node else 0.0),
     )
+
+
+def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -> tuple[float, float]:
+    """Weights that each token is multiplied with in the forward, and in a recomputation.
+
+    Adapters are left out, as memory bounds their products. Autocast does not cast for experts, which count as often as
+    they are slower. Each tensor-parallel device multiplies the tokens of all with the router and the shared experts.
+    """
+    slower = sizes.stream // sizes.product - 1 if shape.experts > 1 else 0
+    more = slower * shape.active_experts * shape.ffn_parameters + (parallel.tp - 1) * shape.routing_parameters
+    return shape.multiplied_in_a_layer - shape.adapter_parameters + more, shape.recomputed_in_a_layer + more
+
+
+def _exchange_seconds(question: Question, parallel: Parallelism) -> float:
+    """Return the time to send each token to the devices of its experts, which are chosen evenly.
+
+    Parts for devices of the node and of others are sent at the same time.
+    """
+    groups, cluster = parallel.expert_parallel_size, question.cluster
+    rows = question.seq_len / (parallel.tp * parallel.cp) * question.shape.active_experts
+    sent = rows * question.shape.hidden * element_bytes(question).stream
+    if question.shape.experts == 1 or groups == 1:
+        return 0.0
+    near = min(groups, max(cluster.devices_per_node // parallel.tp, 1))
+    inside, outside = sent * (near - 1) / groups, sent * (groups - near) / groups
+    return max(inside / cluster.node_bandwidth, outside / cluster.network_bandwidth)
 
 
 def memory_rate(question: Question) -> float:
@@ -156,10 +202,13 @@ def _context_seconds(question: Question, parallel: Parallelism, attention_second
     shape, bandwidth = question.shape, ring_bandwidth(question.cluster, parallel.cp, parallel.tp)
     tokens = question.seq_len / (parallel.tp * parallel.cp)
     product = element_bytes(question).product
-    keys_and_values = 2 * tokens * shape.kv_heads * shape.head_dim * product
-    output = tokens * shape.heads * shape.head_dim * product
+    widths = shape.attention
+    keys_and_values = tokens * (widths.key + widths.value) * product
+    output = tokens * widths.output * product
     if METHOD_TRAITS[question.method].ulysses:
-        return (keys_and_values + 2 * output) * (parallel.cp - 1) / parallel.cp / bandwidth, 0.0
+        return (keys_and_values + tokens * widths.query * product + output) * (
+            parallel.cp - 1
+        ) / parallel.cp / bandwidth, 0.0
     steps = parallel.cp - 1
     exposed = max(steps * keys_and_values / bandwidth - attention_seconds, 0.0)
     return exposed, steps * output / question.constants.merged_bytes_per_second
@@ -182,30 +231,26 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
         parallel: Sizes of the parallelism.
         compute_seconds: Computation time of all layers in a step.
     """
-    ranks = parallel.dp * parallel.cp
-    if ranks == 1:
-        return 0.0
+    weights, trained = (count(question.shape, parallel) for count in (device_parameters, device_trained_parameters))
+    moves = [
+        _group_seconds(question, parallel, count, with_gradient, ranks, distance)
+        for (count, ranks, distance), (with_gradient, _, _) in zip(
+            weights.by_ranks(parallel), trained.by_ranks(parallel), strict=True
+        )
+    ]
+    if parallel.zero_stage < 3:
+        return sum(moves)
+    moving = question.batch_size // parallel.dp * sum(moves)
+    return moving if question.constants.published else max(moving - compute_seconds, 0.0)
+
+
+def _group_seconds(
+    question: Question, parallel: Parallelism, weights: float, trained: float, ranks: int, distance: int
+) -> float:
+    """Time to synchronize some weights: per sequence with ZeRO 3, otherwise per step."""
     sent = (ranks - 1) / ranks
-    weights = device_parameters(question.shape, parallel) * sent
-    trained = device_trained_parameters(question.shape, parallel) * sent
-    bandwidth = ring_bandwidth(question.cluster, ranks, parallel.tp)
+    bandwidth = ring_bandwidth(question.cluster, ranks, distance)
     sizes = element_bytes(question)
     if parallel.zero_stage == 3:
-        sequences = question.batch_size // parallel.dp
-        moving = sequences * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth
-        return moving if question.constants.published else max(moving - compute_seconds, 0.0)
-    return trained * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
-
-
-def device_parameters(shape: ModelShape, parallel: Parallelism) -> float:
-    """Count the weights of the fullest device before ZeRO shards them: its layers, and the embedding or the head."""
-    layers = shape.layers // parallel.pp * shape.layer_parameters
-    embeddings = shape.vocab * shape.hidden * (2 if parallel.pp == 1 and not shape.tied else 1)
-    return (layers + embeddings) / parallel.tp
-
-
-def device_trained_parameters(shape: ModelShape, parallel: Parallelism) -> float:
-    """Count the weights of the fullest device that get a gradient."""
-    if shape.adapters is None:
-        return device_parameters(shape, parallel)
-    return shape.layers // parallel.pp * shape.trained_layer_parameters / parallel.tp
+        return sent * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth
+    return sent * trained * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.times.layer_products import layer_products
-from lightning_memo.shapes.model_shape import Kernels, ModelShape
+from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, Kernels, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,25 @@ class LayerTraffic:
     again: float
 
 
-def layer_traffic(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> tuple[Traffic, ...]:
+def layer_traffic(
+    shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tensor_parallel: int = 1
+) -> tuple[Traffic, ...]:
     """Return the memory-bound operations of a layer; none for fused kernels, whose time is that of their products.
 
     Args:
         shape: Shape of the model.
         kernels: Implementation of the layers.
         sizes: Sizes of elements.
+        tensor_parallel: Number of tensor-parallel devices. Each of them routes the tokens of all.
     """
-    return () if kernels == "fused" else tuple(_Layer(shape, kernels, sizes).groups())
+    return () if kernels == "fused" else tuple(_Layer(shape, kernels, sizes, tensor_parallel).groups())
 
 
-def traffic_of_layer(shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes) -> LayerTraffic:
+def traffic_of_layer(
+    shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tensor_parallel: int = 1
+) -> LayerTraffic:
     """Return the bytes per token of all memory-bound operations of a layer, see `layer_traffic`."""
-    groups = layer_traffic(shape, kernels=kernels, sizes=sizes)
+    groups = layer_traffic(shape, kernels=kernels, sizes=sizes, tensor_parallel=tensor_parallel)
     return LayerTraffic(
         forward=sum(group.forward for group in groups),
         backward=sum(group.backward for group in groups),
@@ -83,18 +88,19 @@ class _Layer:
     shape: ModelShape
     kernels: Kernels
     sizes: ElementBytes
+    tensor_parallel: int
 
     def groups(self) -> Iterator[Traffic]:
         yield from self._norms()
         yield from self._positions()
-        yield from self._activation()
+        yield from self._activation() if self.shape.experts == 1 else self._mixture()
         yield from self._sums()
         yield from self._casts()
         yield from self._adapters()
 
     @property
     def _separate(self) -> bool:
-        return self.kernels in ("llama", "qwen3")
+        return self.kernels in SINGLE_OPERATIONS
 
     def _norms(self) -> Iterator[Traffic]:
         shape, trained = self.shape, self.shape.adapters is None
@@ -105,6 +111,9 @@ class _Layer:
         if self.kernels == "qwen3":
             for name, heads in (("query norm", shape.heads), ("key norm", shape.kv_heads)):
                 widths[name] = heads * shape.head_dim, self.sizes.product
+        if shape.latent is not None:
+            widths["query latent norm"] = shape.latent.query_rank, self.sizes.product
+            widths["key latent norm"] = shape.latent.kv_rank, self.sizes.product
         for name, (width, size) in widths.items():
             yield Traffic(name, *norm_traffic(width, size, separate=self._separate, trained=trained))
 
@@ -118,13 +127,28 @@ class _Layer:
             yield Traffic("positions", 0, copies)
 
     def _activation(self) -> Iterator[Traffic]:
-        width = self.shape.ffn * self.shape.active_experts * self.sizes.product
+        width = self.shape.ffn * self.sizes.product
         if self.shape.gated:  # SiLU, times up
             yield Traffic("activation", 5 * width, 9 * width)
         elif self.kernels == "gpt2":  # eight operations
             yield Traffic("activation", 18 * width, 27 * width)
         else:
             yield Traffic("activation", 2 * width, 3 * width)
+
+    def _mixture(self) -> Iterator[Traffic]:
+        """Router, rows for each pair of a token and a chosen expert, and activation functions.
+
+        Rows are gathered, weighted, put into the order of tokens and added. In the backward, gathers are scattered.
+        """
+        shape, many = self.shape, self.tensor_parallel
+        layer, row = shape.expert_layer, shape.active_experts * shape.hidden * self.sizes.stream
+        width = shape.active_experts * shape.ffn * self.sizes.stream * many
+        yield Traffic("router", 4 * FP32 * shape.experts * many, 6 * FP32 * shape.experts * many)
+        yield Traffic("rows", 7 * row * many, 11 * row * many)
+        forward, backward = (16, 25) if layer.router == "gpt_oss" else (5, 9)
+        yield Traffic("activation", forward * width, backward * width)
+        shared = layer.shared_ffn * self.sizes.product * many
+        yield Traffic("shared activation", 5 * shared, 9 * shared)
 
     def _sums(self) -> Iterator[Traffic]:
         """The residual, and sums of the gradients of a tensor that several products read."""

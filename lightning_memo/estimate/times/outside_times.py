@@ -6,11 +6,13 @@ from typing import Final
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import FP32
+from lightning_memo.estimate.memory.device_weights import device_trained_parameters
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
-from lightning_memo.estimate.times.layer_times import device_trained_parameters, has_whole_logits, memory_rate
+from lightning_memo.estimate.times.layer_times import has_whole_logits, memory_rate
 from lightning_memo.estimate.times.memory_bound import norm_traffic
+from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS
 
 _LOGIT_OPERANDS: Final = 8
 """Times that the loss reads or writes each logit in fp32: maximum, difference, exponential, sum, scaling."""
@@ -37,7 +39,7 @@ def loss_seconds(question: Question, parallel: Parallelism) -> float:
     logits = question.seq_len * shape.vocab / divided
     casts = 0 if sizes.product == FP32 else 2 * (sizes.product + FP32)
     moved = logits * (_LOGIT_OPERANDS * FP32 + casts)
-    separate = shape.kernels in ("llama", "qwen3")
+    separate = shape.kernels in SINGLE_OPERATIONS
     forward, backward = norm_traffic(shape.hidden, sizes.stream, separate=separate, trained=trained)
     moved += question.seq_len / divided * (2 * forward + backward + 2 * sizes.stream * shape.hidden)
     if trained:
@@ -57,6 +59,7 @@ def optimizer_seconds(question: Question, parallel: Parallelism) -> float:
     if not runs_here(question):
         return 0.0
     sizes = element_bytes(question)
-    shards = parallel.dp * parallel.cp if parallel.zero_stage else 1
     moved = 2 * (sizes.weight + sizes.optimizer) + sizes.gradient
-    return moved * device_trained_parameters(question.shape, parallel) / shards / memory_rate(question)
+    groups = device_trained_parameters(question.shape, parallel).by_ranks(parallel)
+    updated = sum(weights / (ranks if parallel.zero_stage else 1) for weights, ranks, _ in groups)
+    return moved * updated / memory_rate(question)
