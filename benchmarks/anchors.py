@@ -19,6 +19,8 @@ from lightning_memo.estimate import Estimate, Parallelism, Question, constants_o
 
 ROOT: Final = Path(__file__).parents[1]
 _CLUSTER: Final = "h100"
+_CHECKPOINTS: Final = {"activations"}
+_STATE: Final = {"parameters", "gradients", "optimizer"}
 _TIMES: Final = {"dense_efficiency", "attention_forward_efficiency", "attention_backward_efficiency"}
 
 
@@ -42,29 +44,44 @@ def anchors(constants: str = _CLUSTER) -> list[Anchor]:
     Args:
         constants: Cluster whose constants are used, so that those of the A800 can be compared.
     """
-    long = _trl(constants)
-    assert long.step_seconds is not None
-    # Checkpoints are on the host there, and on the device in the estimate.
-    device = (long.device_bytes["total"] - long.device_bytes["activations"]) / 1e9
+    dense, mixture = (_trl(model, constants) for model in ("qwen3_8b", "qwen3_30b_a3b"))
+    assert dense.step_seconds is not None and mixture.step_seconds is not None
+    notes, example = (
+        "seconds of a step, TRL 1.13's release notes",
+        "seconds of a step, example of TRL's pull request 6845",
+    )
     return [
-        Anchor(what="seconds of a step, TRL 1.13's release notes", published=380.0, told=long.step_seconds),
-        Anchor(what="seconds of a step, another report of the run", published=364.0, told=long.step_seconds),
-        Anchor(what="GB of a device, without checkpoints", published=56.2, told=device),
+        Anchor(what=f"Qwen3-8B, {notes}", published=380.0, told=dense.step_seconds),
+        Anchor(what=f"Qwen3-8B, {example}", published=364.0, told=dense.step_seconds),
+        Anchor(
+            what="Qwen3-8B, GB of a device, without checkpoints", published=56.2, told=_gigabytes(dense, _CHECKPOINTS)
+        ),
+        Anchor(what=f"Qwen3-30B-A3B, {example}", published=483.0, told=mixture.step_seconds),
+        Anchor(
+            what="Qwen3-30B-A3B, GB of a device, without checkpoints and model state",
+            published=46.0,
+            told=_gigabytes(mixture, _CHECKPOINTS | _STATE),
+        ),
     ]
 
 
-def _trl(constants: str) -> Estimate:
-    """The estimate of TRL's run: checkpoints, ring attention over 8 H100 and ZeRO 3, in bf16."""
-    cluster = replace(load_cluster(_CLUSTER), device_bytes=2**38)  # as if there were room for the checkpoints
+def _gigabytes(answer: Estimate, on_host: set[str]) -> float:
+    """GB of a device without what is on the host in the published run. In the estimate, it is on the device."""
+    return (answer.device_bytes["total"] - sum(answer.device_bytes[name] for name in on_host)) / 1e9
+
+
+def _trl(model: str, constants: str) -> Estimate:
+    """The estimate of TRL's run: checkpoints, ring attention over 8 H100 and ZeRO 3, with weights in fp32."""
+    cluster = replace(load_cluster(_CLUSTER), device_bytes=2**38)  # as if there were room for what is on the host
     question = Question(
-        shape=load_model("qwen3_8b"),
+        shape=load_model(model),
         cluster=cluster,
         constants=replace(constants_of(_CLUSTER), **{name: getattr(constants_of(constants), name) for name in _TIMES}),
         method="full_recompute",
         gpus=8,
         seq_len=2**20,
         batch_size=1,
-        precision="bf16-true",
+        precision="bf16-mixed",
     )
     return estimate(question, Parallelism(cp=8, zero_stage=3))
 
@@ -80,7 +97,7 @@ def section() -> str:
         [new.what, f"{new.published:.1f}", f"{new.told:.1f}", f"{new.error:+.1f} %", f"{old.error:+.1f} %"]
         for new, old in zip(anchors(), anchors("a800"), strict=True)
     ]
-    head = ["Qwen3-8B, 1,048,576 tokens, 8 H100", "published", "estimate", "error", "error with the A800's rates"]
+    head = ["1,048,576 tokens, 8 H100", "published", "estimate", "error", "error with the A800's rates"]
     lines = ["| constant | value | origin |", "| --- | --: | --- |", *(f"| {' | '.join(row)} |" for row in origins)]
     return "\n".join(lines) + "\n\n" + table(head, rows)
 

@@ -359,7 +359,8 @@ def test_mistakes_are_told_in_one_line(run, arguments, words):
 
 def _two_layers(model_type, **others):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9,
-             "intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}  # fmt: skip
+             "intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1,
+             "moe_intermediate_size": 8}  # fmt: skip
     return json.dumps({"model_type": model_type, **sizes, **others})
 
 

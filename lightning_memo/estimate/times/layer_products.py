@@ -11,6 +11,7 @@ _FUSED_NAMES: Final = {
     "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
     "gpt_neox": ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 }
+_ROUTERS: Final = {"chosen_softmax": "block_sparse_moe.router", "gpt_oss": "mlp.router"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def layer_products(shape: ModelShape, kernels: Kernels) -> tuple[LayerProduct, .
         attention = (
             LayerProduct(f"self_attn.{p.name}", p.role, p.inputs, p.outputs) for p in shape.attention.projections
         )
-        return (*attention, *(_feed_forward(shape) if shape.experts == 1 else _shared_experts(shape)))
+        return (*attention, *(_feed_forward(shape) if shape.experts == 1 else _routing(shape)))
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     joined, output, up, down = _FUSED_NAMES["gpt2" if kernels == "gpt2" else "gpt_neox"]
     return (
@@ -68,12 +69,14 @@ def _feed_forward(shape: ModelShape) -> list[LayerProduct]:
     ]
 
 
-def _shared_experts(shape: ModelShape) -> list[LayerProduct]:
+def _routing(shape: ModelShape) -> list[LayerProduct]:
+    """The router and the shared experts."""
     hidden, ffn, gated = shape.hidden, shape.expert_layer.shared_ffn, shape.expert_layer.shared_gate
+    products = [LayerProduct(_ROUTERS.get(shape.expert_layer.router, "mlp.gate"), "router", hidden, shape.experts)]
     if not ffn:
-        return []
+        return products
     module = "mlp.shared_expert" if gated else "mlp.shared_experts"
-    products = [
+    products += [
         LayerProduct(f"{module}.gate_proj", "shared gate", hidden, ffn),
         LayerProduct(f"{module}.up_proj", "shared up", hidden, ffn),
         LayerProduct(f"{module}.down_proj", "shared output", ffn, hidden, last=not gated),
