@@ -122,7 +122,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         name: Name of the model.
 
     Raises:
-        ValueError: The model type is unknown, the layers differ, or a size is missing or impossible.
+        ValueError: The model type or the type of a layer is unknown, or a size is missing or impossible.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):

@@ -70,6 +70,12 @@ def test_what_no_constants_explain_is_told() -> None:
     assert str(worst) == f"512, forward of a layer: {worst.measured_seconds:.4g} s measured, {worst.percent:+.1f} %"
 
 
+def test_layers_that_differ_are_refused() -> None:
+    parts = (replace(SHAPE, layers=3), replace(SHAPE, layers=5, window=64))
+    with pytest.raises(ValueError, match=r"512: the layers of llama_tiny differ; calibrate with a model of equal"):
+        fit([replace(measurement(512), shape=replace(SHAPE, parts=parts))], CLUSTER, constants_of("h100"))
+
+
 def test_whole_steps_keep_the_ratio_of_attentions_forward_and_backward() -> None:
     def step(tokens: int) -> StepMeasurement:
         exact = costs(tokens, method="plain")

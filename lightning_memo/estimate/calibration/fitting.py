@@ -155,6 +155,9 @@ def _solve(rows: Sequence[_Row], ratio_of: Constants | None) -> list[float]:
 
 
 def _rows(measurement: Measurement, cluster: Cluster, base: Constants) -> Iterator[_Row]:
+    origin, shape = measurement.origin, measurement.shape
+    if shape.parts:
+        raise ValueError(f"{origin}: the layers of {shape.name} differ; calibrate with a model of equal layers")
     if isinstance(measurement, StepMeasurement):
         times, head, loss = _at_peak(measurement.shape, cluster, base, measurement.tokens)
         calls = measurement.shape.layers * measurement.batch

@@ -86,8 +86,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     """Return the reason why the method of a question cannot run with a parallelism; empty if it can."""
     method, traits = question.method, METHOD_TRAITS[question.method]
     if parallel.expert_parallel_size > 1 and (question.shape.experts == 1 or not runs_here(question)):
-        size = f"expert_parallel_size={parallel.expert_parallel_size}"
-        return f"{size} is for mixtures of experts that this package trains: it must be 1"
+        size = parallel.expert_parallel_size
+        return f"expert_parallel_size={size} is for mixtures of experts that this package trains: it must be 1"
     if question.shape.parts and parallel.pp > 1:
         return "models whose layers differ are estimated without pipeline parallelism: pp must be 1"
     if question.slices is not None and parallel.tp * parallel.cp * parallel.pp > 1:
