@@ -36,7 +36,7 @@ def given(config: Mapping[str, Any], what: str) -> Any:
     return next((config[name] for name in _NAMES[what] if config.get(name) is not None), None)
 
 
-def size_of(config: Mapping[str, Any], what: str, default: int | None = None) -> int:
+def config_size(config: Mapping[str, Any], what: str, default: int | None = None) -> int:
     """Return a size.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_memo.shapes.attention_widths import LatentAttention
-from lightning_memo.shapes.config_sizes import flag_of, given, is_size, size_of
+from lightning_memo.shapes.config_sizes import config_size, flag_of, given, is_size
 from lightning_memo.shapes.expert_layer import ExpertLayer, RouterKind
 from lightning_memo.shapes.layer_parts import with_parts
 from lightning_memo.shapes.model_shape import Kernels, ModelShape
@@ -134,24 +134,24 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         raise ValueError(
             f"model_type={str(model_type)[:40]!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
         )
-    hidden, heads = size_of(config, "hidden"), size_of(config, "heads")
+    hidden, heads = config_size(config, "hidden"), config_size(config, "heads")
     latent = _latent(config) if family.latent else None
     if latent is None and family.head_dim is None and given(config, "head_dim") is None and hidden % heads:
         raise ValueError(f"the hidden size {hidden} is not a multiple of the {heads} heads, and head_dim is missing")
     head_dim = family.head_dim or hidden // heads
     shape = ModelShape(
         name=name,
-        layers=size_of(config, "layers"),
+        layers=config_size(config, "layers"),
         hidden=hidden,
         ffn=_ffn(config, family, hidden),
         heads=heads,
         kv_heads=heads if latent else _kv_heads(config, family, heads),
-        head_dim=latent.unrotated + latent.rotated if latent else size_of(config, "head_dim", head_dim),
-        vocab=size_of(config, "vocab"),
+        head_dim=latent.unrotated + latent.rotated if latent else config_size(config, "head_dim", head_dim),
+        vocab=config_size(config, "vocab"),
         gated=family.gated,
         tied=flag_of(config, "tie_word_embeddings", family.tied),
-        experts=size_of(config, "experts") if family.router else 1,
-        active_experts=size_of(config, "active_experts") if family.router else 1,
+        experts=config_size(config, "experts") if family.router else 1,
+        active_experts=config_size(config, "active_experts") if family.router else 1,
         expert_layer=_expert_layer(config, family),
         latent=latent,
         window=_window(config, family),
@@ -176,31 +176,35 @@ def _expert_layer(config: Mapping[str, Any], family: _Family) -> ExpertLayer:
 
 def _shared_ffn(config: Mapping[str, Any]) -> int:
     if given(config, "shared_ffn") is not None:
-        return size_of(config, "shared_ffn")
-    return size_of(config, "shared_experts") * size_of(config, "expert_ffn") if config.get("n_shared_experts") else 0
+        return config_size(config, "shared_ffn")
+    return (
+        config_size(config, "shared_experts") * config_size(config, "expert_ffn")
+        if config.get("n_shared_experts")
+        else 0
+    )
 
 
 def _latent(config: Mapping[str, Any]) -> LatentAttention:
     return LatentAttention(
-        query_rank=size_of(config, "query_rank") if config.get("q_lora_rank") is not None else 0,
-        kv_rank=size_of(config, "kv_rank"),
-        rotated=size_of(config, "rotated"),
-        unrotated=size_of(config, "unrotated"),
-        value=size_of(config, "value"),
+        query_rank=config_size(config, "query_rank") if config.get("q_lora_rank") is not None else 0,
+        kv_rank=config_size(config, "kv_rank"),
+        rotated=config_size(config, "rotated"),
+        unrotated=config_size(config, "unrotated"),
+        value=config_size(config, "value"),
     )
 
 
 def _ffn(config: Mapping[str, Any], family: _Family, hidden: int) -> int:
     if family.router and given(config, "expert_ffn") is not None:
-        return size_of(config, "expert_ffn")
-    times = size_of(config, "ffn_of_hidden", family.ffn_of_hidden) if family.ffn_of_hidden else 0
-    return size_of(config, "ffn", times * hidden or None)
+        return config_size(config, "expert_ffn")
+    times = config_size(config, "ffn_of_hidden", family.ffn_of_hidden) if family.ffn_of_hidden else 0
+    return config_size(config, "ffn", times * hidden or None)
 
 
 def _kv_heads(config: Mapping[str, Any], family: _Family, heads: int) -> int:
     if family.one_kv_head and not config.get("new_decoder_architecture"):
         return 1 if flag_of(config, "multi_query", True) else heads
-    return size_of(config, "kv_heads", heads)
+    return config_size(config, "kv_heads", heads)
 
 
 def _kernels(config: Mapping[str, Any], family: _Family) -> Kernels:

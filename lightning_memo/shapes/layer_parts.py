@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final
 
-from lightning_memo.shapes.config_sizes import is_size, size_of
+from lightning_memo.shapes.config_sizes import config_size, is_size
 from lightning_memo.shapes.expert_layer import ExpertLayer
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -29,7 +29,7 @@ def with_parts(shape: ModelShape, config: Mapping[str, Any], dense_first: int, a
     """
     windows = [None if kind == _FULL else shape.window for kind in _types(config, shape, alternates)]
     dense = _without_experts(config, shape, dense_first)
-    dense_ffn = size_of(config, "ffn") if dense else 0
+    dense_ffn = config_size(config, "ffn") if dense else 0
     parts = []
     for (window, is_dense), members in groupby(range(shape.layers), lambda n: (windows[n], n in dense)):
         part = replace(shape, layers=len(list(members)), window=window)

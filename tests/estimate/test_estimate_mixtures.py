@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,16 @@ from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.estimate import Parallelism, Question, constants_of, estimate, load_cluster, load_model, search
 from lightning_memo.estimate.command import main
-from lightning_memo.estimate.inputs.constants import constants_of
-from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.memory.activations import layer_activations, saved_tensors
+from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.estimate.memory.device_weights import device_parameters, layer_weights
-from lightning_memo.estimate.parallelism_search import search
-from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.step.device_bytes import device_state_bytes, gathered_bytes
 from lightning_memo.estimate.step.kind_costs import recomputed_products
 from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.times.expert_exchange import received_tokens
 from lightning_memo.estimate.times.layer_times import layer_times
 from lightning_memo.estimate.why_slower import step_parts
 from lightning_memo.runtime.activation_plans import plan_by_kind
@@ -78,6 +76,16 @@ def ask(**changes: Any) -> Question:
     return replace(question, **changes)
 
 
+def train(folder: Path, config: transformers.PreTrainedConfig, tokens: int, **settings: Any) -> Plan:
+    """The plan of a step."""
+    ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
+    strategy = MemoStrategy(plan_memory=False, host_memory="1GiB", **settings)
+    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision="32-true")
+    build = LanguageModel(lambda: transformers.AutoModelForCausalLM.from_config(config).train())
+    trainer.fit(build, batches([{"input_ids": ids, "labels": ids}]))
+    return trainer.strategy.plan
+
+
 # ---- shapes
 
 
@@ -115,12 +123,8 @@ def test_layers_that_differ_are_parts() -> None:
     assert parts("qwen3_moe", num_hidden_layers=4) == [(4, 128, None)]
     types = ["full_attention", "full_attention", "sliding_attention"]
     assert parts("mistral", num_hidden_layers=3, layer_types=types) == [(2, 1, None), (1, 1, 4096)]
-
-
-def test_parts_make_up_all_layers() -> None:
-    shape = load_model("qwen3_30b_a3b")
-    with pytest.raises(ValueError, match="layers=48 must be the sum"):
-        replace(shape, parts=(replace(shape, layers=47),))
+    with pytest.raises(ValueError, match="layers=36 must be the sum"):
+        replace(load_model("qwen3_8b"), parts=(load_model("qwen3_8b"),) * 2)
 
 
 # ---- what layers save
@@ -151,12 +155,7 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, case: str) -> 
     """Buffers within the backward are an upper bound. Training measures the copies of a CPU, too."""
     config, shape = configured(case, num_hidden_layers=4)
     tokens = 1024
-    ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
-    strategy = MemoStrategy(storage="alpha", plan_memory=False, device_memory="1GiB", host_memory="1GiB")
-    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(tmp_path), precision="32-true")
-    build = LanguageModel(lambda: transformers.AutoModelForCausalLM.from_config(config).train())
-    trainer.fit(build, batches([{"input_ids": ids, "labels": ids}]))
-    measured = trainer.strategy.plan.costs
+    measured = train(tmp_path, config, tokens, storage="alpha", device_memory="1GiB").costs
     told = estimated_layer_costs(ask(shape=shape, gpus=1, seq_len=tokens, precision="32-true"), Parallelism())
     assert (told.input_bytes, told.attention_bytes) == (measured.input_bytes, measured.attention_bytes)
     offsets = [4 * part.experts if part.experts > 1 else 0 for part in shape.runs for _ in range(part.layers)]
@@ -165,26 +164,18 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, case: str) -> 
     assert 1 <= told.working_bytes(1.0) / measured.working_bytes(1.0) < 1.16
 
 
-def test_each_tensor_parallel_process_has_rows_for_all_tokens() -> None:
-    """As transformers computes some of the experts: a row for each choice, also for those of other processes."""
-    config, shape = configured("qwen3_moe")
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    experts, tokens = model.model.layers[0].mlp.experts, 40
-    experts.num_experts, experts._is_expert_parallel = 5, True
-    saved: list[int] = []
-    rows = torch.randn(tokens, 64, requires_grad=True)
-    chosen = torch.rand(tokens, 10).topk(3).indices.clamp(max=5)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
-        experts.gate_up_proj.data, experts.down_proj.data = experts.gate_up_proj[:5].data, experts.down_proj[:5].data
-        experts(rows, chosen, torch.rand(tokens, 3, requires_grad=True))
-    tensors = saved_tensors(shape, kernels="qwen3", sizes=bytes_of("32-true", 2), tensor_parallel=2)
-    for name in ("rows", "outputs of rows", "gate", "up", "activated gate", "activated"):
-        (tensor,) = (tensor for tensor in tensors if tensor.name == name)
-        assert tokens // 2 * tensor.bytes_per_token in saved, name  # of half the tokens between layers
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_tensor_parallel_processes_share_rows_but_not_routing(case: str) -> None:
+    _, shape = configured(case)
+    part, sizes = shape.runs[-1], bytes_of("32-true", 2)
     one, two = (
-        layer_activations(shape, kernels="qwen3", sizes=bytes_of("32-true", 2), tensor_parallel=tp) for tp in (1, 2)
+        {t.name: t.bytes_per_token for t in saved_tensors(part, kernels=part.kernels, sizes=sizes, tensor_parallel=tp)}
+        for tp in (1, 2)
     )
-    assert two.others > 1.5 * one.others and (two.input, two.attention) == (one.input, one.attention)
+    assert two["rows"] == one["rows"] and two["activated"] == one["activated"]
+    twice = {name for name, size in two.items() if size == 2 * one[name]}
+    assert {"probabilities", "chosen experts"} <= twice
+    assert ("shared up" in twice) == (case == "deepseek_v3")
 
 
 @slow_if(lambda case: case != "deepseek_v3")
@@ -195,12 +186,7 @@ def test_products_are_those_of_training(tmp_path: Path, case: str, monkeypatch: 
     """Those of experts have no name in a plan."""
     monkeypatch.setattr(plan_by_kind, "plain_plan", lambda *_: None)
     config, shape = configured(case, num_hidden_layers=4)
-    ids = torch.randint(0, 96, (1, 64), generator=torch.Generator().manual_seed(0))
-    strategy = MemoStrategy(storage="kinds", device_memory="64MiB", host_memory="8MiB", plan_memory=False)
-    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(tmp_path), precision="32-true")
-    build = LanguageModel(lambda: transformers.AutoModelForCausalLM.from_config(config).train())
-    trainer.fit(build, batches([{"input_ids": ids, "labels": ids}]))
-    costs = trainer.strategy.plan.storage_costs
+    costs = train(tmp_path, config, 64, storage="kinds", device_memory="64MiB").storage_costs
     assert costs is not None
     calls = [costs.classes[number] for number in costs.call_classes]
     runs = [run for run in ask(shape=shape, seq_len=64, precision="32-true").runs for _ in range(run.shape.layers)]
@@ -242,16 +228,32 @@ def test_tensor_parallelism_divides_experts_but_not_the_router() -> None:
 
 def test_tokens_go_to_their_experts_and_back() -> None:
     none, two, eight = (layer_times(ask(), replace(RING, expert_parallel_size=n)) for n in (1, 2, 8))
-    rows = 2**20 / 8 * 8 * 2048 * 2
     assert none.exchange == none.expert_parallel == 0
-    assert eight.exchange == pytest.approx(rows * 7 / 8 / ask().cluster.node_bandwidth)
-    assert two.exchange == pytest.approx(eight.exchange * 4 / 7)
+    # A token needs a device unless all 8 of its 128 experts are among the 112 of other devices.
+    token, chosen = 2**20 / 8 * 2048 * 2, 8 * (1 - comb(112, 8) / comb(128, 8))
+    assert 5 < chosen < 6
+    assert eight.exchange == pytest.approx(token * chosen * 7 / 8 / ask().cluster.node_bandwidth)
+    assert two.exchange < eight.exchange
     assert eight.forward - none.forward == pytest.approx(2 * eight.exchange)
     assert eight.backward - none.backward == pytest.approx(2 * eight.exchange)
-    assert eight.recompute - none.recompute == pytest.approx(2 * eight.exchange)
+    assert eight.recompute - none.recompute == pytest.approx(eight.exchange)
     assert eight.expert_parallel == pytest.approx(4 * eight.exchange)
     nodes = layer_times(ask(gpus=16), Parallelism(cp=16, expert_parallel_size=16))
-    assert nodes.exchange == pytest.approx(rows / 2 * 8 / 16 / ask().cluster.network_bandwidth)
+    chosen = 16 * (1 - comb(120, 8) / comb(128, 8))
+    assert nodes.exchange == pytest.approx(token / 2 * chosen * 8 / 16 / ask().cluster.network_bandwidth)
+
+
+def test_choices_send_as_many_tokens_as_random_ones() -> None:
+    """Also with tensor parallelism, where each device sends the tokens that need its own share of the experts."""
+    _, shape = configured("mixtral", num_local_experts=16)
+    question, tokens = ask(shape=shape, gpus=4, seq_len=2**14), 2**14
+    chosen = torch.rand(tokens, 16, generator=torch.Generator().manual_seed(0)).topk(3).indices
+    homes = torch.zeros(tokens, 4, dtype=torch.bool).scatter_(1, chosen // 4, True)
+    assert received_tokens(question, Parallelism(dp=4, expert_parallel_size=4)) == pytest.approx(
+        homes.sum().item(), rel=0.02
+    )
+    both = Parallelism(dp=2, tp=2, expert_parallel_size=2)
+    assert received_tokens(question, both) == pytest.approx(homes[:, ::2].sum().item(), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -324,6 +326,10 @@ def test_a_folder_of_a_mixture(tmp_path: Path, in_process: Any, monkeypatch: pyt
             "model=qwen3_30b_a3b parallel.cp=4 parallel.tp=2 parallel.expert_parallel_size=8",
             ["8 does not divide the data- and context-parallel processes, 4", "expert_parallel_size=1, 2 or 4"],
         ),
+        (
+            "model=qwen3_30b_a3b gpus=48 parallel.cp=6 parallel.dp=8 parallel.expert_parallel_size=4",
+            ["expert_parallel_size=4 and cp=6: one must divide the other"],
+        ),
         ("model=qwen3_8b parallel.expert_parallel_size=2", ["expert_parallel_size=2 is for mixtures of experts"]),
         (
             "model=qwen3_30b_a3b cluster=a800 parallel.expert_parallel_size=2",
@@ -334,7 +340,7 @@ def test_a_folder_of_a_mixture(tmp_path: Path, in_process: Any, monkeypatch: pyt
     ],
 )  # fmt: skip
 def test_wrong_sizes_are_refused_in_one_line(in_process: Any, settings: str, words: list[str]) -> None:
-    status, out, err = in_process(main, *settings.split(), "gpus=8", "batch_size=1", "seq_len=1M")
+    status, out, err = in_process(main, "gpus=8", "batch_size=8", "seq_len=960K", *settings.split())
     assert (status, out) == (2, "") and err.count("\n") == 1
     for word in words:
         assert word in err

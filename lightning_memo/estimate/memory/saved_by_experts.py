@@ -24,11 +24,12 @@ def saved_by_experts(shape: ModelShape, sizes: ElementBytes, tensor_parallel: in
     Args:
         shape: Shape of the layer.
         sizes: Sizes of elements.
-        tensor_parallel: Number of tensor-parallel devices. Each has some experts, but a row for each pair of a token of
-            all devices and a chosen expert.
+        tensor_parallel: Number of tensor-parallel devices. Each has rows for its own experts, and routes the tokens of
+            all, for which it also has the shared experts.
     """
-    for tensor in _tensors(shape, sizes):
+    for tensor in (*_router(shape, sizes), *_shared(shape, sizes)):
         yield replace(tensor, width=tensor.width * tensor_parallel)
+    yield from _rows(shape, sizes)
 
 
 def readers_of_norm(shape: ModelShape) -> list[str]:
@@ -38,10 +39,9 @@ def readers_of_norm(shape: ModelShape) -> list[str]:
     return ["router", *shared, *(("gate of the shared",) if layer.shared_gate else ())]
 
 
-def _tensors(shape: ModelShape, sizes: ElementBytes) -> Iterator[SavedTensor]:
+def _rows(shape: ModelShape, sizes: ElementBytes) -> Iterator[SavedTensor]:
     """Grouped products are not part of autocast: they read the type of the hidden states."""
     layer, chosen = shape.expert_layer, shape.active_experts
-    yield from _router(shape, sizes)
     yield SavedTensor("token of each row", chosen, INT64)
     yield SavedTensor("order of rows", chosen, INT64)
     if layer.router == "gpt_oss":
@@ -52,6 +52,10 @@ def _tensors(shape: ModelShape, sizes: ElementBytes) -> Iterator[SavedTensor]:
     yield SavedTensor("outputs of rows", chosen * shape.hidden, sizes.stream)
     yield SavedTensor("weights of rows", chosen, _weight_bytes(shape, sizes))
     yield SavedTensor("rows in the order of tokens", chosen, INT64)
+
+
+def _shared(shape: ModelShape, sizes: ElementBytes) -> Iterator[SavedTensor]:
+    layer = shape.expert_layer
     if layer.shared_ffn:
         for name in ("gate", "activated gate", "up", "activated"):
             yield SavedTensor(f"shared {name}", layer.shared_ffn, sizes.product)

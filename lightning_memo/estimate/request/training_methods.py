@@ -88,6 +88,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     if parallel.expert_parallel_size > 1 and (question.shape.experts == 1 or not runs_here(question)):
         size = parallel.expert_parallel_size
         return f"expert_parallel_size={size} is for mixtures of experts that this package trains: it must be 1"
+    if parallel.cp % parallel.expert_parallel_size and parallel.expert_parallel_size % parallel.cp:
+        return f"expert_parallel_size={parallel.expert_parallel_size} and cp={parallel.cp}: one must divide the other"
     if question.shape.parts and parallel.pp > 1:
         return "models whose layers differ are estimated without pipeline parallelism: pp must be 1"
     if question.slices is not None and parallel.tp * parallel.cp * parallel.pp > 1:

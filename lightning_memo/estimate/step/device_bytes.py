@@ -18,6 +18,7 @@ from lightning_memo.estimate.memory.device_weights import (
 from lightning_memo.estimate.memory.working_set import CHUNK_BYTES
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
+from lightning_memo.estimate.times.expert_exchange import received_tokens
 from lightning_memo.estimate.times.layer_times import has_whole_logits
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
@@ -189,18 +190,14 @@ def _backward_buffers(question: Question, parallel: Parallelism) -> Iterator[Buf
 
 
 def _buffers_of_experts(question: Question, parallel: Parallelism) -> Iterator[Buffer]:
-    """Yields the transient buffers of experts, which get a row for each pair of a token and a chosen expert.
-
-    Each tensor-parallel device has rows for the tokens of all.
-    """
-    shape = question.shape
-    chosen = question.seq_len / parallel.cp * shape.active_experts * element_bytes(question).stream
+    """Yields the transient buffers of experts, which get a row for each pair of a token and a chosen expert."""
+    shape, size = question.shape, element_bytes(question).stream
+    chosen = question.seq_len / parallel.cp / parallel.tp * shape.active_experts * size
     rows, ffn = chosen * shape.hidden, chosen * shape.ffn
     yield 1, 3, rows  # gradient of the weighted outputs
     yield 2, 4, rows  # gradient of the outputs
     yield 2, 3, rows  # product of gradient and outputs, for the gradient of the weights
-    if parallel.expert_parallel_size > 1:
-        yield 2, 3, rows  # sent to the devices of the experts
     yield 3, 5, ffn  # gradient of the activation function's output
     yield 4, 6, 4 * ffn if shape.gated else ffn  # gradients of the first products' outputs, and both joined
     yield 5, 7, rows  # gradient of the rows
+    yield 0, 7, received_tokens(question, parallel) * shape.hidden * size  # gradient of what came from other devices

@@ -11,6 +11,7 @@ from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
 from lightning_memo.estimate.memory.device_weights import device_parameters, device_trained_parameters
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels
+from lightning_memo.estimate.times.expert_exchange import exchange_seconds
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -97,10 +98,9 @@ class LayerTimes:
     def recompute(self) -> float:
         """Recomputation of everything but attention and the last product, for all tokens.
 
-        Outputs of experts are saved for the gradients of their weights, and therefore come back again.
+        Tokens are sent to their experts again. No tensor is saved after the results have come back.
         """
-        computing = self.recomputed_dense + self.recomputed_memory_bound
-        return computing + 3 * self.collective + _EXCHANGES * self.exchange
+        return self.recomputed_dense + self.recomputed_memory_bound + 3 * self.collective + self.exchange
 
     @property
     def recompute_all(self) -> float:
@@ -140,7 +140,7 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
         attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
         collective=collective,
         context=exchanging + merging,
-        exchange=_exchange_seconds(question, parallel),
+        exchange=exchange_seconds(question, parallel),
         network=(4 * collective if parallel.tp > cluster.devices_per_node else 0.0)
         + (exchanging if parallel.tp * parallel.cp > cluster.devices_per_node else 0.0),
     )
@@ -155,21 +155,6 @@ def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -
     slower = sizes.stream // sizes.product - 1 if shape.experts > 1 else 0
     more = slower * shape.active_experts * shape.ffn_parameters + (parallel.tp - 1) * shape.routing_parameters
     return shape.multiplied_in_a_layer - shape.adapter_parameters + more, shape.recomputed_in_a_layer + more
-
-
-def _exchange_seconds(question: Question, parallel: Parallelism) -> float:
-    """Return the time to send each token to the devices of its experts, which are chosen evenly.
-
-    Parts for devices of the node and of others are sent at the same time.
-    """
-    groups, cluster = parallel.expert_parallel_size, question.cluster
-    rows = question.seq_len / (parallel.tp * parallel.cp) * question.shape.active_experts
-    sent = rows * question.shape.hidden * element_bytes(question).stream
-    if question.shape.experts == 1 or groups == 1:
-        return 0.0
-    near = min(groups, max(cluster.devices_per_node // parallel.tp, 1))
-    inside, outside = sent * (near - 1) / groups, sent * (groups - near) / groups
-    return max(inside / cluster.node_bandwidth, outside / cluster.network_bandwidth)
 
 
 def memory_rate(question: Question) -> float:

@@ -142,9 +142,9 @@ class _Layer:
         """
         shape, many = self.shape, self.tensor_parallel
         layer, row = shape.expert_layer, shape.active_experts * shape.hidden * self.sizes.stream
-        width = shape.active_experts * shape.ffn * self.sizes.stream * many
+        width = shape.active_experts * shape.ffn * self.sizes.stream
         yield Traffic("router", 4 * FP32 * shape.experts * many, 6 * FP32 * shape.experts * many)
-        yield Traffic("rows", 7 * row * many, 11 * row * many)
+        yield Traffic("rows", 7 * row, 11 * row)
         forward, backward = (16, 25) if layer.router == "gpt_oss" else (5, 9)
         yield Traffic("activation", forward * width, backward * width)
         shared = layer.shared_ffn * self.sizes.product * many
