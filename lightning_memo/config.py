@@ -39,6 +39,7 @@ class MemoConfig:
     data_parallel_size: int | str = "auto"
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     zero_stage: int = 0
     context_parallel_method: str = "ring"
     ulysses_size: int | str = "auto"
@@ -106,6 +107,7 @@ class MemoConfig:
             _check_count("data_parallel_size", self.data_parallel_size, ', or "auto"')
         _check_count("context_parallel_size", self.context_parallel_size)
         _check_count("tensor_parallel_size", self.tensor_parallel_size)
+        _check_count("expert_parallel_size", self.expert_parallel_size)
         if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
             raise ValueError(f"zero_stage={self.zero_stage!r} is not known: give 0, 1, 2 or 3")
         _check_choice("context_parallel_method", self.context_parallel_method, METHODS)
@@ -143,7 +145,8 @@ class MemoConfig:
                 f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; '
                 'leave it "auto"'
             )
-        for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):
+        sizes = ("context_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+        for name, most in (*((name, 1) for name in sizes), ("zero_stage", 2)):
             if getattr(self, name) > most:
                 raise ValueError(
                     f'schedule="slice" contradicts {name}={getattr(self, name)}: every slice would send weights or '

@@ -128,7 +128,7 @@ class DistributedStrategy(CheckpointingStrategy):
             return batch  # each slice of the batch goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            batch = self._processes.divide_batch(batch, self.lightning_module.trainer.predicting)
+            batch = self._processes.divide_batch(batch, training, self.lightning_module.trainer.predicting)
         return batch
 
     @contextlib.contextmanager

@@ -50,6 +50,8 @@ class MemoStrategy(DistributedStrategy):
             divided by the other sizes.
         context_parallel_size: Number of processes that share the tokens of a sequence.
         tensor_parallel_size: Number of processes that share the weights of each layer.
+        expert_parallel_size: Number of data- and context-parallel processes that share the experts of each mixture
+            layer. Tokens are sent to the processes that hold their experts, and back.
         zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         context_parallel_method: How attention communicates between processes: "ring", "ulysses" (all-to-all), or "usp"
             (Ulysses inside of rings).
@@ -121,6 +123,7 @@ class MemoStrategy(DistributedStrategy):
         data_parallel_size: int | str = "auto",
         context_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         zero_stage: int = 0,
         context_parallel_method: str = "ring",
         ulysses_size: int | str = "auto",

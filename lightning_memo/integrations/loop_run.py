@@ -118,5 +118,5 @@ class LoopProcesses:
             return None
         count = dist.get_world_size()
         # Whether the loop shards its state is not known; bytes are measured.
-        ranks = Ranks(f"dp{count} of a loop", processes_on_this_node(), sequence=None, world=True)
+        ranks = Ranks(f"dp{count} of a loop", processes_on_this_node(), in_step=None, world=True)
         return cls(ParallelSizes(data=count), ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,25 @@ from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 
 DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
+EXPERT = "expert_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMeshes:
+    """Where the experts of a layer are, if they are divided over data- and context-parallel ranks.
+
+    Attributes:
+        homes: The ranks over which the experts of a layer are divided, as a mesh with one dimension: the
+            expert-parallel ranks, and for each of them the tensor-parallel ones.
+        replicas: The ranks with the same experts, as a mesh with one dimension.
+        exchange: The expert-parallel ranks, which send each other tokens, as a mesh with one dimension.
+        tensor: The tensor-parallel ranks, which get the same tokens, as a mesh with one dimension.
+    """
+
+    homes: DeviceMesh
+    replicas: DeviceMesh
+    exchange: DeviceMesh
+    tensor: DeviceMesh
 
 
 def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
@@ -33,6 +53,23 @@ def _mesh(world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], na
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the ranks with the same weights and different tokens, as a mesh with one dimension."""
     return mesh[DATA, CONTEXT]._flatten("replicas")
+
+
+def expert_meshes(mesh: DeviceMesh, experts: int) -> ExpertMeshes:
+    """Returns where the experts of a layer are.
+
+    Expert-parallel ranks are neighbours: those of a sequence first, then those of neighbouring data-parallel ranks.
+
+    Args:
+        mesh: Device mesh of :func:`build_mesh`.
+        experts: Expert-parallel size.
+    """
+    data, context, tensor = mesh.shape
+    replicas = data * context // experts
+    world, device_type = dist.group.WORLD, mesh.device_type
+    homes = _mesh(world, device_type, (replicas, experts * tensor), ("expert_replicas", "expert_homes"))
+    split = _mesh(world, device_type, (replicas, experts, tensor), ("expert_replicas", EXPERT, TENSOR))
+    return ExpertMeshes(homes["expert_homes"], homes["expert_replicas"], split[EXPERT], mesh[TENSOR])
 
 
 def sequence_group(mesh: DeviceMesh) -> DeviceMesh:

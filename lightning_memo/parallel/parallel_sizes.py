@@ -1,4 +1,4 @@
-"""Sizes of data, context and tensor parallelism, and checks of their combinations. Imports no torch or Lightning."""
+"""Sizes of the kinds of parallelism, and checks of their combinations. Imports no torch or Lightning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_memo.config import MemoConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSizes:
-    """Sizes of the three kinds of parallelism.
+    """Sizes of the kinds of parallelism.
 
     Attributes:
         data: Data-parallel size: number of groups of ranks with different batches.
@@ -17,12 +17,14 @@ class ParallelSizes:
         tensor: Tensor-parallel size: number of ranks that divide the weights of a layer.
         shards: Number of ranks that divide the tokens between the blocks of a layer: `tensor` with sequence
             parallelism, otherwise 1.
+        expert: Expert-parallel size: number of `data` x `context` ranks that divide the experts of a layer.
     """
 
     data: int = 1
     context: int = 1
     tensor: int = 1
     shards: int = 1
+    expert: int = 1
 
     @property
     def processes(self) -> int:
@@ -36,7 +38,8 @@ class ParallelSizes:
     def describe(self, zero_stage: int) -> str:
         """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""
-        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}-zero{zero_stage}"
+        expert = f"-ep{self.expert}" if self.expert > 1 else ""
+        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}"
 
 
 def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
@@ -47,7 +50,7 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
         processes: Number of processes in the run.
 
     Raises:
-        ValueError: The product of the sizes is not the number of processes.
+        ValueError: The product of the sizes is not the number of processes, or the expert-parallel size does not fit.
     """
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
     if config.data_parallel_size == "auto" and processes % (context * tensor) == 0:
@@ -65,7 +68,25 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
             f"{data * context * tensor}, but there are {processes} processes: start as many (Trainer devices x "
             'num_nodes), or leave data_parallel_size="auto"'
         )
-    return ParallelSizes(data=data, context=context, tensor=tensor, shards=tensor if config.sequence_parallel else 1)
+    _check_expert_size(config.expert_parallel_size, data, context)
+    return ParallelSizes(
+        data=data,
+        context=context,
+        tensor=tensor,
+        shards=tensor if config.sequence_parallel else 1,
+        expert=config.expert_parallel_size,
+    )
+
+
+def _check_expert_size(expert: int, data: int, context: int) -> None:
+    if (data * context) % expert or (context % expert and expert % context):
+        fitting = (n for n in range(1, data * context + 1) if (data * context) % n == 0)
+        allowed = ", ".join(str(n) for n in fitting if context % n == 0 or n % context == 0)
+        raise ValueError(
+            f"expert_parallel_size={expert} does not fit data_parallel_size={data} x context_parallel_size={context}: "
+            "it has to divide their product, and either it or the context-parallel size has to divide the other one; "
+            f"it can be {allowed}"
+        )
 
 
 def ulysses_size(config: MemoConfig, heads: int, kv_heads: int) -> int:

@@ -19,7 +19,12 @@ from torch.utils.data import DataLoader
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
-from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
+from lightning_memo.parallel.batches.divide_batch import (
+    BatchSharder,
+    check_same_batch,
+    check_same_size,
+    takes_loss_arguments,
+)
 from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments
 from lightning_memo.parallel.batches.router_losses import RouterLosses
@@ -31,11 +36,13 @@ from lightning_memo.parallel.device_mesh import (
     TENSOR,
     build_mesh,
     context_groups,
+    expert_meshes,
     replicas,
     sequence_group,
 )
 from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
+from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.zero_sharding import forget_unfinished, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face
@@ -54,7 +61,7 @@ class Processes:
         device: Device of this process.
 
     Attributes:
-        sizes: Data, context and tensor parallel sizes.
+        sizes: Data, context, tensor and expert parallel sizes.
         mesh: Device mesh `(data_parallel, context_parallel, tensor_parallel)`.
         ranks: Ranks that must use the same plan.
         data_rank: Data-parallel rank of this process, below `sizes.data`.
@@ -71,11 +78,15 @@ class Processes:
         self.sizes = resolve_sizes(config, dist.get_world_size())
         self.mesh = build_mesh(self.sizes, device)
         self._replicas, self._sequence = replicas(self.mesh), sequence_group(self.mesh)
+        self._experts = expert_meshes(self.mesh, self.sizes.expert) if self.sizes.expert > 1 else None
+        in_step = self._sequence
+        if self._experts is not None and self.sizes.expert > self.sizes.context:
+            in_step = self._experts.homes
         self.data_rank: int = self.mesh[DATA].get_local_rank()
         self.ranks = Ranks(
             parallel=self.sizes.describe(config.zero_stage),
             on_this_node=processes_on_this_node(),
-            sequence=self._sequence.get_group() if self._sequence.size() > 1 else None,
+            in_step=in_step.get_group() if in_step.size() > 1 else None,
             world=dist.get_world_size() > 1,
         )
         self.context_groups: ContextGroups | None = None
@@ -109,6 +120,8 @@ class Processes:
         config = self._config
         if self.sizes.tensor > 1:  # refused before anything is sent
             check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
+        if self._experts is not None:
+            check_experts(module, self.sizes.expert, self.sizes.tensor)
         self._share_weights(module)
         if self.sizes.tensor > 1:
             shard_tensors(
@@ -117,9 +130,21 @@ class Processes:
                 sequence_parallel=config.sequence_parallel,
                 loss_parallel=config.loss_parallel,
                 plan=config.tensor_parallel_plan,
+                experts=self._experts,
             )
+        elif self._experts is not None:
+            divide_experts(find_experts(module).values(), self._experts)
         if self.sizes.replicas > 1 or mixed or config.zero_stage > 0 or config.offload_state:
-            shard_state(module, layers(), self._replicas, config.zero_stage, mixed, config.offload_state, forwards)
+            shard_state(
+                module,
+                layers(),
+                self._replicas,
+                config.zero_stage,
+                mixed,
+                config.offload_state,
+                forwards,
+                self._experts,
+            )
 
     def _is_divided(self, module: nn.Module, mixed: bool) -> bool:
         """Whether an earlier fit divided the module, whose attribute `_DIVISION` says how.
@@ -223,7 +248,7 @@ class Processes:
         Raises:
             ValueError: Processes would get different numbers of batches and wait for each other forever.
         """
-        if predicting and self._config.zero_stage > 0:
+        if predicting and (self._config.zero_stage > 0 or self._experts is not None):
             self._check_even(loader)
         if split and self.sizes.data > 1:
             return split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
@@ -246,24 +271,28 @@ class Processes:
         counts = self.ranks.gather(batches)
         if len(set(counts)) > 1:
             raise ValueError(
-                f"predict: processes have {min(counts)} to {max(counts)} batches, and with ZeRO each waits for the "
-                "others: give a number of samples that the data-parallel size divides, or predict in one process"
+                f"predict: processes have {min(counts)} to {max(counts)} batches, and with ZeRO or divided experts "
+                "each waits for the others: give a number of samples that the data-parallel size divides, or predict "
+                "in one process"
             )
 
-    def divide_batch(self, batch: Any, predicting: bool = False) -> Any:
+    def divide_batch(self, batch: Any, training: bool, predicting: bool = False) -> Any:
         """Returns this process's part of a batch, whose layout becomes the current one.
 
         Args:
             batch: Batch from the loader.
+            training: Whether to train. Processes that send each other tokens then run the same slices.
             predicting: Whether to predict. Data-parallel processes then do not communicate.
 
         Raises:
             ValueError: The batch cannot be divided, or ranks that compute the same sequences got different batches.
         """
-        if self.ranks.sequence is not None:
+        if self._sequence.size() > 1:
             if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
-                check_same_batch(batch, self.ranks.sequence, self.data_rank)
+                check_same_batch(batch, self._sequence.get_group(), self.data_rank)
             self._batches += 1
+        if training and self._experts is not None and self.sizes.expert > self.sizes.context:
+            check_same_size(batch, self._experts.homes.get_group(), self.sizes.expert)
         sharder = self._sharder
         if predicting:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)

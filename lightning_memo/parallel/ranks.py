@@ -19,18 +19,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that a process shares its run, its sequences and its host with. The default is a single process.
+    """The ranks that a process shares its run, its step and its host with. The default is a single process.
 
     Attributes:
         parallel: Label of the parallel sizes that is stored in plans, like "dp2-cp2-tp1-zero3".
         on_this_node: Number of processes on this host, which share its memory.
-        sequence: Process group that computes the same sequences; `None` if only this process does.
+        in_step: Process group that runs the same slices of layers at the same time, because its processes compute the
+            same sequences or send each other tokens; `None` if only this process does.
         world: Whether the run has more than one process.
     """
 
     parallel: str = ParallelSizes().describe(zero_stage=0)
     on_this_node: int = 1
-    sequence: ProcessGroup | None = None
+    in_step: ProcessGroup | None = None
     world: bool = False
 
     def gather(self, value: T, everyone: bool = True) -> list[T]:
@@ -38,9 +39,9 @@ class Ranks:
 
         Args:
             value: Value of this rank.
-            everyone: Gather from all ranks; otherwise from the ranks that compute the same sequences.
+            everyone: Gather from all ranks; otherwise from the ranks of `in_step`.
         """
-        group = None if everyone else self.sequence
+        group = None if everyone else self.in_step
         if not self.world or (group is None and not everyone):
             return [value]
         return gather(value, group)
@@ -62,7 +63,7 @@ class Ranks:
         if error is not None and len(messages) == 1:
             raise error
         rank, message = failed[0]
-        of_group = "" if everyone else " of the processes that share its sequences"
+        of_group = "" if everyone else " of the processes that share its sequences or experts"
         raise ValueError(f"rank {rank}{of_group}: {message}") from error
 
 

@@ -1,7 +1,8 @@
 """ZeRO: parameters, gradients and optimizer state are sharded over the ranks that hold the same weights.
 
 Note: [ZeRO by FSDP2]
-Each layer is one FSDP2 unit. Each child of the module is another unit with its remaining parameters, and the module is
+Each layer is one FSDP2 unit; experts that are divided over ranks are another one, because fewer ranks hold the same
+ones. Each child of the module is another unit with its remaining parameters, and the module is
 the root unit with the rest. The stages differ in what layers do around a step; the other units stay gathered all
 through the step:
 
@@ -16,8 +17,9 @@ through the step:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,15 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
+
+from lightning_memo.parallel.device_mesh import ExpertMeshes
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.parallel.tensor.divide_experts import divided_experts
+
+# Attribute of a unit whose weights are gathered with those of the layer around it.
+_WITH_LAYER = "_lightning_memo_with_layer"
 
 
 def shard_state(
@@ -44,6 +54,7 @@ def shard_state(
     mixed_precision: bool,
     offload: bool,
     forwards: Sequence[str] = (),
+    experts: ExpertMeshes | None = None,
 ) -> None:
     """Shard a module's parameters, gradients and optimizer state, in place.
 
@@ -59,32 +70,127 @@ def shard_state(
             the weights.
         offload: Keep parameters and optimizer state on the host, and run the optimizer there.
         forwards: Names of methods of `module` that use its parameters, besides `forward`.
+        experts: Where experts are that are divided over the ranks of `mesh`; `None` if they are not.
+
+    Raises:
+        ValueError: The weights of experts cannot be sharded evenly.
     """
-    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     # Units of their own, so that their weights are gathered for each forward within a step, also after a backward.
     children = [m for m in module.children() if not _is_container(m) and any(True for _ in m.parameters())]
     # A parameter belongs to one unit: layers that share parameters (Zamba) are left to the module around them.
     users = Counter(id(p) for layer in layers for p in layer.parameters())
     alone = [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
+    make_unit = functools.partial(_make_unit, stage=stage, mixed_precision=mixed_precision, offload=offload)
+    owners = {} if experts is None else _make_units_of_experts(module, alone, experts, make_unit)
     for unit in [*alone, *(m for m in children if m not in layers), module]:
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if mixed_precision else None,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=unit is not module,  # the root's input is the batch, with counts and targets
-        )
-        if stage == 0:
-            replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
-        else:
-            # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
-            again = stage == 3 and unit in layers
-            fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=home)
-            if again:
-                unit.register_forward_hook(_expect_no_backward)
+        # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
+        make_unit(unit, mesh, again=unit in layers, casts=unit is not module)
+        if stage == 3 and unit in layers:
+            unit.register_forward_hook(functools.partial(_expect_no_backward, unit))
+    for unit, owner in owners.items():
+        if owner is not None:
+            _gather_with(unit, owner, again=stage == 3)
     for unit in fsdp_units(module):
         # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
         unit.set_force_sum_reduction_for_comms(True)
     for name in forwards:
         register_fsdp_forward_method(module, name)
+
+
+def _make_unit(
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    stage: int,
+    mixed_precision: bool,
+    offload: bool,
+    again: bool,
+    casts: bool,
+    place: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> None:
+    """Make a module a unit of FSDP2.
+
+    Args:
+        unit: The module.
+        mesh: The ranks that hold its weights.
+        stage: ZeRO stage.
+        mixed_precision: As for `shard_state`.
+        offload: As for `shard_state`.
+        again: Whether stage 3 frees its weights after the forward, and gathers them again for the backward.
+        casts: Whether inputs are cast to the dtype of computation. The root's input is the batch, with counts and
+            targets.
+        place: Returns the dimension in which a weight is sharded; `None` for the first one.
+    """
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if mixed_precision else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=casts,
+    )
+    if stage == 0:
+        replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
+        return
+    again = again and stage == 3
+    fully_shard(
+        unit, mesh=mesh, reshard_after_forward=again, shard_placement_fn=place, mp_policy=policy, offload_policy=home
+    )
+
+
+def _make_units_of_experts(
+    module: nn.Module, layers: Iterable[nn.Module], experts: ExpertMeshes, make_unit: Callable[..., None]
+) -> dict[nn.Module, nn.Module | None]:
+    """Make divided experts units of FSDP2. Returns them with the layer that each belongs to; `None` for no layer."""
+    of_layer = {m: layer for layer in layers for m in layer.modules()}
+    owners = {m: of_layer.get(m) for m in divided_experts(module)}
+    for unit, owner in owners.items():
+        make_unit(unit, experts.replicas, again=owner is not None, casts=False, place=_evenly(experts.replicas))
+        # The gradients are sums over the tokens of all ranks that share experts.
+        unit.set_all_reduce_hook(functools.partial(_divide, by=experts.exchange.size()))
+    return owners
+
+
+def _evenly(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Returns how the weights of experts are sharded: in the first dimension that the number of ranks divides."""
+
+    def place(parameter: nn.Parameter) -> Shard:
+        """Raises a `ValueError` if there is no such dimension."""
+        sizes = local_part(parameter).shape
+        for dim, size in enumerate(sizes):
+            if size % mesh.size() == 0:
+                return Shard(dim)
+        raise ValueError(
+            f"zero_stage: {mesh.size()} processes hold the same experts, and their number divides no size of a weight "
+            f"of {list(sizes)}: set zero_stage=0, or a larger expert_parallel_size"
+        )
+
+    return place
+
+
+def _divide(gradients: Tensor, by: int) -> None:
+    gradients.div_(by)
+
+
+def _gather_with(unit: FSDPModule, layer: nn.Module, again: bool) -> None:
+    """Gather the weights of a module in a layer with those of the layer, which calls the module once for each slice.
+
+    Args:
+        unit: The module.
+        layer: The layer, a unit itself.
+        again: Whether the weights are freed after the forward.
+    """
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = layer.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    state._post_forward_hook_handle = layer.register_forward_hook(state._post_forward)
+    if again:
+        layer.register_forward_hook(functools.partial(_expect_no_backward, unit))
+    setattr(unit, _WITH_LAYER, True)
+
+
+def gathers_itself(module: nn.Module) -> bool:
+    """Whether a module is a unit of FSDP2 whose weights are gathered for each of its own forwards."""
+    return isinstance(module, FSDPModule) and not hasattr(module, _WITH_LAYER)
 
 
 @contextlib.contextmanager
@@ -109,7 +215,7 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
             state._training_state = TrainingState.IDLE
 
 
-def _expect_no_backward(unit: FSDPModule, inputs: Any, output: Any) -> None:
+def _expect_no_backward(unit: FSDPModule, layer: nn.Module, inputs: Any, output: Any) -> None:
     """Leave a forward without gradients out of what FSDP2 expects a backward of.
 
     Otherwise the backward of the next layer would gather the unit's weights once more, and nothing would use them: a

@@ -8,9 +8,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
+from lightning_memo.parallel.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
 
@@ -70,7 +71,7 @@ def refuse_sharded_parts(layers: Iterable[nn.Module]) -> None:
         ValueError: A module inside of a layer is sharded.
     """
     for layer in layers:
-        inner = next((name for name, m in layer.named_modules() if name and isinstance(m, FSDPModule)), None)
+        inner = next((name for name, m in layer.named_modules() if name and gathers_itself(m)), None)
         if inner is not None:
             raise ValueError(
                 f"{inner} of {class_name(layer)} is sharded by itself (fully_shard), and a layer runs more than once: "

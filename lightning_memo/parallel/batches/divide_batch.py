@@ -218,14 +218,42 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> No
         )
 
 
+def check_same_size(batch: Any, group: dist.ProcessGroup, experts: int) -> None:
+    """Checks that the ranks that send each other tokens got batches of one size. This is a collective of `group`.
+
+    Layers would otherwise run in other slices on some of them, and exchange tokens more or less often.
+
+    Args:
+        batch: Batch from this rank's loader.
+        group: The ranks that share experts.
+        experts: Expert-parallel size.
+
+    Raises:
+        ValueError: The sizes differ. It is raised on all ranks of the group.
+    """
+    sizes = _of_all(_fingerprint(batch)[:-1], group)
+    if not bool((sizes == sizes[0]).all()):
+        given = ", ".join(sorted({" x ".join(map(str, size[1 : 1 + size[0]])) for size in sizes.tolist()}))
+        raise ValueError(
+            f"expert_parallel_size={experts}: processes that share experts got batches of {given} tokens, and need "
+            "equal sizes: pack or pad rows to one length, or let context-parallel processes alone share experts"
+        )
+
+
 def same_on_all(batch: Any, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` have the same tokens. Uses one all-gather of a few integers, whatever the shapes."""
+    prints = _of_all(_fingerprint(batch), group)
+    return bool((prints == prints[0]).all())
+
+
+def _of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the tensors of all ranks of a group, `[ranks, ...]`."""
     # NCCL sends CUDA tensors only, and batches may still be on the host.
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
-    mine = _fingerprint(batch).to(device)
+    mine = mine.to(device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    return bool((torch.stack(everyones) == mine).all())
+    return torch.stack(everyones)
 
 
 def _fingerprint(batch: Any) -> Tensor:

@@ -1,7 +1,8 @@
-"""Mixtures of experts whose experts are divided over the tensor-parallel ranks, whole experts to each.
+"""Mixtures of experts whose experts are divided over ranks, whole experts to each.
 
-Every rank routes all tokens, computes its own experts for them, and the outputs are summed. No token is dropped or sent
-to another rank, however uneven the loads are.
+Tensor-parallel ranks have the same tokens: each computes its own experts for all of them, and the outputs are summed.
+Expert-parallel ranks have different tokens, and send them to each other. With both, each tensor-parallel rank sends
+those that need its own experts. No token is dropped, however uneven the loads are.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.tensor.module_styles import FirstArgument, Forward, TensorStyle, local_parameters, move
+from lightning_memo.parallel.tensor.token_exchange import TokenExchange
 
 
 class Mixture(TensorStyle):
@@ -49,9 +54,16 @@ class Mixture(TensorStyle):
 class Experts(TensorStyle):
     """Experts whose weights are stacked, `[experts, ...]`; each rank has some of them.
 
-    Their forward gets hidden states `[tokens, hidden]`, the chosen experts and their weights `[tokens, choices]`. As
-    with transformers' expert parallelism, number `num_experts` stands for an expert that is elsewhere.
+    Their forward gets hidden states `[tokens, hidden]`, the chosen experts and their weights `[tokens, choices]`. Here
+    it gets a row for each choice of an expert of this rank.
+
+    Args:
+        meshes: Where the experts are; `None` if tensor-parallel ranks alone divide them.
     """
+
+    def __init__(self, meshes: ExpertMeshes | None = None) -> None:
+        super().__init__()
+        self._meshes = meshes
 
     def placement(self, name: str) -> Placement:
         return Shard(0)
@@ -60,22 +72,57 @@ class Experts(TensorStyle):
         self._count = module.num_experts // self.mesh.size()
         self._start = self._count * self.mesh.get_local_rank()
         self._arguments = inspect.signature(module.forward)
+        self._tensor = self.mesh if self._meshes is None else self._meshes.tensor
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Tensor:
         x, index, weights = self._arguments.bind(*args, **kwargs).args
+        if self._tensor.size() == 1:
+            return self._exchanged(module, original, x, index, weights)
+        x, weights = (move(t, self._tensor, Replicate(), Replicate(), gradient=Partial()) for t in (x, weights))
+        part = self._exchanged(module, original, x, index, weights)
+        return move(part, self._tensor, Partial(), Replicate())
+
+    def _exchanged(self, module: nn.Module, original: Forward, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Returns what the experts of this tensor-parallel rank, wherever they are, add to the tokens."""
+        if self._meshes is None:
+            return self._compute(module, original, x, index, weights)
+        exchange = TokenExchange(self._wanted(index), self._meshes.exchange.get_group())
+        received = (exchange.send(t) for t in (x, index, weights))
+        return exchange.give_back(self._compute(module, original, *received))
+
+    def _wanted(self, index: Tensor) -> Tensor:
+        """Returns whether each expert-parallel rank has experts of each token, `[tokens, ranks]`."""
+        meshes = self._meshes
+        assert meshes is not None
+        homes = index.new_zeros(len(index), self.mesh.size(), dtype=torch.bool).scatter_(1, index // self._count, True)
+        own: Tensor = homes.unflatten(1, (-1, meshes.tensor.size()))[:, :, meshes.tensor.get_local_rank()]
+        return own
+
+    def _compute(self, module: nn.Module, original: Forward, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Returns the sum of the outputs of this rank's experts for each row of `x`."""
         own = index - self._start
-        elsewhere = (own < 0) | (own >= self._count)
-        x, weights = (move(t, self.mesh, Replicate(), Replicate(), gradient=Partial()) for t in (x, weights))
+        rows, choices = ((own >= 0) & (own < self._count)).nonzero(as_tuple=True)
+        inputs, chosen, shares = x.index_select(0, rows), own[rows, choices][:, None], weights[rows, choices][:, None]
+        if not len(rows):  # one of zeros, so that all ranks have the same graph and a gradient for every weight
+            inputs, chosen, shares = (F.pad(t, (0, 0, 0, 1)) for t in (inputs, chosen, shares))
         with local_parameters(module), self._local_count(module):
-            part = original(x, own.masked_fill(elsewhere, self._count), weights.masked_fill(elsewhere, 0))
-        return move(part, self.mesh, Partial(), Replicate())
+            outputs = original(inputs, chosen, shares)[: len(rows)]
+        return torch.zeros_like(x).index_add(0, rows, outputs)
 
     @contextmanager
     def _local_count(self, module: nn.Module) -> Iterator[None]:
         """Within this context the module has this rank's experts. Routers outside may read how many there are."""
-        before = {name: vars(module).get(name, False) for name in ("num_experts", "_is_expert_parallel")}
-        vars(module).update(num_experts=self._count, _is_expert_parallel=True)
+        before = module.num_experts
+        module.num_experts = self._count
         try:
             yield
         finally:
-            vars(module).update(before)
+            module.num_experts = before
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Whether a module is experts whose weights are stacked and that get hidden states, choices and their weights."""
+    weights = [p for p in module._parameters.values() if p is not None]
+    count = getattr(module, "num_experts", None)
+    stacked = all(p.is_floating_point() and p.dim() > 1 and len(p) == count for p in weights)
+    return bool(weights) and stacked and len(inspect.signature(module.forward).parameters) == 3

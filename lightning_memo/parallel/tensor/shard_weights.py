@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.tensor.assign_styles import assign_styles
+from lightning_memo.parallel.tensor.divide_experts import divide_experts
 from lightning_memo.parallel.tensor.tensor_plan import TensorPlan
 
 
@@ -27,6 +29,7 @@ def shard_tensors(
     sequence_parallel: bool,
     loss_parallel: bool,
     plan: Mapping[str, str] | None = None,
+    experts: ExpertMeshes | None = None,
 ) -> None:
     """Split a model's weights over ranks, in place. Every parameter becomes a `DTensor` on `mesh`.
 
@@ -45,6 +48,7 @@ def shard_tensors(
             `"colwise_gather_output"`, `"rowwise_split_input"` or `"replicated"`. It takes precedence over the
             `tp_plan` of a Hugging Face model. Attention of another model has to derive its number of heads from the
             shapes of the projections' outputs.
+        experts: Where experts are, if other ranks share them with those of `mesh`.
 
     Raises:
         ValueError: The model has no plan, or the plan does not split it evenly.
@@ -53,6 +57,10 @@ def shard_tensors(
     tensor_plan.check_sizes(mesh.size())
     styles = assign_styles(tensor_plan, sequence_parallel, loss_parallel)
     tied = _shared_parameters(module)
+    if experts is not None:
+        for name, m in tensor_plan.experts.items():
+            del styles[name]
+            divide_experts([m], experts)
     for name, style in styles.items():
         # One module at a time: parallelize_module would read some characters of a name as wildcards.
         parallelize_module(module.get_submodule(name), mesh, style, src_data_rank=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_memo.parallel.tensor.mixtures import is_stacked
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_stacks
 
@@ -150,9 +150,7 @@ class TensorPlan:
 
     def _check_experts(self) -> None:
         for name, m in self.experts.items():
-            count = getattr(m, "num_experts", None)
-            stacked = all(p is not None and p.dim() > 1 and len(p) == count for p in m._parameters.values())
-            if not m._parameters or not stacked or len(inspect.signature(m.forward).parameters) != 3:
+            if not is_stacked(m):
                 raise ValueError(
                     f"tensor_parallel_size: the experts ({name}) do not have stacked weights, [experts, ...], or do "
                     f"not get hidden states, choices and their weights: train {class_name(self.model)} with "

@@ -1,0 +1,76 @@
+"""Sends tokens to the ranks that hold their experts, and the results back: all-to-all, with any loads.
+
+Note: [What a recomputation repeats]
+Who sends how many tokens to whom follows from the choice of experts, which a recomputation repeats. Plans of exchanges
+are therefore no tensors that autograd saves. Nothing is saved after the results have come back, so that a
+recomputation ends before that, unless the layer goes on to compute with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TokenExchange:
+    """The plan of one exchange. All ranks of the group have to make and use it at the same time.
+
+    Args:
+        wanted: Whether each token is needed on each rank of the group, `[tokens, ranks]`.
+        group: The ranks.
+    """
+
+    def __init__(self, wanted: Tensor, group: dist.ProcessGroup) -> None:
+        self._group, self._tokens = group, len(wanted)
+        counts = wanted.sum(0)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        self._sent, self._received = torch.stack([counts, theirs]).tolist()
+        # Ordered by rank. They stay on the device until the backward, like the choice of experts.
+        self._sources = wanted.t().nonzero()[:, 1].int()
+
+    def send(self, x: Tensor) -> Tensor:
+        """Returns the rows `[received, ...]` that other ranks and this one need here, of `x` `[tokens, ...]`."""
+        rows: Tensor = _AllToAll.apply(x.index_select(0, self._sources), self._sent, self._received, self._group)
+        return rows
+
+    def give_back(self, results: Tensor) -> Tensor:
+        """Returns the sum of the results of each token, `[tokens, ...]`, of those of the received rows."""
+        total: Tensor = _GiveBack.apply(results, self)
+        return total
+
+
+def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    result = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group)
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.counts = sent, received, group
+        return _exchange(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.counts
+        return _exchange(gradient, received, sent, group), None, None, None
+
+
+class _GiveBack(torch.autograd.Function):
+    """The opposite of sending: an all-to-all, and a sum over the ranks that a token was sent to."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, plan: TokenExchange) -> Tensor:
+        ctx.plan = plan
+        rows = _exchange(results, plan._received, plan._sent, plan._group)
+        return rows.new_zeros(plan._tokens, *rows.shape[1:]).index_add_(0, plan._sources, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        plan = ctx.plan
+        return _exchange(gradient.index_select(0, plan._sources), plan._sent, plan._received, plan._group), None

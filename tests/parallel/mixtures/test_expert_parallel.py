@@ -1,0 +1,254 @@
+"""Experts divided over data- and context-parallel processes: results are those of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.architectures.mixtures import MIXTURES, lopsided
+from support.families import FAMILIES
+from support.markers.slow import slow_if
+from support.parallel_training import Outcome, Run, train, train_alone, train_together
+from support.processes import run_in_processes
+from support.samples.collectives import Counting
+from support.samples.configurations import BOUND
+from support.trainer_harness import LanguageModel, loader, make_trainer
+from torch import nn
+from transformers import AutoModelForCausalLM
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.config import MemoConfig
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.parallel.parallel_sizes import ParallelSizes, resolve_sizes
+from lightning_memo.parallel.tensor.divide_experts import check_experts
+
+_EP2, _EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
+_CP2, _TP2 = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}
+# Name: processes, and settings of the strategy.
+CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, _EP2),
+    "ep2 zero3": (2, _EP2 | {"zero_stage": 3}),
+    "ep2 zero3 offload": (2, _EP2 | {"zero_stage": 3, "offload_state": True}),
+    "cp2 ep2": (2, _EP2 | _CP2),
+    "dp4 ep2 zero0": (4, _EP2),
+    "dp4 ep2 zero1": (4, _EP2 | {"zero_stage": 1}),
+    "dp4 ep2 zero2": (4, _EP2 | {"zero_stage": 2}),
+    "dp4 ep2 zero3": (4, _EP2 | {"zero_stage": 3}),
+    "dp2 x cp2 ep2 zero3": (4, _EP2 | _CP2 | {"zero_stage": 3}),
+    "dp2 x cp2 ep4": (4, _EP4 | _CP2),
+    "dp2 x cp2 ep4 zero3 ulysses": (4, _EP4 | _CP2 | {"zero_stage": 3, "context_parallel_method": "ulysses"}),
+    "ep2 x tp2": (4, _EP2 | _TP2 | {"sequence_parallel": False}),
+    "ep2 x tp2+sp": (4, _EP2 | _TP2),
+}
+# Each configuration with some family, and each family with some configuration.
+QUICK = {
+    ("ep2", "lopsided"), ("ep2", "gpt_oss"), ("cp2 ep2", "deepseek_v3"), ("dp4 ep2 zero3", "granitemoe_balanced"),
+    ("dp2 x cp2 ep2 zero3", "qwen3_moe_balanced"), ("ep2 x tp2+sp", "mixtral_balanced"),
+}  # fmt: skip
+
+
+def _trains(configuration: str, family: str) -> bool:
+    """Whether the model trains in a configuration without divided experts."""
+    if family == "gpt_oss":
+        return "cp" not in configuration  # attention sinks
+    if family == "granitemoe_balanced":
+        return "tp" not in configuration  # transformers has no plan for it
+    return not (family in ("deepseek_v3", "lopsided") and "sp" in configuration)  # its plan leaves projections whole
+
+
+def check(size: int, run: Run, settings: dict[str, Any]) -> None:
+    """Train, and compare losses and gradients with those of one process."""
+    errors = train_together(size, run, settings).worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
+
+
+@slow_if(lambda configuration, family: (configuration, family) not in QUICK)
+@pytest.mark.parametrize(
+    ("configuration", "family"), [(c, f) for c in CONFIGURATIONS for f in MIXTURES if _trains(c, f)]
+)
+def test_equals_one_process(configuration: str, family: str) -> None:
+    size, settings = CONFIGURATIONS[configuration]
+    run = Run(family=MIXTURES[family], tokens=45, batch=4, steps=2, layers=3, accumulate=2)
+    check(size, run, settings | {"alpha": 0.5})
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alpha=auto": {},
+    "alpha=0": {"alpha": 0.0},
+    "alpha=1": {"alpha": 1.0, "plan_memory": True},
+    "slices": {"alpha": 0.5, "slice_tokens": 100},
+    "slices on the device": {"alpha": 0.5, "slice_tokens": 100, "host_backed": "none"},
+    "nested slices": {"alpha": 0.5, "slice_tokens": 100, "schedule": "nest"},
+    "states on the host": {"alpha": 0.5, "slice_tokens": 100, "host_backed": "all"},
+    "kinds": {"storage": "kinds", "device_memory": "8MiB"},
+    "shared sequences": {"alpha": 0.5, "slice_tokens": 50, "context_parallel_size": 2, "zero_stage": 3},
+}
+
+
+@slow_if(lambda way: way not in ("alpha=auto", "slices", "kinds"))
+@pytest.mark.parametrize("way", WAYS)
+def test_uneven_loads_in_all_ways_to_run_layers(way: str) -> None:
+    """One process gets all tokens, and the other one none."""
+    check(2, Run(family=lopsided, tokens=300, steps=4, layers=4), _EP2 | WAYS[way])
+
+
+def _bytes_of_weights(trainer: Any) -> dict[str, Any]:
+    held: Counter[bool] = Counter()
+    for name, p in trainer.lightning_module.named_parameters():
+        held[".experts." in name] += local_part(p).nbytes
+    return {"experts": held[True], "others": held[False]}
+
+
+@slow_if(lambda configuration: configuration not in ("ep2", "dp4 ep2 zero3"))
+@pytest.mark.parametrize("configuration", ["ep2", "ep2 zero3", "dp4 ep2 zero0", "dp4 ep2 zero3", "ep2 x tp2"])
+def test_bytes_of_weights(configuration: str) -> None:
+    size, settings = CONFIGURATIONS[configuration]
+    run = Run(family="qwen3_moe_balanced", tokens=16, batch=4, steps=1, layers=2)
+    counts: Counter[bool] = Counter()
+    for name, p in run.build().named_parameters():
+        counts[".experts." in name] += p.nbytes
+    notes = train_together(size, run, settings | {"alpha": 0.0}, _bytes_of_weights).notes
+    sharded = size if settings.get("zero_stage") == 3 else 1
+    assert notes["experts"] == [counts[True] // max(sharded, 2 * settings.get("tensor_parallel_size", 1))] * size
+    if "tp" not in configuration:
+        assert notes["others"] == [counts[False] // sharded] * size
+
+
+class Exchanges(Callback):
+    """Counts the all-to-alls of a step."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+        self._counting = Counting()
+
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:  # steps 1 and 2 compare slices
+            self._counting.__enter__()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self._counting.__exit__(None, None, None)
+            self.notes["exchanges"] = self._counting.counts["alltoall_base_"]
+
+
+@pytest.mark.parametrize(("alpha", "again"), [(1.0, 0), (0.0, 4)])
+def test_results_of_exchanges_that_are_stored_are_not_sent_again(alpha: float, again: int) -> None:
+    """Sent are numbers of rows, hidden states, choices and weights, and results; and the gradients of three of them.
+
+    A recomputation sends all but the results.
+    """
+    run = Run(family="qwen3_moe", tokens=32, steps=3, layers=4)
+    notes = train_together(2, run, _EP2 | {"alpha": alpha, "check_slices": False}, watch=Exchanges).notes
+    assert notes["exchanges"] == [4 * (5 + 3) + 4 * again] * 2
+
+
+# ---- checkpoints
+
+RUN = Run(family="qwen3_moe_balanced", tokens=45, batch=4, clip=0.5, steps=4, layers=3)
+SAVED_AFTER = 2
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2 x tp2+sp": CONFIGURATIONS["ep2 x tp2+sp"],
+    "dp4 ep2 zero3": CONFIGURATIONS["dp4 ep2 zero3"],
+    "dp2 zero3": (2, {"zero_stage": 3}),
+    "one": (1, {}),
+}
+
+
+def _train(settings: dict[str, Any], folder: str, resume: bool) -> Outcome:
+    """Train all steps, save after some of them, and export the model at the end; or go on from there."""
+    settings = settings | {"alpha": 0.5}
+    if resume:
+        return train(RUN, settings, ckpt_path=f"{folder}/saved-step={SAVED_AFTER}.ckpt", skip=SAVED_AFTER)
+    saving = ModelCheckpoint(folder, "saved-{step}", every_n_train_steps=SAVED_AFTER, save_top_k=-1)
+
+    def export(trainer: Any) -> dict[str, Any]:
+        trainer.strategy.save_pretrained(f"{folder}/model")
+        return {}
+
+    return train(RUN, settings, export, callbacks=[saving])
+
+
+@slow_if(lambda of: of != "dp4 ep2 zero3")
+@pytest.mark.parametrize("of", ["ep2 x tp2+sp", "dp4 ep2 zero3"])
+def test_checkpoints_hold_whole_experts(of: str, tmp_path: Path) -> None:
+    size, settings = TOPOLOGIES[of]
+    whole = run_in_processes(size, _train, settings, str(tmp_path), False)[0]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(exported[name.removeprefix("model.")], t) for name, t in whole.weights.items())
+    for to in {of, "dp4 ep2 zero3", "dp2 zero3", "one"}:
+        size, settings = TOPOLOGIES[to]
+        resumed = run_in_processes(size, _train, settings, str(tmp_path), True)[0]
+        for name, t in resumed.weights.items():
+            torch.testing.assert_close(t, whole.weights[name], rtol=1e-4, atol=1e-6, msg=f"{to}: {name}")
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "message"),
+    [
+        ({"expert_parallel_size": 3}, 4, "=3 does not fit data_parallel_size=4 .*; it can be 1, 2, 4$"),
+        ({"expert_parallel_size": 2}, 1, "=2 does not fit data_parallel_size=1 .*; it can be 1$"),
+        (
+            {"expert_parallel_size": 4, "context_parallel_size": 6},
+            12,
+            "=4 does not fit .*; it can be 1, 2, 3, 6, 12$",
+        ),
+        ({"expert_parallel_size": 4, "tensor_parallel_size": 2}, 4, "=4 does not fit data_parallel_size=2"),
+    ],
+)
+def test_sizes_that_do_not_fit(settings: dict[str, Any], processes: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_sizes(MemoConfig(**settings), processes)
+
+
+def test_the_label_of_sizes_names_divided_experts() -> None:
+    assert ParallelSizes(data=4, expert=2).describe(3) == "dp4-cp1-tp1-ep2-zero3"
+
+
+class _WithAdapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = FAMILIES["qwen3_moe"].build().model.layers[0].mlp.experts
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes", "message"),
+    [
+        (FAMILIES["qwen3_moe"].build, (3, 1), "num_experts of .*=4: expert_parallel_size can be 1, 2, 4$"),
+        (FAMILIES["qwen3_moe"].build, (4, 2), "=4 x tensor_parallel_size=2 does not .*_size can be 1, 2$"),
+        (FAMILIES["llama"].build, (2, 1), "LlamaForCausalLM has no experts with stacked weights"),
+        (_WithAdapter, (2, 1), "base_layer has an adapter on the weights of experts, which is not divided"),
+    ],
+)
+def test_models_whose_experts_cannot_be_divided(build: Any, sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_experts(build(), *sizes)
+
+
+def test_slices_of_the_model_are_refused() -> None:
+    with pytest.raises(ValueError, match='schedule="slice" contradicts expert_parallel_size=2'):
+        MemoConfig(expert_parallel_size=2, schedule="slice", slice_tokens=64)
+
+
+def train_on_other_lengths() -> None:
+    """Each data-parallel process gets sequences of another length."""
+    trainer = make_trainer(
+        MemoStrategy(**_EP2, plan_memory=False), devices=2, max_steps=2, use_distributed_sampler=False
+    )
+    with pytest.raises(ValueError, match="share experts got batches of 2 x 40, 2 x 48 tokens, and need equal sizes"):
+        trainer.fit(LanguageModel("qwen3_moe"), loader(8, 40 + 8 * dist.get_rank()))
+
+
+def test_batches_of_other_sizes_are_refused() -> None:
+    run_in_processes(2, train_on_other_lengths)
