@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.architectures.mixtures import MIXTURES, lopsided
+from support.architectures.mixtures import MIXTURES, deepseek_v3, lopsided
 from support.families import FAMILIES
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone, train_together
@@ -97,6 +97,27 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_uneven_loads_in_all_ways_to_run_layers(way: str) -> None:
     """One process gets all tokens, and the other one none."""
     check(2, Run(family=lopsided, tokens=300, steps=4, layers=4), _EP2 | WAYS[way])
+
+
+class ChangingLoads(Callback):
+    """From the third batch on, all tokens go to the first two experts."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for m in module.modules() if batch_idx == 2 else ():
+            if hasattr(m, "e_score_correction_bias"):
+                m.e_score_correction_bias[:2] += 10.0
+
+
+def test_plans_for_even_loads_run_with_uneven_ones() -> None:
+    run = Run(family=deepseek_v3, tokens=300, steps=4, layers=5)
+    alone = run_in_processes(1, train, run, {"alpha": 1.0}, None, ChangingLoads)[0]
+    together = train_together(2, run, _EP2 | {"alpha": 1.0, "plan_memory": True}, watch=ChangingLoads)
+    assert together.losses == pytest.approx(alone.losses, rel=1e-6)
+    assert together.norms == pytest.approx(alone.norms, rel=BOUND)
 
 
 def _bytes_of_weights(trainer: Any) -> dict[str, Any]:
