@@ -83,8 +83,8 @@ def common_problem(
     if any(size != sizes[0] for size in sizes):
         if common_bounds:
             raise StorageError(
-                "layers save tensors of different sizes on processes that share the tokens of a sequence, and have to "
-                'run in the same slices: use storage="alpha"'
+                "layers save tensors of different sizes on processes that share the tokens of a sequence or experts, "
+                'and have to run in the same slices: use storage="alpha"'
             )
         return None
     slowest = max((costs for costs, _ in problems), key=_compute_seconds)

@@ -37,7 +37,8 @@ def plan_by_kind(
         everyone: Whether all processes agree, or only those that work on the same sequences.
         device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
         optional: Whether there is another way to plan.
-        divided: Whether processes share the tokens of a sequence, and therefore run all layers in the same slices.
+        divided: Whether processes share the tokens of a sequence, or experts, and therefore run all layers in the same
+            slices.
         schedule: The order in which slices run, "layer" or "nest".
 
     Returns:
