@@ -58,7 +58,7 @@ QUICK = {
 def _trains(configuration: str, family: str) -> bool:
     """Whether the model trains in a configuration without divided experts."""
     if family == "gpt_oss":
-        return "cp" not in configuration  # attention sinks
+        return "cp" not in configuration and "tp" not in configuration  # attention sinks, and no plan for it
     if family == "granitemoe_balanced":
         return "tp" not in configuration  # transformers has no plan for it
     return not (family in ("deepseek_v3", "lopsided") and "sp" in configuration)  # its plan leaves projections whole
