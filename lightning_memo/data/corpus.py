@@ -9,11 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
+from lightning_memo.utils.units import read_count, read_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Settings for reading a folder of text and splitting it into training and validation text."""
+    """Settings for reading a folder of text and splitting it into training and validation text.
+
+    Raises:
+        ValueError: ``max_bytes`` is too small, or ``val_fraction`` is outside (0, 1).
+    """
 
     path: str | None = None
     """Folder to search; None for the source of Python's standard library."""
@@ -28,6 +33,10 @@ class CorpusConfig:
     seed: int = 0
     """Seed of the order of the documents, which determines the documents read and those for validation."""
 
+    def __post_init__(self) -> None:
+        read_count("max_bytes", self.max_bytes)
+        read_fraction("val_fraction", self.val_fraction)
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -41,10 +50,8 @@ def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
     """Reads and tokenizes the text.
 
     Raises:
-        ValueError: The folder does not exist or has fewer than two documents, or the fraction is outside (0, 1).
+        ValueError: The folder does not exist or has fewer than two documents.
     """
-    if not 0 < config.val_fraction < 1:
-        raise ValueError(f"val_fraction={config.val_fraction}: give a number between 0 and 1, both excluded")
     paths = find_documents(config)
     order = np.random.default_rng(config.seed).permutation(len(paths))
     documents = read_texts([paths[i] for i in order], config.max_bytes)
@@ -65,8 +72,9 @@ def find_documents(config: CorpusConfig) -> list[Path]:
     """
     root = _root(config)
     if not root.is_dir():
+        found = "a file, not a" if root.is_file() else "no such"
         raise ValueError(
-            f"path={root}: no such folder; give a folder with *{config.suffix} files,"
+            f"path={root}: {found} folder; give a folder with *{config.suffix} files,"
             " or none for the source of Python's standard library"
         )
     excluded = set(config.exclude)

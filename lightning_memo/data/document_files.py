@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,10 +45,10 @@ def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
     """
     check_installed()
     kind, files = find_files(path, suffix)
-    with readable(lambda: _where(path, files, field), kind):
+    with readable(lambda: where_unreadable(path, files, field), kind):
         documents: Dataset = load_files(kind, files, streaming=False)
     check_field(path, field, documents.features)
-    _check_text(path, field, documents.features)
+    _check_text(path, files, field, documents.features)
     return documents
 
 
@@ -116,6 +118,8 @@ def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
     """
     if path is None:
         raise ValueError("path: give the file or folder of your documents (JSON lines, Parquet or text)")
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path={path!r}: give one file or folder, as text")
     root = Path(path).expanduser()
     if not root.exists():
         raise ValueError(f"path={path}: no such file or folder; give one with documents")
@@ -153,42 +157,58 @@ def check_field(path: str | None, field: str, names: Iterable[str]) -> None:
         raise ValueError(f"field={field}: the documents of path={path} have {', '.join(known)}; {remedy}")
 
 
-def _check_text(path: str | None, field: str, features: dict[str, Any]) -> None:
+def _check_text(path: str | None, files: Sequence[Path], field: str, features: dict[str, Any]) -> None:
     kind = getattr(features[field], "dtype", None)
     if kind not in ("string", "large_string", "null"):
+        where, names = where_no_text(path, files, field), ", ".join(sorted(features))
         raise ValueError(
-            f"field={field}: it holds {kind or features[field]}, not text; the documents of path={path} have "
-            f"{', '.join(sorted(features))}"
+            f"{where}: field={field} holds {kind or 'several types'}, not text; give a field with text in all records, "
+            f"which have {names}"
         )
 
 
-def wrong_line(file: Path, field: str) -> int | None:
-    """Returns the number of the first line of a JSON lines file that is no document; None if there is none."""
-    if not file.name.endswith((".jsonl", ".jsonl.gz")):
-        return None
-    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
-        wrong = (number for number, line in enumerate(lines, 1) if line.strip() and not _is_document(line, field))
-        return next(wrong, None)
+def where_unreadable(path: str | None, files: Sequence[Path], field: str) -> str:
+    """Returns the file and line that `datasets` cannot read: no JSON object, or another type than in other lines.
+
+    Args:
+        path: The user's path, which is returned if there is no such line.
+        files: Files, of which only JSON lines are searched.
+        field: Field of each record that holds the text.
+    """
+    return _where(files, _is_object) or where_no_text(path, files, field)
 
 
-def _is_document(line: bytes, field: str) -> bool:
+def where_no_text(path: str | None, files: Sequence[Path], field: str) -> str:
+    """Returns the first file and line whose field holds no text; see `where_unreadable`."""
+    return _where(files, lambda line: _holds_text(line, field)) or f"path={path}"
+
+
+def _where(files: Sequence[Path], is_right: Callable[[bytes], bool]) -> str:
+    for file in files:
+        if not file.name.endswith((".jsonl", ".jsonl.gz")):
+            continue
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip() and not is_right(line):
+                    return f"path={file}, line {number}"
+    return ""
+
+
+def _is_object(line: bytes) -> bool:
     try:
-        record = json.loads(line)
+        return isinstance(json.loads(line), dict)
     except ValueError:
         return False
-    return isinstance(record, dict) and isinstance(record.get(field), str | None)
 
 
-def _where(path: str | None, files: Sequence[Path], field: str) -> str:
-    """Returns the invalid file and line if there is one, otherwise the user's path."""
-    found = ((file, line) for file in files if (line := wrong_line(file, field)) is not None)
-    return next((f"path={file}, line {line}" for file, line in found), f"path={path}")
+def _holds_text(line: bytes, field: str) -> bool:
+    return not _is_object(line) or isinstance(json.loads(line).get(field), str | None)
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the message of the innermost cause as one line."""
+    """Returns the message of the innermost cause as a line, without the row, which counts within a part of a file."""
     chain = list(_causes(error))
-    return " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
+    return re.sub(r" in row \d+$", "", " ".join(str(chain[-1]).split())) or type(chain[-1]).__name__
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

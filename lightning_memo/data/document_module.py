@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.data.corpus import entropy
-from lightning_memo.data.document_files import read_documents
+from lightning_memo.data.document_files import find_files, read_documents
 from lightning_memo.data.document_stream import DocumentReader, DocumentStream
 from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
 from lightning_memo.data.resumable_loader import ResumableLoader
@@ -21,6 +21,7 @@ from lightning_memo.data.row_stream import Document, RowStream, StreamLoader, re
 from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_memo.parallel.batches.separate_documents import find_mixed_documents
+from lightning_memo.utils.units import read_count, read_fraction
 
 log = logging.getLogger(__name__)
 
@@ -83,17 +84,13 @@ class DocumentsDataModule(SequenceDataModule):
         balance: bool = True,
     ) -> None:
         super().__init__(seq_len, batch_size, seed, num_workers, tokenizer, balance)
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction={val_fraction}: give a number between 0 and 1, both excluded")
         if streaming and num_workers > 1:
             raise ValueError(f"num_workers={num_workers}: with streaming=True give 0, or 1 that reads ahead")
-        for name, value in {"buffer_rows": buffer_rows, "val_documents": val_documents}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: give 1 or more")
         self._path, self._field, self._suffix = path, field, suffix
         self._rows = PackedRows if packing else PaddedRows
-        self._val_fraction = val_fraction
-        self._streaming, self._buffer_rows, self._val_documents = streaming, buffer_rows, val_documents
+        self._val_fraction, self._streaming = read_fraction("val_fraction", val_fraction), streaming
+        self._buffer_rows = read_count("buffer_rows", buffer_rows)
+        self._val_documents = read_count("val_documents", val_documents)
         if streaming:
             self.more_text = "path, val_documents"
 
@@ -119,6 +116,7 @@ class DocumentsDataModule(SequenceDataModule):
 
     @override
     def load(self) -> Loaded:
+        find_files(self._path, self._suffix)  # whether there are documents comes before how they are read
         tokenizer = load_tokenizer(self.tokenizer)
         return self._stream(tokenizer) if self._streaming else self._whole(tokenizer)
 

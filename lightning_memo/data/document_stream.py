@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from lightning_memo.data.document_files import (
     find_files,
     load_files,
     readable,
-    wrong_line,
+    where_no_text,
+    where_unreadable,
 )
 
 Place = Mapping[str, Any]
@@ -45,7 +47,7 @@ class DocumentStream:
 
     def open(self) -> Any:
         """Returns the records as an `IterableDataset` of `datasets`, which reads the first file to find the fields."""
-        with readable(lambda: self.where(0), self.kind):
+        with readable(lambda: self._where(0), self.kind):
             return load_files(self.kind, self.files, streaming=True)
 
     def records(self, opened: Any) -> Iterator[dict[str, Any]]:
@@ -56,22 +58,18 @@ class DocumentStream:
         """
         records = iter(opened)
         while True:
-            try:
+            with readable(lambda: self._where(_file(opened)), self.kind):
                 record = next(records, None)
-            except (OSError, ValueError) as error:
-                with readable(lambda: self.where(_file(opened)), self.kind):
-                    raise error
             if record is None:
                 return
             yield record
 
-    def where(self, file: int) -> str:
-        """Returns the invalid line in the file of a number or in the next one; otherwise the user's path."""
-        for path in self.files[file : file + 2]:
-            line = wrong_line(path, self.field)
-            if line is not None:
-                return f"path={path}, line {line}"
-        return f"path={self.path}"
+    def nearby(self, file: int) -> list[Path]:
+        """Returns the file of a number and the next one, of which `datasets` is reading one."""
+        return self.files[file : file + 2]
+
+    def _where(self, file: int) -> str:
+        return where_unreadable(self.path, self.nearby(file), self.field)
 
 
 def _file(opened: Any) -> int:
@@ -119,8 +117,9 @@ class DocumentReader:
         for record in self._stream.records(self._records):
             text = record.get(self._stream.field)
             if text is not None and not isinstance(text, str):
-                where, kind = self._stream.where(_file(self._records)), type(text).__name__
-                raise ValueError(f"{where}: field={self._stream.field} holds {kind}, not text")
+                stream, kind = self._stream, type(text).__name__
+                where = where_no_text(stream.path, stream.nearby(_file(self._records)), stream.field)
+                raise ValueError(f"{where}: field={stream.field} holds {kind}, not text")
             if text and text.strip():
                 self._number += 1
                 yield self._number - 1, text

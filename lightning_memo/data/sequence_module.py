@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset, end_with_parent
 from lightning_memo.data.row_stream import RowStream, StreamLoader
 from lightning_memo.data.tokenizer import refuse_bytes
-from lightning_memo.utils.units import read_length
+from lightning_memo.utils.units import read_count, read_length
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SequenceDataModule(LightningDataModule):
         balance: Whether the sequences of a global batch cost about the same; see `DocumentsDataModule`.
 
     Raises:
-        ValueError: ``seq_len`` or ``batch_size`` is too small.
+        ValueError: ``seq_len``, ``batch_size``, ``num_workers`` or ``seed`` is no whole number, or too small.
     """
 
     more_text = "path, val_fraction"
@@ -64,13 +64,11 @@ class SequenceDataModule(LightningDataModule):
         seq_len = read_length("seq_len", seq_len)
         if seq_len < 2:
             raise ValueError(f"seq_len={seq_len}: give 2 or more, a token and the next one to predict")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: give 1 or more")
         self.seq_len = seq_len
-        self.batch_size = batch_size
+        self.batch_size = read_count("batch_size", batch_size)
         self.tokenizer = tokenizer
-        self.num_workers = num_workers
-        self._seed, self._balance = seed, balance
+        self.num_workers = read_count("num_workers", num_workers, least=0)
+        self._seed, self._balance = read_count("seed", seed, least=0), balance
         self._loaded: Loaded | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from lightning_memo.data.corpus import CorpusConfig, load_corpus, unigram_entropy
+from lightning_memo.data.corpus import CorpusConfig, find_documents, load_corpus, unigram_entropy
 from lightning_memo.data.resumable_loader import ChunkDataset
 from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
 from lightning_memo.data.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ class TextDataModule(SequenceDataModule):
         num_workers: Number of processes that prepare batches.
 
     Raises:
-        ValueError: ``seq_len`` or ``batch_size`` is too small.
+        ValueError: ``seq_len``, ``batch_size`` or ``max_bytes`` is too small, or ``val_fraction`` is outside (0, 1).
     """
 
     more_text = "path, max_bytes, val_fraction"
@@ -54,6 +54,7 @@ class TextDataModule(SequenceDataModule):
 
     @override
     def load(self) -> Loaded:
+        find_documents(self._config)  # whether there are documents comes before how they are read
         tokenizer = load_tokenizer(self.tokenizer)
         corpus = load_corpus(self._config, tokenizer)
         return Loaded(

@@ -28,15 +28,15 @@ class CpuFlash:
     """PyTorch's flash kernel for the CPU, which plain training runs without dropout.
 
     It is `aten::_scaled_dot_product_flash_attention_for_cpu`. Its causal flag aligns the first query with the first
-    key. Other blocks need masks, which are built for some queries at a time, so that their size does not grow with the
-    square of the sequence length.
+    key. Other blocks need masks, which are built for some queries at a time. Plans do not count these masks, because
+    the profiled step has no slices and therefore needs none.
     """
 
     name = "sdpa"
     blocks = True
-    # Number of queries that share one mask. Up to this number, one call has the arithmetic of plain training with a
+    # Entries of a mask: 1 MiB in fp32. Up to 512 queries and keys, one call has the arithmetic of plain training with a
     # window.
-    query_rows = 1024
+    mask_entries = 1 << 18
 
     @staticmethod
     def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
@@ -87,16 +87,24 @@ class CpuFlash:
     ) -> list[tuple[slice, slice]]:
         """Return ranges of queries with the keys that they can see: one range, unless a large mask must be divided."""
         queries, keys = q.shape[2], k.shape[2]
-        needs_mask = spec.window is not None or (spec.causal and query_start != key_start)
-        if not needs_mask or queries <= self.query_rows:
+        diagonal = query_start != key_start and key_start + keys - 1 > query_start
+        needs_mask = spec.window is not None or (spec.causal and diagonal)
+        rows = self._rows_of_a_mask(q.shape[0], keys, spec)
+        if not needs_mask or queries <= rows:
             return [(slice(0, queries), slice(0, keys))]
         chunks = []
-        for first in range(0, queries, self.query_rows):
-            last = min(first + self.query_rows, queries)
+        for first in range(0, queries, rows):
+            last = min(first + rows, queries)
             low = 0 if spec.window is None else max(query_start + first - spec.window + 1 - key_start, 0)
             high = max(min(query_start + last - key_start, keys), 0)
             chunks.append((slice(first, last), slice(low, high)))
         return chunks
+
+    def _rows_of_a_mask(self, batch: int, keys: int, spec: AttentionSpec) -> int:
+        most = math.isqrt(self.mask_entries)
+        seen = keys if spec.window is None else min(keys, spec.window + most)
+        masks = 1 if spec.lengths is None else batch
+        return max(min(self.mask_entries // max(masks * seen, 1), most), 1)
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int, key_start: int

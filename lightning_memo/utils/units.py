@@ -84,3 +84,25 @@ def read_length(name: str, value: Any, or_else: str = "") -> int:
             f"{or_else}"
         )
     return tokens
+
+
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """A whole number that is not below a limit.
+
+    Raises:
+        ValueError: it is none, or smaller.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: give {least} or more, as a whole number")
+    return value
+
+
+def read_fraction(name: str, value: Any) -> float:
+    """A number between 0 and 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ValueError(f"{name}={value!r}: give a number between 0 and 1, both excluded")
+    return value

@@ -266,6 +266,9 @@ def test_batches_of_the_module(folder):
     ("changes", "message"),
     [
         ({"path": "/nowhere"}, r"path=/nowhere: no such folder; give"),
+        ({"path": "/nowhere", "tokenizer": "/nowhere"}, r"path=/nowhere: no such folder; give"),
+        ({"path": __file__}, r"path=.*: a file, not a folder; give"),
+        ({"max_bytes": 0}, r"max_bytes=0: give 1 or more"),
         ({"suffix": ".nothing"}, r"no file ends with suffix=.nothing; set"),
         ({"max_bytes": 100}, r"1 document\(s\) with text.*give more files"),
         ({"val_fraction": 0.0}, r"val_fraction=0.0: give a number between"),

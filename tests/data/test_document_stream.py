@@ -201,6 +201,7 @@ def test_the_length_of_a_run_is_the_trainers(jsonl: Path) -> None:
         ({"path": "empty.jsonl"}, r"path=empty.jsonl: no documents in it"),
         ({"path": "broken.jsonl"}, r"path=broken.jsonl, line 2: not readable as json: JSON parse error"),
         ({"path": "number.jsonl"}, r"path=number.jsonl, line 2: field=text holds int, not text"),
+        ({"path": "mixed_broken.jsonl"}, r"path=mixed_broken.jsonl, line 3: not readable as json"),
         ({"path": "broken.parquet"}, r"path=broken.parquet: not readable as parquet"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, *value.items())),
@@ -212,10 +213,11 @@ def test_mistakes_are_named_in_one_line(
     Path("empty.jsonl").touch()
     Path("broken.jsonl").write_text('{"text": "a"}\n{"te')
     Path("number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    Path("mixed_broken.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"te')
     Path("broken.parquet").write_text("no")
     with pytest.raises(ValueError, match=message) as caught:
         stream(Path(changes.pop("path", jsonl.name)), **changes)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and " in row " not in str(caught.value)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

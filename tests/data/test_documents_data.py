@@ -214,6 +214,9 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
     [
         ({"path": None}, r"^path: give the file or folder of your documents"),
         ({"path": "nowhere"}, r"path=nowhere: no such file or folder; give"),
+        ({"path": "nowhere", "tokenizer": "nowhere"}, r"path=nowhere: no such file or folder; give"),
+        ({"num_workers": -1}, r"num_workers=-1: give 0 or more"),
+        ({"batch_size": 1.5}, r"batch_size=1.5: give 1 or more"),
         ({"path": "empty"}, r"path=empty: no file there ends with \.jsonl, .*; set suffix"),
         (
             {"path": "several"},
@@ -227,7 +230,9 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
         ({"path": "blank.jsonl"}, r"path=blank.jsonl: 1 document\(s\) with text in field=text, and 2 without"),
         ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give the one"),
         ({"path": "other.jsonl"}, r"field=text: the documents of path=other.jsonl have body; give field=body$"),
-        ({"field": "number"}, r"field=number: it holds int64, not text; .* have number, text$"),
+        ({"field": "number"}, r"line 1: field=number holds int64, not text; .* have number, text$"),
+        ({"path": "mixed.jsonl"}, r"path=mixed.jsonl, line 2: field=text holds several types, not text"),
+        ({"path": "mixed_broken.jsonl"}, r"path=mixed_broken.jsonl, line 3: not readable as json"),
         (
             {"seq_len": 5000},
             r"seq_len=5000 x batch_size=2: one batch needs 10000 tokens, the training",
@@ -236,7 +241,7 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
         ({"tokenizer": "nowhere"}, r"tokenizer=nowhere: no such folder; give"),
         ({"tokenizer": "several"}, r"tokenizer=several: not a Hugging Face tokenizer"),
     ],
-    ids=lambda value: None if isinstance(value, str) else "-".join(map(str, *value.items())),
+    ids=lambda value: None if isinstance(value, str) else "-".join(f"{name}-{each}" for name, each in value.items()),
 )
 def test_mistakes_are_named_in_one_line(
     changes: dict[str, Any],
@@ -254,6 +259,8 @@ def test_mistakes_are_named_in_one_line(
         Path(name).write_text(content)
     Path("other.jsonl").write_text('{"body": "a"}\n')
     Path("broken.jsonl").write_text('{"text": "a"}\n{"te')
+    Path("mixed.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"text": "c"}')
+    Path("mixed_broken.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"te')
     Path("blank.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "", None)))
     with pytest.raises(ValueError, match=message) as caught:
         module(changes.pop("path", jsonl.name), **changes).setup()

@@ -37,7 +37,7 @@ class Chunked(CpuFlash):
     """Another kernel of the CPU, called "cudnn" here, which computes some rows of a window at a time."""
 
     name = "cudnn"
-    query_rows = 8
+    mask_entries = 64
     uses = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> AttentionResult:

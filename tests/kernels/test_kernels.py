@@ -23,6 +23,7 @@ from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.rng_state import RngState
+from lightning_memo.profiler.memory_meter import PeakMeter
 
 BF16_BOUND = 2**-7  # two roundings to 8 bits
 
@@ -35,27 +36,27 @@ def same_bits(found: Attended, expected: Attended) -> None:
 # ---- the CPU's kernel
 
 
-@pytest.mark.parametrize("query_rows", [1024, 7])
+@pytest.mark.parametrize("mask_entries", [1024, 49])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_cpu_kernel_computes_attention(spec, key_heads, query_rows, monkeypatch):
-    monkeypatch.setattr(CpuFlash, "query_rows", query_rows)
+def test_cpu_kernel_computes_attention(spec, key_heads, mask_entries, monkeypatch):
+    monkeypatch.setattr(CpuFlash, "mask_entries", mask_entries)
     inputs = make_inputs(key_heads=key_heads)
     assert_close(attend(CpuFlash(), inputs, spec), reference(inputs, spec), FP32_BOUND)
 
 
-@pytest.mark.parametrize("query_rows", [1024, 7])
+@pytest.mark.parametrize("mask_entries", [1024, 49])
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.causal], ids=[n for n, s in SPECS.items() if s.causal])
-def test_cpu_kernel_computes_blocks(spec, query_rows, monkeypatch):
-    monkeypatch.setattr(CpuFlash, "query_rows", query_rows)
+def test_cpu_kernel_computes_blocks(spec, mask_entries, monkeypatch):
+    monkeypatch.setattr(CpuFlash, "mask_entries", mask_entries)
     inputs = make_inputs(queries=10, keys=20)
     found = attend(CpuFlash(), inputs, spec, query_start=14, key_start=4)
     assert_close(found, reference(inputs, spec, 14, 4), FP32_BOUND)
 
 
-@pytest.mark.parametrize("query_rows", [1024, 7])
-def test_cpu_kernel_in_half_precision(query_rows, monkeypatch):
-    monkeypatch.setattr(CpuFlash, "query_rows", query_rows)
+@pytest.mark.parametrize("mask_entries", [1024, 49])
+def test_cpu_kernel_in_half_precision(mask_entries, monkeypatch):
+    monkeypatch.setattr(CpuFlash, "mask_entries", mask_entries)
     inputs = make_inputs(key_heads=2, dtype=torch.bfloat16)
     spec = AttentionSpec(window=9)
     found = attend(CpuFlash(), inputs, spec)
@@ -68,7 +69,7 @@ def test_gradients_of_many_row_chunks_do_not_gather_rounding(monkeypatch):
     inputs = make_inputs(batch=1, heads=2, key_heads=2, queries=512, keys=520, dtype=torch.bfloat16)
     spec = AttentionSpec()
     once = attend(CpuFlash(), inputs, spec, 8)
-    monkeypatch.setattr(CpuFlash, "query_rows", 4)
+    monkeypatch.setattr(CpuFlash, "mask_entries", 4 * 520)
     often = attend(CpuFlash(), inputs, spec, 8)
     expected = reference(inputs, spec, 8)
     for name in ("dk", "dv"):
@@ -131,16 +132,27 @@ def test_outputs_lie_token_by_token(backend):
     tokens=st.integers(1, 14),
     window=st.none() | st.integers(1, 30),
     lengths=st.none() | st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    rows=st.integers(1, 16),
+    mask_entries=st.integers(1, 256),
     key_heads=st.sampled_from([1, 2]),
 )
-def test_cpu_kernel_computes_any_slice(start, before, tokens, window, lengths, rows, key_heads):
+def test_cpu_kernel_computes_any_slice(start, before, tokens, window, lengths, mask_entries, key_heads):
     inputs = make_inputs(heads=2, key_heads=key_heads, queries=tokens, keys=before + tokens)
     spec = AttentionSpec(window=window, lengths=lengths)
     backend = CpuFlash()
-    backend.query_rows = rows
+    backend.mask_entries = mask_entries
     found = attend(backend, inputs, spec, start + before, start)
     assert_close(found, reference(inputs, spec, start + before, start), 1e-5)
+
+
+def test_masks_of_the_cpu_kernel_need_little_memory():
+    """The profiled step has no slices, and so none of their masks: a plan does not count them."""
+    tokens = 4096
+    q, k, v, dout = make_inputs(batch=1, heads=1, key_heads=1, queries=tokens // 2, keys=tokens)
+    for spec in (AttentionSpec(), AttentionSpec(window=1500), AttentionSpec(lengths=(tokens - 5,))):
+        with PeakMeter(torch.device("cpu")) as meter:
+            result = CpuFlash().forward(q, k, v, spec, tokens // 2)
+            CpuFlash().backward(dout, q, k, v, result, spec, tokens // 2)
+        assert meter.peak_bytes < 2**21 + 8 * k.nbytes
 
 
 # ---- replay

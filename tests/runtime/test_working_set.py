@@ -60,16 +60,18 @@ class PeakOfLaterSteps(Callback):
     "settings",
     [
         {"alpha": 0.5},
+        {"alpha": 0.5, "tokens": 2048},
         {"alpha": 1.0},
         {"device_memory": "8GiB"},  # plain training fits
         {"alpha": 0.0, "host_backed": "all"} | SLICES,
         {"alpha": 0.5, "schedule": "slice"} | SLICES,
     ],
-    ids=["half", "swapped", "plain", "host_backed", "slice_schedule"],
+    ids=["half", "half_long", "swapped", "plain", "host_backed", "slice_schedule"],
 )
 def test_the_working_set_is_what_was_planned(monkeypatch, settings):
     shorten_measurements(monkeypatch)
-    ids = torch.randint(0, VOCABULARY, (1, TOKENS))
+    settings = dict(settings)
+    ids = torch.randint(0, VOCABULARY, (1, settings.pop("tokens", TOKENS)))
     peak, module, strategy = PeakOfLaterSteps(), LanguageModel(build), MemoStrategy(plan_memory=False, **settings)
     fit(strategy, module, batches([{"input_ids": ids, "labels": ids}] * 3), max_steps=3, callbacks=[peak])
     gradients = sum(p.nbytes for p in module.parameters())
