@@ -15,8 +15,8 @@ Entry = dict[str, Any]
 _WORKING = ("works", "whole")
 # What messages add to a reason: the setting before it, and the advice after it.
 _FRAMES = (
-    r"^MemoStrategy: layers run as one slice.*?, because (?P<why>.*)\.$",
-    r"^MemoStrategy: nothing is swapped, because (?P<why>.*?); if .*$",
+    r"^(?:MemoStrategy|lightning_memo): layers run as one slice.*?, because (?P<why>.*)\.$",
+    r"^(?:MemoStrategy|lightning_memo): nothing is swapped, because (?P<why>.*?); if .*$",
     r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",

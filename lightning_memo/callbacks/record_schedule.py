@@ -107,4 +107,4 @@ class ScheduleRecorder(Callback):
         draw_schedule(self.timeline, self._folder / PICTURE_FILE, f"Step {self._step}")
         write_trace(self.timeline, self._folder / TRACE_FILE)
         log_pictures(trainer, {"memo/schedule": self._folder / PICTURE_FILE})
-        rank_zero_info(f"MemoStrategy: schedule of step {self._step}: {self._folder / PICTURE_FILE}, {TRACE_FILE}")
+        rank_zero_info(f"lightning_memo: schedule of step {self._step}: {self._folder / PICTURE_FILE}, {TRACE_FILE}")

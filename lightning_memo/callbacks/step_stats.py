@@ -22,11 +22,11 @@ class StepStats(Callback):
 
     A step is all its micro-batches, without data loading, logging, validation or checkpoints. Time and memory are
     measured in different steps, because measuring memory takes time. With several processes, both are those of this
-    process, whereas tokens and losses are those of all processes.
+    process, whereas tokens and losses are those of all processes. Losses before a checkpoint count in a resumed run.
 
     Args:
         last: Number of the last steps whose time and loss are averaged.
-        goes_on: Whether the run resumes from a checkpoint of its own, so that earlier measurements count, too.
+        goes_on: Whether the run resumes from a checkpoint of its own, so that earlier times and memory count, too.
     """
 
     def __init__(self, last: int = 20, goes_on: bool = False) -> None:
@@ -106,8 +106,8 @@ class StepStats(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.goes_on:
-            self._losses.extend(torch.tensor(loss) for loss in state_dict["losses"])
+        self._losses.extend(torch.tensor(loss) for loss in state_dict["losses"])
+        if self.goes_on:  # another run may have been on another machine
             self._seconds.extend(state_dict["seconds"])
             self.tokens_per_step = state_dict["tokens_per_step"]
             self.step_memory_bytes = state_dict["step_memory_bytes"]

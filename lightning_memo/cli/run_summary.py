@@ -39,7 +39,7 @@ class RunSummary:
     arena_bytes: int | None = None
     """Size of the planned memory arena, or None if memory was not planned."""
     train_loss: float | None = None
-    """Mean loss of the last steps, in nats per token."""
+    """Mean loss of the last steps, those before a checkpoint that was resumed included, in nats per token."""
     val_loss: float | None = None
     unigram_entropy: float | None = None
     """Lowest possible loss without context, in nats per token of the training text."""

@@ -150,7 +150,7 @@ class LoopBatches:
         self._run.count_step()
         if self._run.step == 1 and self._run.batch == 0:
             rank_zero_warn(
-                "MemoStrategy: all layers are recomputed, because an optimizer has stepped, and "
+                "lightning_memo: all layers are recomputed, because an optimizer has stepped, and "
                 f"{class_name(self._model)}, which MemoLoop was given, has not been called with gradients: give it the "
                 "module that the loop calls"
             )

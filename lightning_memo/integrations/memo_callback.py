@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import Any
 
@@ -38,7 +39,9 @@ class MemoCallback(TrainerCallback):
         parameters = inspect.signature(MemoLoop).parameters.values()
         known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "output_dir"]  # the trainer's
         if unknown := next((name for name in settings if name not in known), None):
-            raise TypeError(f"{unknown}={settings[unknown]!r} is no setting of MemoCallback: give {', '.join(known)}")
+            near = difflib.get_close_matches(unknown, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"give {', '.join(known)}"
+            raise TypeError(f"{unknown}={settings[unknown]!r} is no setting of MemoCallback: {remedy}")
         MemoLoop.check(settings)
         self._settings = settings
         self.loop: MemoLoop | None = None

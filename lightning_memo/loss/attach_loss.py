@@ -57,8 +57,8 @@ def attach_chunked_loss(
             continue
         if why := why_scaled_together(head):
             warn(
-                f"MemoStrategy: the logits of all tokens are computed at once, because {why}: leave the head in higher "
-                "precision, or set loss_chunk_tokens=None"
+                f"lightning_memo: the logits of all tokens are computed at once, because {why}: leave the head in "
+                "higher precision, or set loss_chunk_tokens=None"
             )
             continue
         vocabulary, hidden = weight.shape
@@ -84,7 +84,7 @@ def _attach_head(head: Head, vocabulary: int, warn: Callable[[str], object]) -> 
             if why not in warned:
                 warned.add(why)
                 warn(
-                    f"MemoStrategy: the logits of all tokens are computed at once, because {why}: "
+                    f"lightning_memo: the logits of all tokens are computed at once, because {why}: "
                     "loss_chunk_tokens=None does the same without this warning"
                 )
             return forward(*args)

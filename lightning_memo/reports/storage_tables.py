@@ -66,14 +66,14 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def resources_table(plan: StoragePlan) -> Table:
-    """Make a table of the resources, with the time that one more GiB or GB/s of each would save.
+    """Make a table of the resources, and by how much one more GiB or GB/s of each would shorten a step.
 
     Args:
         plan: A plan with the prices of its linear program.
     """
     table = Table(title="Gain from more of each resource", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("resource")
-    for name in ("budget", "used", "1 more saves at most"):
+    for name in ("budget", "used", "1 more shortens a step by up to"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in resource_sensitivities(plan):
         table.add_row(row.resource, *_resource_cells(row))

@@ -50,7 +50,7 @@ class DeviceMemoryWatch(MetersSteps):
             step_bytes = self._step_bytes + plan.placement.arena_bytes - plan.placement.lower_bound_bytes
             self._step_bytes = 0
         if plan is not None and (shortage := step_shortage(plan, step_bytes)):
-            rank_zero_warn(f"MemoStrategy: {shortage}.")
+            rank_zero_warn(f"lightning_memo: {shortage}.")
             self._step_bytes = 0
 
     def fail(self) -> None:

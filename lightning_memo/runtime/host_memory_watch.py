@@ -40,7 +40,7 @@ class HostMemoryWatch:
         left = available_host_bytes()
         if left < min(_RESERVE_BYTES, held // 16):
             rank_zero_warn(
-                f"MemoStrategy: the host has {format_bytes(left)} left, so the {format_bytes(held)} for swapped "
+                f"lightning_memo: the host has {format_bytes(left)} left, so the {format_bytes(held)} for swapped "
                 "activations are given back, and the next batch is planned with less: see what else runs, or set "
                 "host_memory."
             )

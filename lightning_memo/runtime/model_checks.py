@@ -95,7 +95,7 @@ def warn_of_uncompiled(compiled: Sequence[str]) -> None:
     if compiled:
         others = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
         rank_zero_warn(
-            f"MemoStrategy: {compiled[0]}{others} run uncompiled, because layers run slice by slice. torch.compile "
+            f"lightning_memo: {compiled[0]}{others} run uncompiled, because layers run slice by slice. torch.compile "
             "helps only for modules outside of the layers, like the head."
         )
 
@@ -112,9 +112,9 @@ def announce_other_stacks(model: nn.Module, alone: bool) -> None:
     if not names:
         return
     why = "these settings swap one stack" if alone else "they are small"
-    advice = 'choose it with MemoStrategy(layers="...")' if alone else "MemoStrategy(layers=[...]) swaps those it names"
+    advice = 'choose it with layers="..."' if alone else "layers=[...] swaps those it names"
     rank_zero_info(
-        f"MemoStrategy: the layers of {', '.join(stack.name for stack in chosen)} are swapped, and those of "
+        f"lightning_memo: the layers of {', '.join(stack.name for stack in chosen)} are swapped, and those of "
         f"{', '.join(names)} are not, as {why}; {advice}."
     )
 
@@ -141,6 +141,6 @@ def announce_fused_loss(model: nn.Module) -> None:
     """Say so if liger-kernel computes the loss of the model, without the head's logits."""
     if any(_runs_by_liger(host) for host in find_hugging_face(model)):
         rank_zero_info(
-            "MemoStrategy: the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; apply "
-            "liger-kernel with fused_linear_cross_entropy=False to have the loss in chunks instead."
+            "lightning_memo: the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; "
+            "apply liger-kernel with fused_linear_cross_entropy=False to have the loss in chunks instead."
         )

@@ -124,8 +124,8 @@ class OutOfMemoryRetry:
             if not self._cut_after:
                 raise
             raise _ExplainedError(
-                f"{self._cut_after} MemoStrategy: the step does not fit the device, and in slices, which take less of "
-                f"it, not the host ({_first_line(error)}): shorten the sequence or the batch, raise host_memory, or "
+                f"{self._cut_after} lightning_memo: the step does not fit the device, and in slices, which take less "
+                f"of it, not the host ({_first_line(error)}): shorten the sequence or the batch, raise host_memory, or "
                 f"use a device with more memory; {_ESTIMATE}"
             ) from error
 
@@ -180,8 +180,8 @@ class OutOfMemoryRetry:
             self._planner.restart()
             shorter = self._slices.cut()
             rank_zero_warn(
-                f"MemoStrategy: out of device memory with every layer recomputed ({message}); this step is run again, "
-                f"like later ones, with {shorter}: give MemoStrategy these settings to begin with them."
+                f"lightning_memo: out of device memory with every layer recomputed ({message}); this step is run "
+                f"again, like later ones, with {shorter}: give these settings to begin with them."
             )
         if self._memory is not None:
             self._memory.release()
@@ -201,7 +201,7 @@ class OutOfMemoryRetry:
 
     def _explained(self, error: torch.OutOfMemoryError, why: str) -> _ExplainedError:
         return _ExplainedError(
-            f"{_first_line(error)} MemoStrategy: the step does not fit the device, {why}: {self._slices.advice}; "
+            f"{_first_line(error)} lightning_memo: the step does not fit the device, {why}: {self._slices.advice}; "
             f"{_ESTIMATE}"
         )
 
@@ -210,7 +210,7 @@ class OutOfMemoryRetry:
         assert plan is not None
         mode = "plain training" if plan.swap.mode == "plain" else f"alpha={plan.swap.alpha:.4g}"
         rank_zero_warn(
-            f"MemoStrategy: out of device memory with {mode} ({message}); the step is run again with every layer "
+            f"lightning_memo: out of device memory with {mode} ({message}); the step is run again with every layer "
             "recomputed, and later ones are planned with less."
         )
         self._planner.limit_device(_SHRUNK_SHARE * plan.device_bytes)

@@ -77,7 +77,7 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
         _refuse_uncalled(model)
         raise ValueError(
             f"{class_name(model)} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
-            f"is nothing to swap layer by layer: {_way_out(model)}, or train without MemoStrategy"
+            f"is nothing to swap layer by layer: {_way_out(model)}, or train without lightning_memo"
         )
     return _largest_first(stacks)
 

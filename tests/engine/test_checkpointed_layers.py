@@ -20,7 +20,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.token_locality.prove_locality import prove_locality
 
-OFF = ("turn it off", "MemoStrategy recomputes by itself", "alpha=0 is full recomputation")
+OFF = ("turn it off", "lightning_memo recomputes by itself", "alpha=0 is full recomputation")
 
 
 class Whole(torch.autograd.Function):

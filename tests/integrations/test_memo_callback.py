@@ -204,7 +204,7 @@ def test_refused_arguments(arguments: dict[str, Any], line: str) -> None:
 
 
 def test_refused_settings() -> None:
-    with pytest.raises(TypeError, match=r"alhpa=0\.5 is no setting of MemoCallback: give alpha, plan_memory"):
+    with pytest.raises(TypeError, match=r"alhpa=0\.5 is no setting of MemoCallback: did you mean alpha\?$"):
         MemoCallback(alhpa=0.5)
     with pytest.raises(ValueError, match="not a fraction of the tokens"):
         MemoCallback(alpha=2)

@@ -63,7 +63,7 @@ def test_a_saved_plan_is_used_where_the_disk_has_room(disk: Path) -> None:
     made.plan.save("plan.json")
     with listening() as heard:
         assert train(plan="plan.json", **settings).plan.swap == made.plan.swap
-    assert "MemoStrategy: uses the plan plan.json." in heard
+    assert "lightning_memo: uses the plan plan.json." in heard
     needs = format_bytes(made.plan.swap.spill_bytes)
     with (
         pytest.warns(UserWarning, match=f"profiled: it spills {needs} to the disk, and 1.0 KiB is available"),

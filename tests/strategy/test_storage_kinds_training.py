@@ -280,4 +280,4 @@ def test_the_table_shows_every_kind_and_what_binds(text: str) -> None:
     assert any(row.startswith("of it up 15.6 MiB") for row in rows)
     binding = [row for row in rows if row.startswith("host memory 60 MiB")]
     assert binding and "%" in binding[0]
-    assert "Host memory is a limit: 1 MiB more would save at most" in " ".join(text.split())
+    assert "Host memory is a limit: with 1 MiB more, a step would be up to" in " ".join(text.split())

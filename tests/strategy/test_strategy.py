@@ -182,7 +182,7 @@ def test_plan_is_saved_in_the_root_folder(tmp_path):
     with listening() as heard:
         fit(MemoStrategy(alpha=1.0), default_root_dir=tmp_path / "runs", max_steps=1)
     assert (tmp_path / "runs" / "memo_plan.json").exists()
-    assert f"MemoStrategy: plan saved to {tmp_path / 'runs' / 'memo_plan.json'}" in heard
+    assert f"lightning_memo: plan saved to {tmp_path / 'runs' / 'memo_plan.json'}" in heard
 
 
 @pytest.mark.parametrize("settings", [{}, {"default_root_dir": "."}], ids=str)

@@ -160,7 +160,7 @@ def test_containers_by_name():
     [
         (
             _Attributes,
-            "put its layers into an nn.ModuleList over which its forward loops, or train without MemoStrategy",
+            "put its layers into an nn.ModuleList over which its forward loops, or train without lightning_memo",
         ),
         (
             lambda: nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))}),

@@ -201,7 +201,7 @@ def _check_call(
     if isinstance(mask, MaskPattern) and queries != keys:
         raise ValueError(
             f"{name} attends to {keys} keys with an attention mask for {queries} tokens, which it extends only if it "
-            "is a tensor: train this model without MemoStrategy"
+            "is a tensor: train this model without lightning_memo"
         )
 
 

@@ -62,5 +62,5 @@ def _function(eager: bool, module: nn.Module) -> Callable[..., Any]:
             return found
     raise ValueError(
         f"{class_name(module)} calls attention with arguments that no attention kernel computes, and its module has "
-        "no eager_attention_forward: train this model without MemoStrategy"
+        "no eager_attention_forward: train this model without lightning_memo"
     )

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
-TURN_IT_OFF = "turn it off: MemoStrategy recomputes by itself; alpha=0 is full recomputation"
+TURN_IT_OFF = "turn it off: lightning_memo recomputes by itself; alpha=0 is full recomputation"
 # Every use of `torch.utils.checkpoint` calls one of these, reentrant or not, and however it was imported.
 _ENTRANCES: tuple[tuple[Any, str], ...] = ((CheckpointFunction, "forward"), (_checkpoint_hook, "__init__"))
 
@@ -105,5 +105,5 @@ def refusing_transforms(layer: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"{layer} calls torch.func.grad, vjp, jacrev or hessian in its forward, whose activations can be neither "
-            "swapped nor recomputed: write out this derivative, or train this model without MemoStrategy"
+            "swapped nor recomputed: write out this derivative, or train this model without lightning_memo"
         ) from error

@@ -171,7 +171,7 @@ class LayerRun:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "second derivatives (create_graph=True) are not supported, as the backward of layers has no graph: "
-                "compute them without MemoStrategy"
+                "compute them without lightning_memo"
             )
         # Callbacks are called only if no exception ends the backward.
         Variable._execution_engine.queue_callback(functools.partial(_note_left, weakref.ref(self)))

@@ -35,7 +35,7 @@ def without_caches(
         raise ValueError(
             f"{class_name(layer)} gets a key-value cache of an earlier forward, as in prefix tuning, but layers that "
             "are swapped or recomputed neither fill nor read caches: pass all tokens in one forward, use another "
-            "method, for example LoRA, or train this model without MemoStrategy"
+            "method, for example LoRA, or train this model without lightning_memo"
         )
     rest = [None if _is_cache(value) else value for value in rest]
     kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}

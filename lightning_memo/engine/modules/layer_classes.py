@@ -120,7 +120,7 @@ class LayerClasses:
             if before is not None and by_form[form].locality is before.locality:  # they decide nothing: not counted
                 self._numbers[id(call.layer)] = numbers, self._numbers[id(call.layer)][1] - 1
             if was_cut and by_form[form].why_whole and call.tokens > 1:
-                warnings.warn(f"MemoStrategy: {by_form[form].why_whole}. It runs as one slice now.", stacklevel=4)
+                warnings.warn(f"lightning_memo: {by_form[form].why_whole}. It runs as one slice now.", stacklevel=4)
         found, agreed = by_form[form], self.agreed.why_whole
         return replace(found, why_whole=agreed) if agreed and not found.why_whole else found
 

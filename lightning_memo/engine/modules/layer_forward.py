@@ -102,12 +102,12 @@ def read_call(
         raise ValueError(
             f"{class_name(layer)} got {type(x).__name__} as its first argument: layers get their hidden states "
             "there, as a tensor or in a tuple, dict or list; change its forward, or name other layers: "
-            'MemoStrategy(layers="...")'
+            'layers="..."'
         )
     if is_functorch_wrapped_tensor(x):
         raise ValueError(
             f"{class_name(layer)} is called within torch.vmap or a transform of torch.func, where nothing can be "
-            "swapped or recomputed: call the model with a batch, or train it without MemoStrategy"
+            "swapped or recomputed: call the model with a batch, or train it without lightning_memo"
         )
     rest, kwargs = without_caches(layer, x, rest, kwargs)
     rest = [THE_INPUT if t is x else t for t in rest]

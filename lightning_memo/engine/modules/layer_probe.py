@@ -192,7 +192,7 @@ def _traits_of(
         raise ValueError(
             f"{call.name} gives another output for the same input: its forward depends on something "
             "besides inputs, weights, attributes and random states (a global variable, a generator inside another "
-            "object): make it a function of these, or train this model without MemoStrategy"
+            "object): make it a function of these, or train this model without lightning_memo"
         )
     why_nest = _why_nest(call, recorder)
     why = _why_whole(call, recorder, not why_nest, changing, rewritten)

@@ -45,7 +45,7 @@ def refuse_changing_scales(module: nn.Module) -> None:
         if _package(m) == "transformer_engine" and _transformer_engine_is_in_fp8():
             raise ValueError(
                 f"{class_name(m)} of {class_name(module)} is TransformerEngine's and computes in FP8, which "
-                "changes its scales in each forward, but MemoStrategy runs layers more than once: leave its autocast "
+                "changes its scales in each forward, but lightning_memo runs layers more than once: leave its autocast "
                 "out, or take torchao's float8 training"
             )
 

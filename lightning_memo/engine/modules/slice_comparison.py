@@ -123,7 +123,7 @@ class SliceComparison:
                 "slice_tokens, and with one process for each sequence"
             )
         warnings.warn(
-            f"MemoStrategy: {why}. From this step on, layers run as one slice{'; ' * bool(before)}{before}.",
+            f"lightning_memo: {why}. From this step on, layers run as one slice{'; ' * bool(before)}{before}.",
             stacklevel=3,
         )
         self._layer_classes.forget()  # what layers do now decides what a recomputation returns to

@@ -239,5 +239,5 @@ def _reason(plan: StoragePlan) -> str:
 
 
 def _sentence(row: ResourceSensitivity) -> str:
-    more = f"1 {row.unit} more would save at most {format_seconds(row.seconds)} per step ({row.percent:.1f} %)"
+    more = f"with 1 {row.unit} more, a step would be up to {format_seconds(row.seconds)} ({row.percent:.1f} %) shorter"
     return f"{row.resource[0].upper()}{row.resource[1:]} is a limit: {more}."

@@ -87,7 +87,7 @@ class ActivationPlanner(MetersSteps):
         if self._config.plan is not None or resumed_plan is not None:
             self._use_earlier_plan(resumed_plan)
         if self.plan is None:
-            rank_zero_info("MemoStrategy: the first batch is profiled, with every layer recomputed.")
+            rank_zero_info("lightning_memo: the first batch is profiled, with every layer recomputed.")
 
     def _use_earlier_plan(self, resumed_plan: str | None) -> None:
         earlier = EarlierPlan(self._engine, self._config, self._ranks, self._run, resumed_plan)
@@ -100,7 +100,7 @@ class ActivationPlanner(MetersSteps):
         self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self._engine.attention.trials = plan.attention_trials
         self.plan, self._is_unproven = plan, True
-        rank_zero_info(f"MemoStrategy: uses {earlier.source}.")
+        rank_zero_info(f"lightning_memo: uses {earlier.source}.")
         self._announce(plan)
         self._warn_of_shortage(plan)
 
@@ -150,7 +150,7 @@ class ActivationPlanner(MetersSteps):
         cuts = swap.streamed or (not swap.whole_layers and 0.0 < swap.alpha < 1.0)
         if why and cuts and swap.mode != "plain" and self._engine.profile is None:
             rank_zero_warn(
-                "MemoStrategy: the plan is dropped, and the next batch is profiled: it cuts layers into slices, but "
+                "lightning_memo: the plan is dropped, and the next batch is profiled: it cuts layers into slices, but "
                 f"{why}."
             )
             self._dropped = True
@@ -274,7 +274,7 @@ class ActivationPlanner(MetersSteps):
             announce_plan(plan, self._config, classes.why_whole, why_on_device)
             self._save(plan)
             if self._folder is not None:
-                rank_zero_info(f"MemoStrategy: plan saved to {self._folder / PLAN_FILE}")
+                rank_zero_info(f"lightning_memo: plan saved to {self._folder / PLAN_FILE}")
 
     def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:
         shortage = plan_shortage(plan, can_have_more=self._most_device_bytes == math.inf)

@@ -25,16 +25,16 @@ def announce_plan(plan: Plan, config: MemoConfig, why_whole: str, why_on_device:
     """
     announce_whole_layers(plan, config, why_whole)
     if why_on_device:
-        rank_zero_warn(f"MemoStrategy: keys and values stay on the device, because {why_on_device}.")
+        rank_zero_warn(f"lightning_memo: keys and values stay on the device, because {why_on_device}.")
     for trial in plan.attention_trials:
         if trial.name == config.attention and trial.why_not:
-            rank_zero_warn(f'MemoStrategy: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
+            rank_zero_warn(f'lightning_memo: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
     Console().print(*plan_tables(plan), sep="\n")
     if plan.budget.spill_bytes and not plan.swap.spill_bytes:
         why = "the host has room for all swapped activations"
         if plan.swap.storage is not None:
             why = "spilling would not make a step shorter"
-        rank_zero_info(f"MemoStrategy: spill_path is not needed, because {why}.")
+        rank_zero_info(f"lightning_memo: spill_path is not needed, because {why}.")
 
 
 def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> None:
@@ -52,7 +52,7 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> Non
     swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
     some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
     in_vain = "" if config.slice_tokens == "auto" else f"; slice_tokens={config.slice_tokens} saves no memory"
-    rank_zero_warn(f"MemoStrategy: layers run as one slice{some}, because {why_whole}{in_vain}.")
+    rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {why_whole}{in_vain}.")
 
 
 def announce_replanning(plan: Plan, shrunk: bool) -> None:
@@ -63,11 +63,11 @@ def announce_replanning(plan: Plan, shrunk: bool) -> None:
         shrunk: Whether the plan before it took too much memory.
     """
     if shrunk:
-        rank_zero_info("MemoStrategy: planned anew, for less memory.")
+        rank_zero_info("lightning_memo: planned anew, for less memory.")
     else:
         rank_zero_info(
-            f"MemoStrategy: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that was "
-            "planned for; layers were profiled and planned anew."
+            f"lightning_memo: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
+            "was planned for; layers were profiled and planned anew."
         )
 
 
@@ -79,8 +79,8 @@ def warn_of_no_plan(layers: Sequence[nn.Module]) -> None:
     """
     kinds = ", ".join(dict.fromkeys(class_name(layer) for layer in layers))
     rank_zero_warn(
-        f"MemoStrategy: nothing is swapped, because no backward went through the layers ({kinds}); if other layers are "
-        'trained, name them: MemoStrategy(layers="encoder.blocks")'
+        f"lightning_memo: nothing is swapped, because no backward went through the layers ({kinds}); if other layers "
+        'are trained, name them: layers="encoder.blocks"'
     )
 
 
@@ -92,5 +92,5 @@ def warn_of_shortage(shortages: Sequence[str]) -> None:
     """
     for rank, shortage in enumerate(shortages):
         if shortage:
-            rank_zero_warn(f"MemoStrategy: {f'rank {rank}: ' * (len(shortages) > 1)}{shortage}.")
+            rank_zero_warn(f"lightning_memo: {f'rank {rank}: ' * (len(shortages) > 1)}{shortage}.")
             return

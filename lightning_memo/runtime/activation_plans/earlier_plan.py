@@ -70,11 +70,11 @@ class EarlierPlan:
         if plan is None:
             return None
         if why_not := next((why for why in self._ranks.gather(why_not) if why), ""):
-            rank_zero_warn(f"MemoStrategy: {self.source} is not used, and the first batch is profiled: {why_not}.")
+            rank_zero_warn(f"lightning_memo: {self.source} is not used, and the first batch is profiled: {why_not}.")
             return None
         if self._config.alpha not in ("auto", plan.swap.alpha):  # a checkpoint's plan was refused in this case
             rank_zero_warn(
-                f"MemoStrategy: alpha={self._config.alpha} is not used, because {self.source} has alpha="
+                f"lightning_memo: alpha={self._config.alpha} is not used, because {self.source} has alpha="
                 f"{plan.swap.alpha}."
             )
         return plan

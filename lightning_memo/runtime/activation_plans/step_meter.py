@@ -7,7 +7,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.memory_meter import WorkingSet, WorkingSetMeter
 
-_ONLY_ESTIMATED = "MemoStrategy: another profiler runs, so the memory of the first step is only estimated."
+_ONLY_ESTIMATED = "lightning_memo: another profiler runs, so the memory of the first step is only estimated."
 
 
 class StepMeter:

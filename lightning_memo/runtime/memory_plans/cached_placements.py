@@ -22,7 +22,7 @@ def cached_placements(folder: Path, run: TrainingRun, engine: Engine) -> PlanCac
     """
 
     def warn(message: str) -> None:
-        rank_zero_warn(f"MemoStrategy: {message}")
+        rank_zero_warn(f"lightning_memo: {message}")
 
     optimizers = ", ".join(f"{type(o).__name__} {len(o.param_groups)}" for o in run.optimizers)
     place = f"rank {run.rank} of {run.processes}"

@@ -181,7 +181,7 @@ class MemoryPlanner:
 
     def _give_up(self, reason: str) -> None:
         rank_zero_warn(
-            f"MemoStrategy: memory is not planned: {reason}. Training goes on, and buffers may fragment memory; "
+            f"lightning_memo: memory is not planned: {reason}. Training goes on, and buffers may fragment memory; "
             "plan_memory=False turns planning off, and this warning."
         )
         self._pause(MemoryState.GIVEN_UP)
@@ -267,7 +267,7 @@ class MemoryPlanner:
                 if self._candidate.solved_here:
                     self._give_up(str(error))
                     return
-                rank_zero_warn(f"MemoStrategy: an earlier memory plan is ignored, and memory is planned anew: {error}")
+                rank_zero_warn(f"lightning_memo: an earlier memory plan is ignored, and a new one is made: {error}")
                 self.trace = None
                 self._record()
         elif self._tries == _MOST_TRIES:
@@ -291,8 +291,8 @@ class MemoryPlanner:
         self._activations.complete(plan)
         if self.trace is not None:
             cached_placements(cache_folder(), self._run, self._engine).store(plan, self.trace)
-        rank_zero_info(f"MemoStrategy: {placement_summary(placement)}{candidate.origin}.")
-        rank_zero_debug(f"MemoStrategy: placed by {placement.method} in {placement.seconds:.1f} s")
+        rank_zero_info(f"lightning_memo: {placement_summary(placement)}{candidate.origin}.")
+        rank_zero_debug(f"lightning_memo: placed by {placement.method} in {placement.seconds:.1f} s")
 
     def _check_hits(self) -> None:
         """Report the counters, or record again, a few times at most, if the plan does not fit the steps."""

@@ -215,7 +215,7 @@ def test_layers_that_catch_exceptions_are_cut(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [Switched, SwitchedByNumber, Normalized])
 def test_layers_that_begin_to_mix_tokens(kind: type[nn.Module]) -> None:
-    with pytest.warns(UserWarning, match=f"MemoStrategy: {kind.__name__} .*. It runs as one slice now."):
+    with pytest.warns(UserWarning, match=f"lightning_memo: {kind.__name__} .*. It runs as one slice now."):
         check(blocks(kind), {"alpha": 0.5, "check_slices": False})
 
 

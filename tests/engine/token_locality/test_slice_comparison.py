@@ -159,7 +159,7 @@ def test_layers_run_whole_from_then_on() -> None:
         told = [str(w.message) for w in caught if "MemoStrategy" in str(w.message)]
         assert len(told) == 1 and "\n" not in told[0]
         assert told[0].startswith(
-            "MemoStrategy: Opening does not compute in slices what it computes on all tokens (keys)"
+            "lightning_memo: Opening does not compute in slices what it computes on all tokens (keys)"
         )
         whole = under_test.step(BATCH)
     assert_equal(whole, loss_and_gradients(model, BATCH))
