@@ -122,6 +122,8 @@ def test_resuming_the_newest_run(train, tmp_path):
         rest = metrics(part, name)
         assert set(rest) == {2, 3, 4, 5}
         assert rest == {step: value for step, value in metrics(whole, name).items() if step >= 2}
+    means = [json.loads((run / "summary.json").read_text())["train_loss"] for run in (part, whole)]
+    assert means[0] == pytest.approx(means[1], rel=1e-6)  # the losses before the checkpoint count
     assert train(*settings, "trainer.max_steps=8", "name=part", "ckpt_path=last", "hydra.run.dir=again")[0] == 0
     assert set(metrics(tmp_path / "again", "train_loss")) == {6, 7}
 

@@ -103,6 +103,24 @@ def test_trainer(family: str, arguments: dict[str, Any], settings: dict[str, Any
     assert memo.plan.swap.alpha == settings.get("alpha", 1.0)
 
 
+@pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"storage": "kinds", "device_memory": "1.5MiB"}], ids=str)
+def test_a_run_resumes_within_an_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    arguments = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    plain = train(of_rows(None, "gpt2_dropout", gradient_accumulation_steps=2))
+    interrupted = of_rows(MemoCallback(**settings), "gpt2_dropout", **arguments)
+    interrupted.add_callback(Stop())
+    train(interrupted)
+    memo = MemoCallback(**settings)
+    resumed = of_rows(memo, "gpt2_dropout", **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    Outcome(resumed).compare(plain)
+    assert memo.plan is not None and memo.plan.swap.mode == "memo"
+
+
 def of_rank(memo: bool) -> tuple[list[float], dict[str, Tensor]]:
     callback = MemoCallback(alpha=0.5) if memo else None
     trainer = of_rows(callback, output_dir=".")

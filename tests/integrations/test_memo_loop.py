@@ -240,6 +240,12 @@ def test_loops(loop: Loop) -> None:
     check(loop, alpha=0.5, **LATE)
 
 
+@pytest.mark.parametrize("loop", [accumulating, with_other_lengths, evaluating], ids=lambda loop: loop.__name__)
+def test_loops_by_kind_of_tensor(loop: Loop) -> None:
+    memo = check(loop, storage="kinds", device_memory="1MiB", **LATE).memo
+    assert memo is not None and memo.plan is not None and memo.plan.swap.storage is not None
+
+
 @pytest.mark.parametrize(
     "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
 )

@@ -17,6 +17,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2+sp": (2, {"tensor_parallel_size": 2}),
     "cp2 ring": (2, {"context_parallel_size": 2, **RING}),
     "cp2 ulysses": (2, {"context_parallel_size": 2, **ULYSSES}),
+    "cp3 ring": (3, {"context_parallel_size": 3, **RING}),
     "cp4 ring": (4, {"context_parallel_size": 4, **RING}),
     "cp4 ulysses": (4, {"context_parallel_size": 4, **ULYSSES}),
     "cp4 ulysses2 x ring2": (4, {"context_parallel_size": 4, "context_parallel_method": "usp", "ulysses_size": 2}),
