@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
-from lightning_memo.utils.units import read_count, read_fraction
+from lightning_memo.utils.units import read_fraction, read_whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CorpusConfig:
     """Seed of the order of the documents, which determines the documents read and those for validation."""
 
     def __post_init__(self) -> None:
-        read_count("max_bytes", self.max_bytes)
+        read_whole_number("max_bytes", self.max_bytes)
         read_fraction("val_fraction", self.val_fraction)
 
 

@@ -21,7 +21,7 @@ from lightning_memo.data.row_stream import Document, RowStream, StreamLoader, re
 from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_memo.parallel.batches.separate_documents import find_mixed_documents
-from lightning_memo.utils.units import read_count, read_fraction
+from lightning_memo.utils.units import read_fraction, read_whole_number
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ class DocumentsDataModule(SequenceDataModule):
         self._path, self._field, self._suffix = path, field, suffix
         self._rows = PackedRows if packing else PaddedRows
         self._val_fraction, self._streaming = read_fraction("val_fraction", val_fraction), streaming
-        self._buffer_rows = read_count("buffer_rows", buffer_rows)
-        self._val_documents = read_count("val_documents", val_documents)
+        self._buffer_rows = read_whole_number("buffer_rows", buffer_rows)
+        self._val_documents = read_whole_number("val_documents", val_documents)
         if streaming:
             self.more_text = "path, val_documents"
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset, end_with_parent
 from lightning_memo.data.row_stream import RowStream, StreamLoader
 from lightning_memo.data.tokenizer import refuse_bytes
-from lightning_memo.utils.units import read_count, read_length
+from lightning_memo.utils.units import read_length, read_whole_number
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class SequenceDataModule(LightningDataModule):
         if seq_len < 2:
             raise ValueError(f"seq_len={seq_len}: give 2 or more, a token and the next one to predict")
         self.seq_len = seq_len
-        self.batch_size = read_count("batch_size", batch_size)
+        self.batch_size = read_whole_number("batch_size", batch_size)
         self.tokenizer = tokenizer
-        self.num_workers = read_count("num_workers", num_workers, least=0)
-        self._seed, self._balance = read_count("seed", seed, least=0), balance
+        self.num_workers = read_whole_number("num_workers", num_workers, least=0)
+        self._seed, self._balance = read_whole_number("seed", seed, least=0), balance
         self._loaded: Loaded | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._position: dict[str, Any] | None = None

@@ -86,7 +86,7 @@ def read_length(name: str, value: Any, or_else: str = "") -> int:
     return tokens
 
 
-def read_count(name: str, value: Any, least: int = 1) -> int:
+def read_whole_number(name: str, value: Any, least: int = 1) -> int:
     """A whole number that is not below a limit.
 
     Raises:
