@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
@@ -143,15 +145,29 @@ def train_plainly(example: Example, double: bool = False) -> Step:
     """
     model: Any = copy.deepcopy(example.model)
     batch = example.batch
+    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if double:
-        model = model.double()
+        model, mode = model.double(), _InDouble()
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped kernels do not support fp64
         batch = {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
     torch.manual_seed(1)
-    loss = model(**batch).loss
+    with mode:
+        loss = model(**batch).loss
     loss.backward()
     return Step(loss.item(), _gradients(model))
+
+
+class _InDouble(TorchFunctionMode):
+    """Computes in fp64 what a model computes in fp32 whatever the dtype of its weights, such as recurrences."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 def train_with_memo(example: Example, settings: Mapping[str, Any], processes: int = 1) -> Fit:

@@ -293,6 +293,7 @@ class Engine:
         self.limits.begin_call(key, call.batch * call.tokens)
         if self.profile is not None:
             self.profile.resize(key, call.batch, call.tokens, slices[0].tokens)
+            self.profile.handed(key, traits.saved)
         self.calls.add(run)
         return run_schedule(run, x, given, not run.whole and "nest" in (self.settings.schedule, traits.schedule))
 

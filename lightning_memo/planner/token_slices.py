@@ -70,7 +70,8 @@ class SavedBytes:
 
     Attributes:
         kind: "input", "out" and "lse" (attention output and log-sum-exp, always swapped), "query", "key" and "value"
-            (of attention), "other", or "shared" (arguments that layers receive in addition to their input).
+            (of attention), "other", "shared" (arguments that layers receive in addition to their input), or "state" (at
+            the start of a slice that is recomputed; a swapped one saves as much more, the tokens before it).
         size_bytes: Bytes for all tokens.
         per_token: Whether the size is proportional to the tokens. False, for example, for a function of weights.
     """
@@ -155,7 +156,7 @@ def slice_slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[
         tokens: Number of tokens for which `saved` was measured.
         slices: Slices of the plan.
     """
-    always = ("input", "out", "lse", "key", "value", "shared")
+    always = ("input", "out", "lse", "key", "value", "shared", "state")
 
     @functools.cache  # most of a layer's slices, of which there may be thousands, are alike
     def size(part_tokens: int, swapped: bool) -> int:
@@ -172,6 +173,8 @@ def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
 def _is_stored(kind: str, action: Action, whole: bool, last: bool) -> bool:
     if action is Action.KEEP:
         return False
+    if kind == "state":
+        return not whole
     if kind in ("out", "lse") or action is Action.SWAP:
         return True
     # Later slices attend to the keys and values of a recomputed one.

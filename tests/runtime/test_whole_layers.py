@@ -151,12 +151,13 @@ def test_processes_that_train_the_same_weights() -> None:
 
 
 def test_the_remedy_names_the_setting_that_the_user_gave() -> None:
-    model = transformers.Lfm2ForCausalLM(
-        transformers.Lfm2Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, layer_types=["full_attention", "conv"],
+    model = transformers.JambaForCausalLM(
+        transformers.JambaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=0, num_experts=1, mamba_d_state=4,
+            mamba_dt_rank=4,
         )
     )  # fmt: skip
-    line = r'^schedule="slice" runs layers slice after slice, but Lfm2DecoderLayer .*: use schedule="layer"$'
+    line = r'^schedule="slice" runs layers slice after slice, but Jamba.*Layer .*: use schedule="layer"$'
     with pytest.raises(ValueError, match=line):
         fit(MemoStrategy(schedule="slice", slice_tokens=16), LanguageModel(lambda: model), batches(data()))

@@ -193,6 +193,11 @@ class SliceStorage:
         """Store a tensor that is no input, no output and no operand of attention."""
         return t.detach() if is_opaque(t) else self.store("other", t)
 
+    def store_state(self, state: Tensor) -> Handle:
+        """Store the state at the start of the slice, which nothing changes."""
+        place = None if self._range.places is None else "keep"
+        return self._call.store(self.group, "state", state.detach(), place, self._range)
+
     def store_product(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a matrix product, and store its output if the plan has a place for it."""
         out = compute()

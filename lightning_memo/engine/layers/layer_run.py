@@ -18,6 +18,7 @@ from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.recurrence.handed_states import HandedStates
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.state.forward_context import ForwardContext
 from lightning_memo.engine.state.forward_state import ForwardState, is_copied
@@ -42,6 +43,7 @@ class LayerRun:
         storage: Stores the tensors that the layer saves.
         states: The hidden states.
         attention: The attention cores.
+        handed: The states of recurrences, which slices hand on.
         forward_context: What a recomputation has to restore.
         traits: The traits of the layer.
     """
@@ -55,6 +57,7 @@ class LayerRun:
         storage: CallStorage,
         states: WholeStates,
         attention: CallAttention,
+        handed: HandedStates,
         forward_context: ForwardContext,
         traits: LayerTraits,
     ) -> None:
@@ -62,7 +65,8 @@ class LayerRun:
         self.slices = tuple(slices)
         self.meter, self.position = meter, meter.position
         self.arguments, self.storage = arguments, storage
-        self.states, self.attention, self.forward_context = states, attention, forward_context
+        self.states, self.attention, self.handed = states, attention, handed
+        self.forward_context = forward_context
         self.side_places, self.chooses = traits.locality.side_places, traits.chooses
         self._started = self._ended = self._left = False
 
@@ -80,6 +84,11 @@ class LayerRun:
     def whole(self) -> bool:
         """Whether the layer runs as a single slice."""
         return len(self.slices) == 1
+
+    @property
+    def in_slices(self) -> bool:
+        """Whether the sequence runs in several slices, of which this call may have only one."""
+        return len(self.attention.slices) > 1
 
     @property
     def needs_mode(self) -> bool:
@@ -110,17 +119,17 @@ class LayerRun:
             )
 
     def check_whole(self, why: str) -> None:
-        """Refuse attention that the layer computes itself, if a slice would see its own tokens only.
+        """Refuse attention or a recurrence that the layer computes itself, if a slice would see its own tokens only.
 
         Args:
-            why: Why the layer computes attention itself.
+            why: Why the layer computes it itself.
 
         Raises:
-            ValueError: The attention has changed since the layer was probed.
+            ValueError: The layer has changed since it was probed.
         """
-        if not self.whole:
+        if self.in_slices:
             raise ValueError(
-                f"{self.call.name} was cut into {len(self.slices)} slices, but now {why}: keep "
+                f"{self.call.name} was cut into {len(self.attention.slices)} slices, but now {why}: keep "
                 'attention alike in all steps, or set storage="alpha" and alpha=0'
             )
 
@@ -233,7 +242,7 @@ def run_of_call(
     attended = [part.gathered(call.shards) for part in slices]
     return LayerRun(
         engine, slices, meter, arguments, storage, states,
-        CallAttention(engine, position.layer, attended, policy.per_slice),
+        CallAttention(engine, position.layer, attended, policy.per_slice), HandedStates(),
         _forward_context(call, x, slices, traits), traits,
     )  # fmt: skip
 

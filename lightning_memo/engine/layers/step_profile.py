@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -158,6 +159,10 @@ class StepProfile:
         """Add a tensor that was stored."""
         if size_bytes:
             self._call(index).saved.append(SavedBytes(kind, size_bytes))
+
+    def handed(self, index: int, saved: Iterable[SavedBytes]) -> None:
+        """Add the states among the tensors that were found to be saved: the first slice has none."""
+        self._call(index).saved += [item for item in saved if item.kind == "state"]
 
     def recomputed(self, index: int, t: Tensor, layer: nn.Module, kind: str = "other") -> None:
         """Add a tensor that would be stored if its slice were swapped; each of its bytes counts once."""

@@ -1,15 +1,16 @@
 """Compares a layer that runs on a few tokens at once with the same layer that runs on them in two slices.
 
-Attention is answered alike in both runs, by tensors that are inputs of the comparison. Queries, keys and values are
-outputs of it, as well as the hidden states and side values. Gradients of all inputs and of some weights, for random
-gradients of the outputs, are compared, too.
+Attention and recurrences are answered alike in both runs, by tensors that are inputs of the comparison. Queries, keys
+and values are outputs of it, as well as what recurrences get, the hidden states and side values. Gradients of all
+inputs and of some weights, for random gradients of the outputs, are compared, too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
+from lightning_memo.engine.recurrence.intercept_states import handing
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
@@ -52,12 +55,14 @@ class _Values:
     """What a run on some tokens computes.
 
     Attributes:
-        outputs: Queries, keys, values, hidden states and side values.
-        gradients: Gradients of the input, of attention outputs, and of weights.
+        outputs: Queries, keys, values, arguments of recurrences, hidden states and side values.
+        gradients: Gradients of the input, of the answers, and of weights.
+        answers: Results of attention and recurrences.
     """
 
     outputs: list[_Value] = field(default_factory=list)
     gradients: list[_Value] = field(default_factory=list)
+    answers: list[_Value] = field(default_factory=list)
 
 
 def difference_in_slices(
@@ -124,7 +129,7 @@ class _NotedPrecision(TorchDispatchMode):
 
 
 class _Comparison:
-    """Runs a layer on parts of some tokens, always from the same state and with the same attention outputs.
+    """Runs a layer on parts of some tokens, always from the same state and with the same results of attention.
 
     Args:
         call: The layer and its arguments for these tokens.
@@ -148,7 +153,7 @@ class _Comparison:
         self._call, self._x, self._side_places, self._weights = call, x, side_places, weights
         self._state = state
         self.writes = HiddenWrites(call)
-        self._attended: list[Tensor] = []
+        self._answers: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._by_head = TokenPlace(2, call.shards, 1)
         self._by_token = TokenPlace(call.token_dim, 1, 1)
@@ -158,38 +163,61 @@ class _Comparison:
         call, values = self._call, _Values()
         self._state.restore()
         x = call.narrow(self._x, part).detach().requires_grad_(self._x.requires_grad)
-        attended: list[Tensor] = []
-        attend, copy = self._handler(part, values, attended), x.clone()
+        copy = x.clone()
+        attend, hand = functools.partial(self._attend, part, values), functools.partial(self._hand, part, values)
         self.writes.note(copy)  # another layer may have saved it
         saved = saved_tensors_hooks(self._pack, lambda t: t)
-        with saved, handling(attend, call.layout), call.mode(part), self.writes:
+        handed = handing(call.layer, hand, _raise)
+        with saved, handling(attend, call.layout), handed, call.mode(part), self.writes:
             y, sides = split_output(call.run(copy, part), x, call.layer)
         values.outputs.append(_Value("hidden states", y, self._by_token))
         places = self._side_places or (None,) * len(sides.values)
         for t, place in zip(sides.values, places, strict=True):
             if isinstance(t, Tensor) and place is not None:
                 values.outputs.append(_Value("a side value", t, place))
-        self._differentiate(part, values, x, attended)
+        self._differentiate(part, values, x)
         return values
 
     def _pack(self, t: Tensor) -> Tensor:
         self.writes.note(t)
         return t.detach()  # an output that is saved would refer to itself
 
-    def _handler(self, part: TokenRange, values: _Values, attended: list[Tensor]) -> Callable[..., Tensor]:
-        def answer(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-            for name, t in (("queries", q), ("keys", k), ("values", v)):
-                values.outputs.append(_Value(name, t, self._by_head))
-                self.writes.note(t)
-            if part.tokens == self._call.tokens:
-                known = F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), enable_gqa=True)
-                self._attended.append(known)
-            else:
-                known = self._attended[len(attended)]
-            known = self._take(known, self._by_head, part).detach()
-            attended.append(known.requires_grad_(q.requires_grad or k.requires_grad or v.requires_grad))
-            return attended[-1]
+    def _attend(
+        self, part: TokenRange, values: _Values, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        for name, t in (("queries", q), ("keys", k), ("values", v)):
+            self._note(values, _Value(name, t, self._by_head))
+        trained = q.requires_grad or k.requires_grad or v.requires_grad
+        known = functools.partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+        return self._answer(part, values, "attention", self._by_head, trained, known)
 
+    def _hand(self, part: TokenRange, values: _Values, call: StateCall) -> Tensor:
+        place = TokenPlace(call.token_dim, 1, 1)
+        for t in call.by_token:
+            self._note(values, _Value(f"what {call.name} gets", t, place))
+        trained = any(t.requires_grad for t in call.arguments if isinstance(t, Tensor))
+        return self._answer(part, values, call.name, place, trained, lambda: call.run(call.by_token[0], None)[0])
+
+    def _note(self, values: _Values, value: _Value) -> None:
+        values.outputs.append(value)
+        self.writes.note(value.t)
+
+    def _answer(
+        self,
+        part: TokenRange,
+        values: _Values,
+        name: str,
+        place: TokenPlace,
+        trained: bool,
+        compute: Callable[[], Tensor],
+    ) -> Tensor:
+        """Answer a call that relates tokens by what the run on all tokens has computed."""
+        if part.tokens == self._call.tokens:
+            with torch.no_grad():
+                self._answers.append(compute())
+        known = self._answers[len(values.answers)]
+        answer = self._take(known, place, part).detach().requires_grad_(trained)
+        values.answers.append(_Value(name, answer, place))
         return answer
 
     def _take(self, t: Tensor, place: TokenPlace, part: TokenRange) -> Tensor:
@@ -198,7 +226,7 @@ class _Comparison:
         by_token = t.unflatten(place.dim, (place.before, self._call.tokens, place.after))
         return by_token.narrow(place.dim + 1, part.start, part.tokens).flatten(place.dim, place.dim + 2)
 
-    def _differentiate(self, part: TokenRange, values: _Values, x: Tensor, attended: list[Tensor]) -> None:
+    def _differentiate(self, part: TokenRange, values: _Values, x: Tensor) -> None:
         outputs = [value for value in values.outputs if value.t.requires_grad]
         if part.tokens == self._call.tokens:
             generator = torch.Generator(x.device).manual_seed(0)
@@ -206,7 +234,7 @@ class _Comparison:
         pairs = zip(self._gradients, outputs, strict=True)
         given = [self._take(gradient, value.place or self._by_token, part) for gradient, value in pairs]
         inputs = [_Value("the gradient of the input", x, self._by_token)]
-        inputs += [_Value("the gradient of attention", t, self._by_head) for t in attended]
+        inputs += [replace(value, name=f"the gradient of {value.name}") for value in values.answers]
         inputs += [_Value(f"the gradient of {name}", t, None) for name, t in self._weights.items()]
         inputs = [value for value in inputs if value.t.requires_grad]
         if not (inputs and outputs):  # frozen layers, in slices of the model
@@ -214,6 +242,10 @@ class _Comparison:
         found = torch.autograd.grad([v.t for v in outputs], [v.t for v in inputs], given, allow_unused=True)
         gradients = zip(inputs, found, strict=True)
         values.gradients = [_Value(v.name, local_part(t), v.place) for v, t in gradients if t is not None]
+
+
+def _raise(why: str) -> NoReturn:
+    raise ValueError(why)
 
 
 def _weights_of(layer: nn.Module, turn: int) -> dict[str, Tensor]:

@@ -159,6 +159,8 @@ class LayerClasses:
             )
         traits = self._probe(call, x, kind)
         why = locality.why_not or traits.why_whole
+        if not why and locality.hands_states and (traits.why_nest or self._settings.schedule == "nest"):
+            why = f"{call.name} hands a state from token to token, and attention needs all tokens at once"
         return replace(traits, why_whole=why, locality=locality)
 
     def _probe(self, call: LayerCall, x: Tensor, kind: object) -> LayerTraits:

@@ -18,6 +18,8 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import split_output
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.modules.watched_run import in_training, refuse_effects, watched_run
+from lightning_memo.engine.recurrence.intercept_states import handing
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
@@ -42,7 +44,7 @@ class LayerTraits:
     Attributes:
         why_whole: Why the layer has to run as one slice; empty if it can be cut.
         why_nest: Why attention cannot run slice after slice; empty if it can.
-        saved: Sizes of attention outputs, log-sum-exps, keys and values of one call.
+        saved: Sizes of attention outputs, log-sum-exps, keys, values and states of one call.
         tokens: Number of tokens that were probed.
         key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
         changing: Names of the buffers that a forward changes.
@@ -96,6 +98,11 @@ class _Recorder:
         self.gradient_bytes += (k.numel() + v.numel()) * sums_dtype(k).itemsize
         self.outputs.append((result.out, RngState.capture(q.device)))
         return as_function_of(result.out, q, k, v, spec.sinks)
+
+    def hand(self, call: StateCall) -> Tensor:
+        out, state = call.run(call.by_token[0], None)
+        self.saved.append(SavedBytes("state", state.nbytes, per_token=False))
+        return out
 
     def note_own(self, why: str) -> None:
         self.why_own = why
@@ -167,7 +174,7 @@ def _traits_of(
     tokens = x.shape[call.token_dim]
     everything = TokenRange(0, tokens, Action.KEEP)
     with (
-        watched_run(call, x, effects, recorder.writes, recorder.whole, recorder.note_own) as copy,
+        watched_run(call, x, effects, recorder.writes, recorder.whole, recorder.note_own, recorder.hand) as copy,
         NotedChoices(recorder.note_choice),
         NotedQuestions(call.name, copy if is_leaf else None) as questions,
     ):
@@ -220,9 +227,10 @@ def _why_no_blocks(q: Tensor) -> str:
 def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, part: TokenRange) -> bool:
     """Run a layer once more on some tokens, with known attention, and return whether it gives the same output."""
     tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
+    handed = handing(call.layer, lambda state_call: state_call.run(state_call.by_token[0], None)[0], lambda why: None)
     errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
     try:
-        with in_training(call), handling(recorder.known(part, tokens), call.layout), call.mode(part):
+        with in_training(call), handling(recorder.known(part, tokens), call.layout), handed, call.mode(part):
             again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
             return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
     except torch.OutOfMemoryError:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
+from lightning_memo.engine.recurrence.intercept_states import StateHandler, handing
 from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
 from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
@@ -55,6 +56,7 @@ def watched_run(
     writes: HiddenWrites,
     attend: Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor],
     note_own: Callable[[str], None],
+    hand: StateHandler,
 ) -> Iterator[Tensor]:
     """Yield a copy of the input with which the layer is to run inside the context.
 
@@ -64,14 +66,16 @@ def watched_run(
         effects: Watches what the layer writes and keeps.
         writes: Watches what it writes into saved tensors.
         attend: Computes attention.
-        note_own: Told why, if the layer computes an attention call itself.
+        note_own: Told why, if the layer computes an attention call or a recurrence itself.
+        hand: Computes recurrences.
     """
     note = effects.outside(writes.note)
     with effects.watching(), in_training(call, note):
         copy = x.clone()  # because a layer may change its input in place
         note(copy)  # another layer may have saved it
         everything = TokenRange(0, x.shape[call.token_dim], Action.KEEP)
-        with handling(effects.outside(attend), call.layout, note_own), call.mode(everything), writes:
+        attention = handling(effects.outside(attend), call.layout, note_own)
+        with attention, handing(call.layer, hand, note_own), call.mode(everything), writes:
             yield copy
 
 

@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.modules.rotary_tables import depends_on_length
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial, trial_error
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
-from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape
+from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape, hand_in_shape
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
 from lightning_memo.engine.token_locality.user_code import has_custom_functions
@@ -132,10 +133,10 @@ def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTra
     """
     inputs = tree_map_only(Tensor, functools.partial(fake_like, tracker, mode, call), call.kwargs)
     fake_call = LayerCall(call.layer, call.forward, (), inputs, tracker.sizes.tokens, call.batch)
-    checks = _Checks(tracker)
+    checks, attend = _Checks(tracker), functools.partial(attend_in_shape, tracker, 1)
     with (
         _own_forwards(call.layer, layers, checks),
-        running(fake_call, tracker, mode, (), functools.partial(attend_in_shape, tracker, 1)) as functions,
+        running(fake_call, tracker, mode, (), attend, hand=functools.partial(_hand, tracker)) as functions,
     ):
         checks.functions = functions
         inside = {m for layer in layers for m in layer.modules()}
@@ -152,6 +153,12 @@ def _operations(call: LayerCall, layers: Sequence[nn.Module], tracker: MixingTra
         if [TOKENS in dim for dim in tracker.dims(logits)[:2]] != [False, True]:
             raise TokensMixed(f"the logits of {call.name} do not hold one entry for each token")
     return tracker.steps
+
+
+def _hand(tracker: MixingTracker, call: StateCall) -> Tensor:
+    if not tracker.in_layer:
+        tracker.refuse(f"{call.name} hands a state from token to token outside of the layers")
+    return hand_in_shape(tracker, call)
 
 
 class _Checks:

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_attention import Core
 from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.recurrence.handed_states import HandedStates
 from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
 from lightning_memo.engine.slices.slice_schedules import SliceOutput
 from lightning_memo.kernels import RngState
@@ -36,6 +37,7 @@ class SequenceRun:
         self._rng_state: RngState | None = None
         self._called: set[nn.Module] = set()
         self._cores: dict[nn.Module, list[Core]] = {}
+        self._handed: dict[nn.Module, HandedStates] = {}
 
     @property
     def tokens(self) -> int:
@@ -78,3 +80,7 @@ class SequenceRun:
     def cores(self, layer: nn.Module) -> list[Core]:
         """Return the cores of a layer's attention calls, which all slices share."""
         return self._cores.setdefault(layer, [])
+
+    def handed(self, layer: nn.Module) -> HandedStates:
+        """Return the states of a layer's recurrences, which all slices share."""
+        return self._handed.setdefault(layer, HandedStates())

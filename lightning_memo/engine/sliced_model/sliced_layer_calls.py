@@ -118,6 +118,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     sequence.enter(call, engine.memory)
     if engine.profile is not None and sequence.index == 0:
         engine.parked = sequence.arguments.saved
+        engine.profile.handed(layer, traits.saved)
     run = _run_of_slice(engine, sequence, call, x, position)
     engine.limits.begin_call(key, parts=len(sequence.slices))
     engine.calls.add(run)
@@ -141,6 +142,7 @@ def _run_of_slice(
         engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
         CallStorage(engine.offload_groups, policy, meter, call, x, slices[0]), WholeStates(call, x, slices),
         CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
+        sequence.handed(call.layer),
         ForwardContext(
             sequence.capture_rng(x.device), generators, MutatedBuffers(call.layer, ()), state,
             ambient_autocast(x.device.type), BufferVersions(call.layer),

@@ -22,8 +22,10 @@ from lightning_memo.engine.forward.repeated_choices import RepeatedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.recurrence.intercept_states import handing
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
-from lightning_memo.engine.slices.saved_attention import SavedAttention
+from lightning_memo.engine.slices.saved_attention import SavedAttention, StartState
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
 
@@ -81,6 +83,7 @@ class RecomputedSlice(Protocol):
         gaps: Whether the slice's input had gaps, because it was a part of a tensor of several rows.
         attentions: What the backward of each attention call needs.
         rng_after_attention: The random state after each attention call.
+        starts: The state at the start of each recurrence.
         saved: Shapes and dtypes of the tensors that the forward saved.
         choices: Indices that the layer chose by values.
         sums: Sums of the saved tensors, if the recomputed ones are to be compared.
@@ -93,6 +96,7 @@ class RecomputedSlice(Protocol):
     gaps: bool
     attentions: list[SavedAttention]
     rng_after_attention: list[RngState]
+    starts: list[StartState | None]
     saved: list[tuple[torch.Size, torch.dtype]]
     choices: list[Tensor]
     sums: SavedSums | None
@@ -123,6 +127,7 @@ class _Recomputation:
     def __init__(self, part: RecomputedSlice) -> None:
         self._part = part
         self._found = Recomputed()
+        self._starts = iter(part.starts)
 
     def run(self) -> Recomputed:
         part, run = self._part, self._part.run
@@ -137,6 +142,8 @@ class _Recomputation:
             stack.enter_context(collecting_nothing())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
             stack.enter_context(handling(self._attend, run.call.layout, run.check_whole))
+            if run.in_slices:
+                stack.enter_context(handing(run.call.layer, self._hand, run.check_whole))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(part.range))
             stack.enter_context(run.arguments.casting())
@@ -207,6 +214,12 @@ class _Recomputation:
         part.rng_after_attention[number].restore()
         known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
         return as_function_of(known, q, k, v, spec.sinks)
+
+    def _hand(self, call: StateCall) -> Tensor:
+        start, state = next(self._starts), None
+        if start is not None:
+            state = self._part.storage.load(start.state).detach().requires_grad_(start.requires_grad)
+        return call.run(call.by_token[0], state)[0]
 
     def _on_product(self) -> Callable[[str, Callable[[], Tensor]], Tensor] | None:
         profile = self._part.run.engine.profile

@@ -1,4 +1,4 @@
-"""The tensors and settings that the backward of an attention call needs."""
+"""What the backward and the recomputation of a slice need of attention calls and recurrences."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ class SavedAttention:
     query: Handle | None
     keys_values: KeysValuesSource | None
     spec: AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StartState:
+    """The state at the start of a recurrence, from which a recomputation begins.
+
+    Attributes:
+        state: Handle of the state.
+        requires_grad: Whether its gradient goes to the slice before.
+    """
+
+    state: Handle
+    requires_grad: bool

@@ -22,13 +22,15 @@ from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
 from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.recurrence.intercept_states import handing
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, is_wrapped, plain_parts
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
-from lightning_memo.engine.slices.saved_attention import SavedAttention
+from lightning_memo.engine.slices.saved_attention import SavedAttention, StartState
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 from lightning_memo.planner.token_slices import Action, TokenRange
@@ -48,6 +50,7 @@ class SliceRun:
         gaps: Whether the slice's input has gaps, because it is a part of a tensor of several rows.
         attentions: What the backward of each attention call needs.
         rng_after_attention: The random state after each attention call.
+        starts: The state at the start of each recurrence.
         saved: Shapes and dtypes of the tensors that a recomputation has to deliver.
         choices: Indices that the layer chose by values, for the recomputation.
         sums: Sums of the saved tensors, if recomputed values are to be compared with the forward's.
@@ -60,6 +63,7 @@ class SliceRun:
         self.gaps = not x.is_contiguous()
         self.attentions: list[SavedAttention] = []
         self.rng_after_attention: list[RngState] = []
+        self.starts: list[StartState | None] = []
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.choices: list[Tensor] = []
         self.sums = run.engine.comparison.sums_of(run.key) if self.recomputes else None
@@ -85,6 +89,8 @@ class SliceRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(handling(handler, run.call.layout, run.check_whole))
+            if run.in_slices:
+                stack.enter_context(handing(run.call.layer, self.hand, run.check_whole))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(self.range))
             stack.enter_context(run.arguments.casting())
@@ -130,6 +136,15 @@ class SliceRun:
         if isinstance(handle, (KeptTensor, ParkedView, WeightCopy)):
             return self.run.arguments.load(handle)
         return self.storage.load(handle)
+
+    def hand(self, call: StateCall) -> Tensor:
+        """Compute a recurrence from the state that the slice before has reached."""
+        run, number = self.run, len(self.starts)
+        first, last = self.number == 0, self.number == len(run.attention.slices) - 1
+        start = None if first else run.handed.start(number)
+        kept = start is not None and self.recomputes
+        self.starts.append(StartState(self.storage.store_state(start), start.requires_grad) if kept else None)
+        return run.handed.run(number, call, start, last)
 
     def end_forward(self) -> None:
         """Release what only this slice's forward needs on the device."""
@@ -242,7 +257,7 @@ class SliceRun:
         """End the slice's backward, and give its memory back."""
         self.run.engine.recorder.end("slice", self.subject)
         self._recomputed = None
-        self.attentions, self.choices = [], []
+        self.attentions, self.choices, self.starts = [], [], []
         self.storage.end_backward()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.recurrence.intercept_states import StateHandler, handing
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import (
     LIFTS,
     KeptStorages,
@@ -168,6 +170,7 @@ def running(
     unused: Collection[Place],
     attend: Callable[..., Tensor],
     on_leaving: Callable[[str], None] = refuse,
+    hand: StateHandler | None = None,
 ) -> Iterator[LocalFunctions]:
     """Inside this context, a layer runs on fake tensors and leaves no trace.
 
@@ -177,7 +180,8 @@ def running(
         mode: Makes fake tensors.
         unused: Attributes without which the layer has to do.
         attend: Answers attention calls.
-        on_leaving: Told why, if the layer computes an attention call itself.
+        on_leaving: Told why, if the layer computes an attention call or a recurrence itself.
+        hand: Answers calls of functions that hand a state from token to token; `None` if they are refused.
 
     Raises:
         TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
@@ -192,12 +196,17 @@ def running(
         _without_autocast_cache(),
         _prepared(call, tracker, mode, unused),
         handling(attend, on_leaving=on_leaving),
+        handing(call.layer, hand or _refuse_state, on_leaving),
         call.mode(TokenRange(0, call.tokens, Action.KEEP)),
         without_parameter_hooks(call.layer),
         _without_gradients(call.layer),
         LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
     ):
         yield functions
+
+
+def _refuse_state(call: StateCall) -> NoReturn:
+    raise TokensMixed(f"{call.name} hands a state from token to token")
 
 
 def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.token_locality.token_tracker import SIZED, Step, is_whole_slice
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.operator_values import tensors_in, values_in
@@ -51,6 +52,11 @@ def _numbers(func: Any, arguments: Any) -> Iterator[object]:
 def step_of_attention(spec: AttentionSpec) -> Step:
     """Return the step that stands for an attention call. Windows and masks belong to the batch."""
     return "attention", (spec.causal, spec.scale, spec.dropout, spec.softcap)
+
+
+def step_of_recurrence(call: StateCall) -> Step:
+    """Return the step that stands for a call of a function that hands a state from token to token."""
+    return call.name, tuple(value for value in call.arguments if isinstance(value, (bool, int, float, str, tuple)))
 
 
 def difference_of(first: list[Step], second: list[Step]) -> str:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
+from lightning_memo.engine.recurrence.state_functions import STATE_FUNCTIONS, StateCall
 from lightning_memo.engine.token_locality.fake_run import (
     Place,
     TrialMode,
@@ -31,8 +32,13 @@ from lightning_memo.engine.token_locality.fake_run import (
     trial,
     trial_error,
 )
-from lightning_memo.engine.token_locality.operations_at_length import OperationLog, difference_of, step_of_attention
-from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended
+from lightning_memo.engine.token_locality.operations_at_length import (
+    OperationLog,
+    difference_of,
+    step_of_attention,
+    step_of_recurrence,
+)
+from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended, hand_in_shape, handed
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import ForwardTracker, Step, TokenTracker
 from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module
@@ -60,6 +66,11 @@ class Locality:
     unused: frozenset[Place] = frozenset()
     operations: list[Step] = field(default_factory=list, compare=False)
     lengths: set[int] = field(default_factory=set, compare=False)
+
+    @property
+    def hands_states(self) -> bool:
+        """Whether the layer hands a state from token to token."""
+        return any(name in STATE_FUNCTIONS for name, _ in self.operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +180,14 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
         log.steps.append(step_of_attention(spec))
         return attended(q, k, v)
 
+    def hand(state_call: StateCall) -> Tensor:
+        log.steps.append(step_of_recurrence(state_call))
+        return handed(state_call)
+
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     fake_x = make(x).requires_grad_(x.requires_grad)
-    with running(fake_call, None, mode, unused, attend), mode, log:
+    with running(fake_call, None, mode, unused, attend, hand=hand), mode, log:
         fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))
     return log.steps
 
@@ -187,7 +202,8 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     attend = functools.partial(attend_in_shape, tracker, call.shards)
-    with running(fake_call, tracker, mode, unused, attend, tracker.refuse) as functions:
+    hand = functools.partial(_hand, tracker, call)
+    with running(fake_call, tracker, mode, unused, attend, tracker.refuse, hand) as functions:
         fake_x = make(x).requires_grad_(x.requires_grad)
         with mode, tracker, _first_reason(tracker):
             output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))  # it may change its input
@@ -200,6 +216,13 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
             with mode, tracker, tracker.backward(), _first_reason(tracker):
                 _check_backward(outputs, fake_x, call.layer, tracker)
         return _FakeRun(tracker.steps, places)
+
+
+def _hand(tracker: TokenTracker, call: LayerCall, state_call: StateCall) -> Tensor:
+    layout = call.layout
+    if call.shards > 1 or (layout is not None and layout.ring * layout.ulysses > 1):
+        tracker.refuse(f"{state_call.name} hands a state from token to token, and processes do not hand states on")
+    return hand_in_shape(tracker, state_call)
 
 
 @contextlib.contextmanager

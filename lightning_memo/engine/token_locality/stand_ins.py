@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
+from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import SET_DATA
-from lightning_memo.engine.token_locality.operations_at_length import step_of_attention
+from lightning_memo.engine.token_locality.operations_at_length import step_of_attention, step_of_recurrence
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
 from lightning_memo.kernels import AttentionSpec
@@ -40,6 +41,29 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def hand_in_shape(tracker: TokenTracker, call: StateCall) -> Tensor:
+    """Answer a call of a function that hands a state from token to token, in their order."""
+    tracker.steps.append(step_of_recurrence(call))
+    by_token = call.by_token
+    for t in (t for t in call.arguments if isinstance(t, Tensor)):
+        dims = list(tracker.dims(t))
+        if any(t is each for each in by_token) and dims.pop(call.token_dim) != tracker.sizes.of_size(
+            tracker.sizes.tokens
+        ):
+            tracker.refuse(f"{call.name} gets tensors that do not hold one entry for each token")
+        elif holds_tokens(dims):
+            tracker.refuse(f"{call.name} gets tokens in other places than in their order")
+    out = handed(call)
+    dims = tracker.dims(call.like)
+    return tracker.mark(out, dims)
+
+
+def handed(call: StateCall) -> Tensor:
+    """Return a tensor of the shape of the result of a function that hands a state, with history."""
+    out: Tensor = _Handed.apply(call.like.shape, *(t for t in call.arguments if isinstance(t, Tensor)))
+    return out
+
+
 def refuse(why: str) -> None:
     """End the proof, because the layer computes attention by operations of its own.
 
@@ -60,6 +84,19 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
+
+
+class _Handed(torch.autograd.Function):
+    """Has the shapes of a function that hands a state from token to token."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: torch.Size, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return None, *(torch.empty_like(t) for t in ctx.saved_tensors)
 
 
 def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callable[..., Tensor] | None:
