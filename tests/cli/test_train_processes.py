@@ -83,16 +83,17 @@ def test_fpdt_is_one_word(tmp_path, train):
     assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)
 
 
-def test_a_divided_mixture_beats_the_unigram_entropy(tmp_path):
+@pytest.mark.parametrize(("experiment", "processes"), [("demo_expert_parallel", 2), ("demo_hybrid", 1)])
+def test_other_models_beat_the_unigram_entropy(tmp_path, experiment, processes):
     (tmp_path / "texts").mkdir()
     for name in "abc":
         (tmp_path / "texts" / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
     quick = ["trainer.max_steps=60", "optim.lr=0.02", "optim.warmup_steps=5", "data.batch_size=4"]
-    path = f"data.path={tmp_path / 'texts'}"
-    status, _, err = run(lightning("experiment=demo_expert_parallel", path, *quick), tmp_path)
+    settings = [f"experiment={experiment}", f"data.path={tmp_path / 'texts'}", *quick, f"trainer.devices={processes}"]
+    status, _, err = run(lightning(*settings), tmp_path)
     assert status == 0, err
     result = json.loads(only(tmp_path.glob("outputs/*/runs/*/summary.json")).read_text())
-    assert result["processes"] == 2
+    assert result["processes"] == processes
     assert result["val_loss"] < 0.8 * result["unigram_entropy"]
 
 
