@@ -91,7 +91,7 @@ starts = st.sets(st.integers(1, 40), max_size=6).map(lambda inner: (0, *sorted(i
 @settings(max_examples=300)
 @given(
     inner=st.sampled_from([CpuFlash(), CpuBanded()]),
-    rows=st.integers(1, 16),
+    entries=st.integers(1, 256),
     causal=st.booleans(),
     query_start=positions,
     key_start=positions,
@@ -101,8 +101,11 @@ starts = st.sets(st.integers(1, 40), max_size=6).map(lambda inner: (0, *sorted(i
     lengths=lengths,
     documents=st.tuples(starts, starts) | starts.map(lambda one: (one, one)),
 )
-def test_documents_in_any_block(inner, rows, causal, query_start, key_start, queries, keys, window, lengths, documents):
-    inner.query_rows = rows
+def test_documents_in_any_block(
+    inner, entries, causal, query_start, key_start, queries, keys, window, lengths, documents
+):
+    if isinstance(inner, CpuFlash):
+        inner.mask_entries = entries
     inputs = make_inputs(heads=2, key_heads=1, queries=queries, keys=keys, dtype=torch.float64)
     spec = AttentionSpec(causal=causal, window=window if causal else None, lengths=lengths, documents=documents)
     expected = reference(inputs, spec, query_start, key_start)
@@ -230,7 +233,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize(("start", "calls"), [(0, 3), (6, 4), (14, 2), (30, 0)])
 def test_rows_whose_window_holds_no_key_do_not_reach_the_kernel(start, calls, monkeypatch):
-    monkeypatch.setattr(CpuFlash, "query_rows", 4)
+    monkeypatch.setattr(CpuFlash, "mask_entries", 32)  # of 4 queries and 8 keys
     inputs, spec = make_inputs(queries=16, keys=8), AttentionSpec(window=5)
     with Calls() as counted:
         found = attend(CpuFlash(), inputs, spec, start, 7)
