@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,23 +19,40 @@ from lightning_memo.engine.recurrence.state_functions import JOINED_FUNCTIONS, S
 StateHandler = Callable[[StateCall], Tensor]
 
 
-class _Intercepted:
-    """Takes the place of a function in the module of transformers whose classes call it by name."""
+@dataclass(frozen=True, slots=True)
+class _Handlers:
+    hand: StateHandler
+    refuse: Callable[[str], None]
 
-    def __init__(
-        self, name: str, function: Callable[..., Any], hand: StateHandler, refuse: Callable[[str], None]
-    ) -> None:
-        self.function = function
-        self._name, self._hand, self._refuse = name, hand, refuse
+
+# Of the layer that runs in this thread: functions of modules are there for all threads.
+_handlers: ContextVar[_Handlers | None] = ContextVar("state_handlers", default=None)
+_lock = threading.Lock()
+
+
+class _Intercepted:
+    """Takes the place of a function in the module of transformers whose classes call it by name.
+
+    Attributes:
+        function: The function.
+        users: Number of layers that run.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.function, self.users = function, 0
+        self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handlers = _handlers.get()
+        if handlers is None:  # another thread runs a model by itself
+            return self.function(*args, **kwargs)
         if self._name in JOINED_FUNCTIONS:
             return None
         call = StateCall(self._name, self.function, args, kwargs)
         if why := call.why_not():
-            self._refuse(why)
+            handlers.refuse(why)
             return self.function(*args, **kwargs)
-        return call.returned(self._hand(call))
+        return call.returned(handlers.hand(call))
 
 
 @contextmanager
@@ -44,17 +64,28 @@ def handing(layer: nn.Module, hand: StateHandler, refuse: Callable[[str], None])
         hand: Answers the calls.
         refuse: Told why, if the layer calls a function in a way in which no state can be handed.
     """
-    found = {(id(home), name): home for m in layer.modules() for home, name in _functions_of(type(m))}
-    before = [(home, name, home[name]) for (_, name), home in found.items()]
-    for home, name, function in before:
-        # A recomputation may run inside that of another slice.
-        inner = function.function if isinstance(function, _Intercepted) else function
-        home[name] = _Intercepted(name, inner, hand, refuse)
+    places = {(id(home), name): home for m in layer.modules() for home, name in _functions_of(type(m))}
+    with _lock:
+        held = [(home, name, _intercept(home, name)) for (_, name), home in places.items()]
+    before = _handlers.set(_Handlers(hand, refuse))
     try:
         yield
     finally:
-        for home, name, function in before:
-            home[name] = function
+        _handlers.reset(before)
+        with _lock:
+            for home, name, function in held:
+                function.users -= 1
+                if not function.users:
+                    home[name] = function.function
+
+
+def _intercept(home: dict[str, Any], name: str) -> _Intercepted:
+    """Intercept a function, which a layer of another thread, or one whose recomputation runs, may have done already."""
+    if not isinstance(home[name], _Intercepted):
+        home[name] = _Intercepted(name, home[name])
+    function: _Intercepted = home[name]
+    function.users += 1
+    return function
 
 
 @functools.cache

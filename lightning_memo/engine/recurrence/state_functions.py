@@ -95,7 +95,13 @@ class StateCall:
         """Return why no state can be handed; empty if it can."""
         if any(self._kwargs.get(name) is not None for name in _DOCUMENTS):
             return f"{self.name} keeps documents of a row apart (seq_idx)"
-        if self._kwargs.get(self._rule.start) is not None or self._kwargs.get(self._rule.end):
+        if not self._rule.start:
+            return ""
+        names = _parameters_of(self._function)
+        if not {self._rule.start, self._rule.end} <= set(names):  # a user's function in its place
+            return f"{self.name} takes or returns no state"
+        given = dict(zip(names, self._args, strict=False)) | self._kwargs
+        if given.get(self._rule.start) is not None or given.get(self._rule.end):
             return f"{self.name} gets or returns a state of the model"
         return ""
 
