@@ -128,8 +128,9 @@ def balancing_loss(
     Returns:
         A scalar, the same on all processes.
     """
-    device = gate_logits[0].device
-    counts, probabilities, rows = (torch.zeros(n, device=device) for n in (num_experts, num_experts, 1))
+    device, sizes = gate_logits[0].device, (num_experts, num_experts, 1)
+    # In fp32 also where new tensors are bf16 by default, which counts no more than 256 tokens.
+    counts, probabilities, rows = (torch.zeros(n, dtype=torch.float32, device=device) for n in sizes)
     for logits in gate_logits:
         weights = torch.softmax(logits.to(device), dim=-1)
         chosen = weights.topk(top_k, dim=-1).indices
@@ -142,7 +143,7 @@ def balancing_loss(
     sums = torch.cat([counts, probabilities, rows])
     if group is not None:
         sums = _SumOverProcesses.apply(sums, group)
-    counts, probabilities, rows = sums.split([num_experts, num_experts, 1])
+    counts, probabilities, rows = sums.split(sizes)
     return (counts / rows * (probabilities / rows)).sum() * num_experts
 
 

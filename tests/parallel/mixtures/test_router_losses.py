@@ -79,6 +79,14 @@ def load_balancing_loss_func(gate_logits: tuple[Tensor, ...], *_: Any) -> Tensor
     return torch.stack([logits.logsumexp(-1).square().mean() for logits in gate_logits]).mean()
 
 
+def test_sums_are_fp32_in_bf16_training() -> None:
+    """In bf16, counts of tokens would end at 256."""
+    run = Run(family="mixtral_balanced", tokens=300, steps=2, layers=3, precision="bf16-true")
+    size, settings = CONFIGURATIONS["dp2 zero0"]
+    errors = train_together(size, run, settings | {"alpha": 0.5}).worst_error(train_alone(run))
+    assert errors["loss"] < 5e-3 and errors["norm"] < 5e-2, errors
+
+
 @pytest.mark.parametrize("configuration", ["cp2 ring", "dp2 zero3"])
 def test_an_unknown_loss_is_refused(configuration: str) -> None:
     size, settings = CONFIGURATIONS[configuration]
