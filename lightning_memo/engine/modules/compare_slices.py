@@ -39,6 +39,9 @@ _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.1
 _ROUTED_TOLERANCE = 0.3
 _ROUTED_TOKENS = 0.02
+# Some gradients are zero but for rounding, as that of a router whose only choice always has the weight one. Gradients
+# that are smaller than this part of the largest one of the layer are compared with this part.
+_FAINT = 1e-3
 
 
 @dataclass(slots=True)
@@ -264,6 +267,7 @@ def _difference(whole: _Values, parts: Sequence[_Values], exact: bool) -> str:
     """Return the name of the first value that differs by more than rounding; empty if there is none."""
     tolerance = _TOLERANCE if exact else _HALF_TOLERANCE
     routed = False
+    faint = _FAINT * _largest_size(whole.gradients)
     for kind in ("outputs", "gradients"):
         expected: list[_Value] = getattr(whole, kind)
         found: list[list[_Value]] = [getattr(part, kind) for part in parts]
@@ -274,7 +278,7 @@ def _difference(whole: _Values, parts: Sequence[_Values], exact: bool) -> str:
             t = value.t.detach()
             if value.place is None:
                 largest = _ROUTED_TOLERANCE if routed or not exact else tolerance
-                if _apart(torch.stack(pieces).sum(0)[None], t[None]).item() > largest:
+                if _apart(torch.stack(pieces).sum(0)[None], t[None], faint * t.numel() ** 0.5).item() > largest:
                     return value.name
                 continue
             apart = _apart(*(_by_token(s, value.place) for s in (value.place.join(pieces), t)))
@@ -291,8 +295,14 @@ def _by_token(t: Tensor, place: TokenPlace) -> Tensor:
     return by_token.movedim(place.dim + 1, 0).flatten(1)
 
 
-def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """Return the distance of each row, relative to the length of an average row. NaN equals NaN."""
+def _largest_size(values: Sequence[_Value]) -> float:
+    """Return the largest root mean square of some tensors; 0 if there are none. NaN counts as zero."""
+    sizes = [v.t.detach().float().nan_to_num().square().mean().sqrt() for v in values if v.t.numel()]
+    return float(torch.stack(sizes).max()) if sizes else 0.0
+
+
+def _apart(a: Tensor, b: Tensor, least: float = 0.0) -> Tensor:
+    """Return the distance of each row, relative to the length of an average row, or to `least`. NaN equals NaN."""
     a, b = (local_part(t).float().nan_to_num().reshape(len(t), -1) for t in (a, b))
-    average = b.square().sum(1).mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    average = b.square().sum(1).mean().sqrt().clamp_min(max(least, torch.finfo(torch.float32).tiny))
     return (a - b).square().sum(1).sqrt() / average

@@ -232,7 +232,7 @@ class Annealing(Recording):
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, HOST])
 def test_numbers_that_change_in_each_step(settings: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
     compare(blocks(Annealed), settings, Annealing, steps=20)
-    assert not [w for w in recwarn if "MemoStrategy" in str(w.message)]
+    assert not [w for w in recwarn if "lightning_memo" in str(w.message)]
 
 
 class Replacing(Recording):

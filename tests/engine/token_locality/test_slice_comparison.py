@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.families import PlainBlock, PlainModel, make_batch
 from support.harness import EngineUnderTest, assert_equal, loss_and_gradients
 from support.trainer_harness import LanguageModel, fit, plain
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightning_memo import MemoStrategy
@@ -139,6 +139,45 @@ def test_rounding_is_no_difference(tokens: int, dtype: torch.dtype) -> None:
     assert compared(Opening("side").to(dtype), tokens, dtype) == ""
 
 
+class OneChoice(Opening):
+    """Weighs its output by the share of the only expert: one, with a gradient that is zero but for rounding."""
+
+    def __init__(self, at: str = "", change: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        super().__init__(at, change)
+        self.router = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        chosen = self._changed("router", self.router(x)).sigmoid()
+        return super().forward(x) * (chosen / chosen)
+
+
+@pytest.mark.parametrize("tokens", [7, 48])
+def test_gradients_that_are_zero_but_for_rounding_are_no_difference(tokens: int) -> None:
+    torch.manual_seed(0)
+    block = OneChoice()
+    assert {compared(block, tokens, turn=turn) for turn in range(len(list(block.parameters())))} == {""}
+
+
+class Faint(Opening):
+    """Adds a ten-thousandth of what a weight computes, whose gradient depends on the number of tokens once open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faint = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        added = NormalisedWeightGradient.apply(x, self.faint.weight) if self.open else self.faint(x)
+        return super().forward(x) + 1e-4 * added
+
+
+def test_wrong_gradients_that_are_small_are_named() -> None:
+    torch.manual_seed(0)
+    block = Faint()
+    block.open = 1
+    found = {compared(block, turn=turn) for turn in range(len(list(block.parameters())))}
+    assert found - {""} == {"the gradient of faint.weight"}
+
+
 def opening_model() -> PlainModel:
     torch.manual_seed(0)
     return PlainModel([Opening("k", shifted) for _ in range(4)])
@@ -156,7 +195,7 @@ def test_layers_run_whole_from_then_on() -> None:
             block.open = 1
         for _ in range(2):  # steps 4, in which layer 0, 1 or 2 is compared, and 5
             under_test.step(BATCH)
-        told = [str(w.message) for w in caught if "MemoStrategy" in str(w.message)]
+        told = [str(w.message) for w in caught if "lightning_memo" in str(w.message)]
         assert len(told) == 1 and "\n" not in told[0]
         assert told[0].startswith(
             "lightning_memo: Opening does not compute in slices what it computes on all tokens (keys)"
