@@ -175,7 +175,7 @@ def where_unreadable(path: str | None, files: Sequence[Path], field: str) -> str
         files: Files, of which only JSON lines are searched.
         field: Field of each record that holds the text.
     """
-    return _where(files, _is_object) or where_no_text(path, files, field)
+    return _where(files, lambda line: _object_in(line) is not None) or where_no_text(path, files, field)
 
 
 def where_no_text(path: str | None, files: Sequence[Path], field: str) -> str:
@@ -194,15 +194,17 @@ def _where(files: Sequence[Path], is_right: Callable[[bytes], bool]) -> str:
     return ""
 
 
-def _is_object(line: bytes) -> bool:
+def _object_in(line: bytes) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(line), dict)
+        found = json.loads(line)
     except ValueError:
-        return False
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _holds_text(line: bytes, field: str) -> bool:
-    return not _is_object(line) or isinstance(json.loads(line).get(field), str | None)
+    record = _object_in(line)
+    return record is None or isinstance(record.get(field), str | None)
 
 
 def _reason(error: BaseException) -> str:

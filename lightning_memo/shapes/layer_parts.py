@@ -72,8 +72,8 @@ def _without_experts(config: Mapping[str, Any], shape: ModelShape, dense_first: 
 
 def _count(config: Mapping[str, Any], name: str, default: int) -> int:
     value = config.get(name)
-    if value is None or value == 0:
-        return default if value is None else 0
-    if not is_size(value):
+    if value is None:
+        return default
+    if value != 0 and not is_size(value):
         raise ValueError(f"{name} is {str(value)[:40]!r}, but must be an integer of at least 0")
     return int(value)

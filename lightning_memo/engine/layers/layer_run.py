@@ -130,7 +130,7 @@ class LayerRun:
         if self.in_slices:
             raise ValueError(
                 f"{self.call.name} was cut into {len(self.attention.slices)} slices, but now {why}: keep "
-                'attention alike in all steps, or set storage="alpha" and alpha=0'
+                'its calls alike in all steps, or set storage="alpha" and alpha=0'
             )
 
     def take_output(self) -> Tensor:

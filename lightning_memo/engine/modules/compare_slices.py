@@ -199,7 +199,7 @@ class _Comparison:
         for t in call.by_token:
             self._note(values, _Value(f"what {call.name} gets", t, place))
         trained = any(t.requires_grad for t in call.arguments if isinstance(t, Tensor))
-        return self._answer(part, values, call.name, place, trained, lambda: call.run(call.by_token[0], None)[0])
+        return self._answer(part, values, call.name, place, trained, lambda: call.run()[0])
 
     def _note(self, values: _Values, value: _Value) -> None:
         values.outputs.append(value)

@@ -100,7 +100,7 @@ class _Recorder:
         return as_function_of(result.out, q, k, v, spec.sinks)
 
     def hand(self, call: StateCall) -> Tensor:
-        out, state = call.run(call.by_token[0], None)
+        out, state = call.run()
         self.saved.append(SavedBytes("state", state.nbytes, per_token=False))
         return out
 
@@ -227,7 +227,7 @@ def _why_no_blocks(q: Tensor) -> str:
 def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, part: TokenRange) -> bool:
     """Run a layer once more on some tokens, with known attention, and return whether it gives the same output."""
     tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
-    handed = handing(call.layer, lambda state_call: state_call.run(state_call.by_token[0], None)[0], lambda why: None)
+    handed = handing(call.layer, lambda state_call: state_call.run()[0], lambda why: None)
     errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
     try:
         with in_training(call), handling(recorder.known(part, tokens), call.layout), handed, call.mode(part):

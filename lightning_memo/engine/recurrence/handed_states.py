@@ -41,7 +41,7 @@ class HandedStates:
         if start is not None and start.requires_grad:
             start, *passed = _Start.apply(self, number, start, *([first] if first.requires_grad else []))
             first = passed[0] if passed else first
-        out, end = call.run(first, start)
+        out, end = call.run(start, first)
         if last:
             self._ends.pop(number, None)
             return out

@@ -105,16 +105,17 @@ class StateCall:
             return f"{self.name} gets or returns a state of the model"
         return ""
 
-    def run(self, first: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, state: Tensor | None = None, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute the function.
 
         Args:
-            first: Takes the place of the first argument that holds tokens.
             state: The state at the start; `None` at the start of a sequence.
+            first: Takes the place of the first argument that holds tokens; `None` for this argument itself.
 
         Returns:
             The result, and the state at the end.
         """
+        first = self.by_token[0] if first is None else first
         if not self._rule.start:
             return self._convolve(first, state)
         out, end = self._compute(first, {self._rule.start: state, self._rule.end: True})

@@ -219,7 +219,7 @@ class _Recomputation:
         start, state = next(self._starts), None
         if start is not None:
             state = self._part.storage.load(start.state).detach().requires_grad_(start.requires_grad)
-        return call.run(call.by_token[0], state)[0]
+        return call.run(state)[0]
 
     def _on_product(self) -> Callable[[str, Callable[[], Tensor]], Tensor] | None:
         profile = self._part.run.engine.profile

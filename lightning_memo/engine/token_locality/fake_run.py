@@ -162,6 +162,10 @@ def trial(name: str, run: Callable[[TrialMode], Result]) -> Result:
     return result
 
 
+def _refuse_state(call: StateCall) -> NoReturn:
+    raise TokensMixed(f"{call.name} hands a state from token to token")
+
+
 @contextlib.contextmanager
 def running(
     call: LayerCall,
@@ -170,7 +174,7 @@ def running(
     unused: Collection[Place],
     attend: Callable[..., Tensor],
     on_leaving: Callable[[str], None] = refuse,
-    hand: StateHandler | None = None,
+    hand: StateHandler = _refuse_state,
 ) -> Iterator[LocalFunctions]:
     """Inside this context, a layer runs on fake tensors and leaves no trace.
 
@@ -181,7 +185,7 @@ def running(
         unused: Attributes without which the layer has to do.
         attend: Answers attention calls.
         on_leaving: Told why, if the layer computes an attention call or a recurrence itself.
-        hand: Answers calls of functions that hand a state from token to token; `None` if they are refused.
+        hand: Answers calls of functions that hand a state from token to token. By default they are refused.
 
     Raises:
         TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
@@ -196,17 +200,13 @@ def running(
         _without_autocast_cache(),
         _prepared(call, tracker, mode, unused),
         handling(attend, on_leaving=on_leaving),
-        handing(call.layer, hand or _refuse_state, on_leaving),
+        handing(call.layer, hand, on_leaving),
         call.mode(TokenRange(0, call.tokens, Action.KEEP)),
         without_parameter_hooks(call.layer),
         _without_gradients(call.layer),
         LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
     ):
         yield functions
-
-
-def _refuse_state(call: StateCall) -> NoReturn:
-    raise TokensMixed(f"{call.name} hands a state from token to token")
 
 
 def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor) -> Tensor:
