@@ -54,16 +54,17 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
 
 
 def no_such_setting(name: str, folder: Path) -> str:
-    """Returns one line about an unknown name, with the most similar known name or the option that has the setting."""
+    """Returns one line about an unknown name: known ones that end alike or are similar, or the option that has it."""
     group = name.partition(".")[0]
     having = sorted(path.stem for path in (folder / group).glob("*.yaml") if name in _option_settings(path))
     if having:
         return f"{name}: the chosen {group} has no such setting; {group}={having[0]} has it"
     if group == "trainer" and name.partition(".")[2] in _arguments_of_trainer():
         return f"{name}: no setting of its own, but an argument of Trainer: write +{name}=..."
-    near = difflib.get_close_matches(name, sorted(set(_known_names(folder))), n=1)
+    known = sorted(set(_known_names(folder)) - {name})  # another command may have it
+    near = [each for each in known if each.endswith(f".{name}")] or difflib.get_close_matches(name, known, n=1)
     return f"{name}: no such setting; " + (
-        f"did you mean {near[0]}? --help lists all settings" if near else "--help lists all settings"
+        f"did you mean {' or '.join(near)}? --help lists all settings" if near else "--help lists all settings"
     )
 
 

@@ -136,6 +136,8 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["model=nothing"], "Could not find 'model/nothing' Available options"),
         (["nothing=1"], "nothing: no such setting; --help lists all"),
         (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
+        (["seq_len=16"], "seq_len: no such setting; did you mean data.seq_len?"),
+        (["zero_stage=1"], "zero_stage: no such setting; did you mean parallel.zero_stage or strategy.zero_stage?"),
         (["data=documents"], "data.max_bytes: the chosen data has no such setting; data=text has it"),
         (["+datum=1"], "datum: no such setting; did you mean data"),
         (["demo"], "demo: give SETTING=VALUE"),
