@@ -77,6 +77,8 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         test_mode: TestMode | None = None,
     ) -> None:
         self.config = self.check(locals())
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model: got {type(model).__name__}; give the torch.nn.Module that the loop calls")
         self._model = model._modules.get("_original_module") or model  # Fabric's wrapper passes attributes on to it
         given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         # Those of Accelerate and Fabric are wrapped around PyTorch's.

@@ -484,6 +484,8 @@ def test_refusals() -> None:
     run = Run()
     with refused("optimizer: got list"):
         MemoLoop(run.model, [[run.optimizer]])  # type: ignore[list-item]
+    with refused("model: got SGD; give the torch.nn.Module"):
+        MemoLoop(run.optimizer, run.model)  # type: ignore[arg-type]
     with refused("optimizer: got none"):
         MemoLoop(run.model, [])
     with refused("use MemoStrategy"):
