@@ -446,7 +446,7 @@ def presets(group):
     return sorted(file.stem for file in (ROOT / "conf" / group).glob("*.yaml") if file.stem != "default")
 
 
-@pytest.mark.parametrize("name", presets("model"))
+@pytest.mark.parametrize("name", sorted({*presets("model")} - {"hybrid_tiny"}))
 def test_model_presets_have_the_shapes_of_hugging_face(name):
     config = AutoConfig.for_model(**load_preset("model", name)["config"])
     with torch.device("meta"):
