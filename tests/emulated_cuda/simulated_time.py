@@ -51,6 +51,7 @@ def start() -> None:
     machine = json.loads(os.environ.get("EMULATED_CUDA_MACHINE", "{}"))
     set_machine(machine)
     mmap.MAP_ANONYMOUS |= _MAP_NORESERVE  # type: ignore[misc]
+    mmap.MADV_POPULATE_WRITE = mmap.MADV_NORMAL  # type: ignore[attr-defined]
     time.perf_counter = now
     time.perf_counter_ns = lambda: int(now() * 1e9)
     if "host_bytes" in machine:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stre
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
 from lightning_memo.engine.memory import slot_memory as memory
-from lightning_memo.engine.memory.host_arena import HostArena, host_memory
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.batches.positions import right_padded_lengths
 
@@ -275,61 +272,3 @@ def test_streams_of_cuda_wait_among_themselves(
             assert stream.waited >= 2 * len(copies) > 0  # each for what was computed before, in both steps
             assert timeline.waited_seconds[name] >= 0
         assert StubStream.compute.waited > 0
-
-
-# ---- host memory
-
-
-def test_host_memory_has_pages_of_its_own() -> None:
-    blocks = [host_memory(size, pinned=False) for size in (1, 4096, 5000, 3 * 2**20)]
-    for (block, lock), size in zip(blocks, (1, 4096, 5000, 3 * 2**20), strict=True):
-        assert (block.nbytes, block.dtype, lock) == (size, torch.uint8, None)
-        assert block.data_ptr() % 4096 == 0
-        block.fill_(7)
-    assert all(int(block.long().sum()) == 7 * block.nbytes for block, _ in blocks)
-    assert HostArena(0, pinned=False).acquire(1) is None
-
-
-class Runtime:
-    """The part of the CUDA runtime that locks pages. It knows the rule that no page is locked twice."""
-
-    cudaError = SimpleNamespace(success=0)
-
-    def __init__(self) -> None:
-        self.locked: dict[int, range] = {}
-        self.result = 0
-
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
-        pages = range(address // 4096, -(-(address + size_bytes) // 4096))
-        if self.result == 0:
-            assert not any(pages.start < other.stop and other.start < pages.stop for other in self.locked.values())
-            self.locked[address] = pages
-        return self.result
-
-    def cudaHostUnregister(self, address: int) -> None:
-        del self.locked[address]
-
-    def cudaGetErrorString(self, error: int) -> str:
-        return f"error {error}"
-
-
-def test_pages_are_locked_once_and_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    arenas = [HostArena(size, pinned=True) for size in (0, 100, 5000, 100)]
-    assert len(runtime.locked) == 3
-    arenas[1].close()
-    arenas[1].close()
-    assert len(runtime.locked) == 2
-    del arenas  # of a run that ended by an exception
-    gc.collect()
-    assert not runtime.locked
-    runtime.result = 2
-    with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(error 2\): .*memory limit"):
-        HostArena(5000, pinned=True)
-    gc.collect()
-
-
-def test_memory_that_the_host_has_not_got_is_refused_in_one_line() -> None:
-    with pytest.raises(MemoryError, match=r"bytes of host memory are refused .* lower host_memory"):
-        host_memory(2**60, pinned=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import weakref
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copies.copy_events import CopyError, CopyEvent
+from lightning_memo.engine.memory.host_pages import host_memory
 from lightning_memo.engine.memory.saved_storages import POISON
 
 
@@ -50,70 +50,6 @@ class FreeSpace:
             self._taken.pop()
         else:
             self._taken.remove(taken)
-
-
-def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]:
-    """Allocate host memory on pages of its own.
-
-    Direct I/O and page locks work on complete pages, which two allocations must not share. Huge pages are locked
-    faster. Forked processes, such as the workers of a data loader, do not inherit locked pages, because the kernel
-    would copy them.
-
-    Args:
-        size_bytes: Number of bytes.
-        pinned: Whether the pages are locked, so that the device can copy to and from them by itself.
-
-    Returns:
-        The memory, uint8 `[size_bytes]`, and its page lock if there is one.
-
-    Raises:
-        MemoryError: The host refuses the memory or the page lock.
-    """
-    if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8), None
-    try:
-        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(
-            f"{size_bytes} bytes of host memory are refused by the system ({error.strerror}): lower host_memory"
-        ) from None
-    with contextlib.suppress(OSError):  # a kernel can be built without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    if not pinned:
-        return memory, None
-    pages.madvise(mmap.MADV_DONTFORK)
-    return memory, PageLock(memory)
-
-
-class PageLock:
-    """Locks the pages of host memory, so that the device can copy to and from them by itself.
-
-    PyTorch's pinned memory pool rounds every request up to a power of two; registering ordinary memory does not. The
-    pages are unlocked by `release`, when this object is deleted, or when the process ends.
-
-    Raises:
-        MemoryError: The host refuses the page lock.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self._unlock = weakref.finalize(self, _unlock, memory)
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if error != torch.cuda.cudart().cudaError.success:
-            self._unlock.detach()
-            why = torch.cuda.cudart().cudaGetErrorString(error)
-            raise MemoryError(
-                f"page-locking {memory.nbytes} bytes of host memory failed ({why}): lower host_memory, "
-                "or raise the memory limit of the container or job"
-            )
-
-    def release(self) -> None:
-        """Unlock the pages. The caller makes sure that no copy is under way."""
-        self._unlock()
-
-
-def _unlock(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class HostArena:

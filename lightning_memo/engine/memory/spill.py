@@ -23,7 +23,7 @@ from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
 from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream, use_device
 from lightning_memo.engine.copies.test_mode import Delays, TestMode, delays_of
 from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject, TimelineRecorder
-from lightning_memo.engine.memory.host_arena import host_memory
+from lightning_memo.engine.memory.host_pages import host_memory
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.spill_file import SpillFile
 
