@@ -80,7 +80,8 @@ class MemoStrategy(DistributedStrategy):
             "attention": keys and values. Slices are swapped one by one, and attention reads the keys and values of
             earlier slices from the host in blocks, so that a layer works on at most `slice_tokens` at once (FPDT).
             "all": also the gradients of keys and values, and the hidden states between layers.
-            "auto": "attention" if `slice_tokens` is set, attention is causal and layers can be cut, otherwise "none".
+            "auto": "none", or "attention" if `slice_tokens` is set, attention is causal, layers can be cut, and the
+                device has no room for keys and values (a single process) or is not asked (several processes).
         storage: How a plan selects the activations to swap. "kinds" solves a linear program over kinds of tensors,
             which may also store single matrix products, keep some on the device, or run attention again instead of
             storing its output. "alpha" swaps a fraction of the tokens. "auto" is "kinds" where the layers of a single

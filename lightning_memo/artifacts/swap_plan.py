@@ -187,6 +187,18 @@ def _is_spread(call: int, chosen: int, calls: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SliceBytes:
+    """A slice that swaps by itself."""
+
+    tokens: int
+    slot: int
+    """Bytes that leave the device."""
+
+    swapped: bool
+    """Whether these are all of its activations. Otherwise it is recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedBytes:
     """Bytes that a plan with `host_backed` needs."""
 
@@ -204,6 +216,9 @@ class StreamedBytes:
 
     states: int = 0
     """Part of `host` for hidden states between layers."""
+
+    slices: tuple[SliceBytes, ...] = ()
+    """The slices of the layer call with the largest slot, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,9 @@ from lightning_memo.engine import Engine
 from lightning_memo.planner.token_slices import TILE_TOKENS
 
 # Number of slices of a sequence, and what lives on the host besides swapped activations: the fastest comes first.
+# Slices of a length that the user gave stay as long.
 _LADDER: Final[tuple[tuple[int, HostBacked], ...]] = ((16, "none"), (32, "attention"), (64, "all"))
+_MOVED: Final = {"none": 0, "auto": 1, "attention": 1, "all": 2}  # by what lives on the host
 
 
 class ShorterSlices:
@@ -26,7 +28,9 @@ class ShorterSlices:
 
     def __init__(self, engine: Engine, config: MemoConfig, alone: bool) -> None:
         self._engine, self._config, self._tried = engine, config, 0
-        self._may = alone and config.slice_tokens == "auto" and config.storage != "kinds" and config.schedule != "nest"
+        self._given = None if config.slice_tokens == "auto" else int(config.slice_tokens)
+        free = self._given is None or (config.host_backed == "auto" and config.schedule != "slice")
+        self._may = alone and free and config.storage != "kinds" and config.schedule != "nest"
         # Layers of several stacks, and those that go to a disk, leave the device as a whole.
         self._whole = config.spill_path is not None or engine.settings.stacks > 1
         self._ladder = _LADDER[:1] if self._whole or config.host_backed == "none" else _LADDER
@@ -67,7 +71,11 @@ class ShorterSlices:
     def _next(self) -> list[tuple[int, int, HostBacked]]:
         """The rest of the ladder: number of the rung, tokens of a slice, and what lives on the host."""
         whole, present = self._engine.profiled_tokens, self._engine.settings.slice_tokens
-        rungs = [(n, _tiled(whole, slices), backed) for n, (slices, backed) in enumerate(self._ladder, 1)]
+        rungs = [
+            (n, self._given or _tiled(whole, slices), backed) for n, (slices, backed) in enumerate(self._ladder, 1)
+        ]
+        if self._given is not None:
+            return [rung for rung in rungs if _MOVED[rung[2]] > _MOVED[self._engine.settings.host_backed]]
         return [rung for rung in rungs if rung[0] > self._tried and rung[1] < (present or whole)]
 
 

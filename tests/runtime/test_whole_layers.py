@@ -134,7 +134,8 @@ def test_a_plan_of_whole_layers_is_resumed_with_slices(tmp_path: Any) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_plan_with_keys_on_the_host_of_layers_that_can_be_cut(tmp_path: Any, alpha: float) -> None:
     path, settings = tmp_path / "plan.json", {"alpha": alpha, "slice_tokens": 16}
-    alike = fit(MemoStrategy(**settings), LanguageModel(partial(same_weights, PlainBlock)), batches(data()))
+    streams = MemoStrategy(**settings, host_backed="attention")
+    alike = fit(streams, LanguageModel(partial(same_weights, PlainBlock)), batches(data()))
     assert alike.plan.swap.host_backed == "attention"
     alike.plan.save(path)
     module = LanguageModel(partial(same_weights, Averaging))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -48,6 +49,16 @@ Result = TypeVar("Result")
 _WITH_VALUES = (Tensor, nn.Parameter)
 
 
+@contextlib.contextmanager
+def _keeping_random() -> Iterator[None]:
+    """Give back what PyTorch draws from Python's generator, which is the number of a fake collective."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
 class TrialMode(FakeTensorMode):
     """Makes fake tensors, and notes what runs on them leave behind.
 
@@ -76,7 +87,8 @@ class TrialMode(FakeTensorMode):
         for t in written_by(func, args, kwargs):
             if address_of(t) in self._stand_for:
                 self.written.append(self._stand_for[address_of(t)])
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        with _keeping_random() if func.namespace == "c10d" else contextlib.nullcontext():
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         self._constants.note(func, args, kwargs, result)
         for t in tensors_in(result):
             if isinstance(t, FakeTensor):

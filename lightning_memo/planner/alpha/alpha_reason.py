@@ -57,6 +57,17 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
     return limit
 
 
+def sliced_alpha_reason(alpha: float) -> str:
+    """Why single slices allow less than the copies of whole layers and the memory do.
+
+    Args:
+        alpha: Fraction of the tokens that was chosen.
+    """
+    return (
+        f"Copy time is the limit: above alpha={alpha:.4g} slices would wait for the copies of the slices before them."
+    )
+
+
 def _limit_text(feasibility: Feasibility, solution: AlphaSolution) -> tuple[str, str]:
     """Sentences for the case that overlap or host memory limits alpha, and for the case that something else does."""
     alpha, costs, budget = f"alpha={solution.alpha:.4g}", feasibility.costs, feasibility.budget

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
-from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
+from lightning_memo.artifacts.swap_plan import HostBacked, SliceBytes, StreamedBytes
+from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
 """Hidden states on the host at the same time: a layer's input and output, or their gradients, and the input of the
@@ -58,6 +58,10 @@ def host_backed_sizes(
         gradients=gradients,
         staging=buffers * aligned(block),
         states=states,
+        slices=tuple(
+            SliceBytes(tokens=part.tokens, slot=slot, swapped=part.action is Action.SWAP)
+            for part, slot in zip(slices, max(slots.values(), key=max), strict=True)
+        ),
     )
 
 

@@ -6,15 +6,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import HostBacked, Schedule, StreamedBytes, SwapPlan
-from lightning_memo.planner.alpha.alpha_reason import best_alpha_reason, given_alpha_reason
+from lightning_memo.planner.alpha.alpha_reason import best_alpha_reason, given_alpha_reason, sliced_alpha_reason
 from lightning_memo.planner.alpha.feasibility import Feasibility
 from lightning_memo.planner.alpha.largest_alpha import TOLERANCE, HostMemoryError, solve_alpha
 from lightning_memo.planner.alpha.plain_training import plain_plan
-from lightning_memo.planner.alpha.step_time import steady, step_seconds
+from lightning_memo.planner.alpha.step_time import steady, step_seconds, streamed_step_seconds
+
+_STREAMED_PARTS: Final = 16  # fractions of the largest alpha that are compared
 
 
 def plan_swap(
@@ -63,9 +66,14 @@ def plan_swap(
             return plain
     warm = steady(costs)
     feasibility = Feasibility(warm, budget, slot_bytes, streamed_bytes, slice_tokens, whole_layers)
-    chosen, reason = _choose_alpha(feasibility, alpha)
-    swap = _swap_plan(feasibility, chosen, schedule, host_backed)
-    seconds = step_seconds(warm, swap)
+
+    def seconds_at(fraction: float) -> float:
+        if streamed_bytes is not None:
+            return streamed_step_seconds(warm, streamed_bytes(fraction), schedule)
+        return step_seconds(warm, _swap_plan(feasibility, fraction, schedule, host_backed))
+
+    chosen, reason = _choose_alpha(feasibility, alpha, seconds_at)
+    swap, seconds = _swap_plan(feasibility, chosen, schedule, host_backed), seconds_at(chosen)
     return Plan(fingerprint=fingerprint, costs=costs, budget=budget, swap=swap, step_seconds=seconds, reason=reason)
 
 
@@ -96,12 +104,20 @@ def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_
     )
 
 
-def _choose_alpha(feasibility: Feasibility, alpha: float | str) -> tuple[float, str]:
+def _choose_alpha(
+    feasibility: Feasibility, alpha: float | str, seconds_at: Callable[[float], float]
+) -> tuple[float, str]:
     """Returns alpha and the reason for it."""
     if alpha == "auto":
         solution = solve_alpha(feasibility.costs, feasibility.budget)
-        chosen = _feasible_alpha(feasibility, solution.alpha)
-        return chosen, best_alpha_reason(feasibility, solution, chosen)
+        most = _feasible_alpha(feasibility, solution.alpha)
+        if feasibility.streamed_bytes is None or most == 0.0:
+            return most, best_alpha_reason(feasibility, solution, most)
+        # Copies of single slices may not hide, although those of whole layers do.
+        chosen = min((most * part / _STREAMED_PARTS for part in range(_STREAMED_PARTS, -1, -1)), key=seconds_at)
+        if chosen == most:
+            return most, best_alpha_reason(feasibility, solution, most)
+        return chosen, sliced_alpha_reason(chosen)
     given = float(alpha)
     if not feasibility.fits(given):
         on_disk = feasibility.mixed(given) and feasibility.budget.spill_bytes

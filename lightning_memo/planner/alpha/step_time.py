@@ -6,8 +6,9 @@ from dataclasses import replace
 from statistics import median
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import Schedule, StreamedBytes, SwapPlan
 from lightning_memo.planner.alpha.disk_tier import disk_seconds
+from lightning_memo.planner.alpha.slice_copies import layer_seconds
 
 
 def steady(costs: LayerCosts) -> LayerCosts:
@@ -35,6 +36,24 @@ def steady(costs: LayerCosts) -> LayerCosts:
         backward_seconds=medians(costs.backward_seconds),
         recompute_seconds=medians(costs.recompute_seconds),
     )
+
+
+def streamed_step_seconds(costs: LayerCosts, sizes: StreamedBytes, schedule: Schedule) -> float:
+    """Expected seconds of a step each of whose slices swaps by itself, waits for copies included.
+
+    Args:
+        costs: Seconds, bytes and bandwidths of the layer calls.
+        sizes: Memory of the plan.
+        schedule: Order in which the slices run.
+    """
+    seconds, alike = costs.outside_seconds, dict[tuple[float, ...], float]()
+    for call, work in enumerate(
+        zip(costs.forward_seconds, costs.backward_seconds, costs.recompute_seconds, strict=True)
+    ):
+        if work not in alike:
+            alike[work] = sum(layer_seconds(costs, call, sizes, schedule))
+        seconds += alike[work]
+    return seconds
 
 
 def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:

@@ -37,6 +37,7 @@ from lightning_memo.runtime.activation_plans.announce_plan import (
     warn_of_shortage,
 )
 from lightning_memo.runtime.activation_plans.earlier_plan import EarlierPlan
+from lightning_memo.runtime.activation_plans.keys_on_device import return_keys
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 from lightning_memo.runtime.activation_plans.plan_by_alpha import plan_by_alpha
 from lightning_memo.runtime.activation_plans.plan_by_kind import plan_by_kind
@@ -170,7 +171,10 @@ class ActivationPlanner(MetersSteps):
         self._agree_on_layers(first)
         # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
         profile.extend(self._engine.limits.largest)
-        plan = self._solve(self._measured(profile, step_seconds, first), first)
+        step = self._measured(profile, step_seconds, first)
+        if not self._ranks.world and return_keys(step, self._engine, self._config.alpha):
+            return  # the next batch is profiled
+        plan = self._solve(step, first)
         kernels = self._engine.attention
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)

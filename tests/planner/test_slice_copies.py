@@ -1,0 +1,83 @@
+"""Alpha where every slice swaps by itself: slices wait for copies that whole layers would hide."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.samples.plans import FINGERPRINT, GIB, costs_of
+
+from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.swap_plan import SliceBytes, StreamedBytes
+from lightning_memo.planner import plan_swap
+from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
+from lightning_memo.planner.alpha.slice_copies import layer_seconds
+from lightning_memo.planner.alpha.step_time import streamed_step_seconds
+from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
+
+AMPLE = Budget(device_bytes=2**50, host_bytes=2**50)
+SAVED = [SavedBytes("input", GIB // 10), SavedBytes("out", GIB // 10), SavedBytes("other", GIB)]
+
+
+def sizes(*slots, swapped=True):
+    slices = tuple(SliceBytes(tokens=10, slot=slot, swapped=swapped) for slot in slots)
+    return StreamedBytes(slot=max(slots), host=sum(slots), gradients=0, staging=0, slices=slices)
+
+
+def costs(**changes):
+    """A layer of 4 s forward and 8 s backward, all of it local to tokens, and copies of 1 byte per second."""
+    times = {"forward_seconds": (4.0,) * 4, "backward_seconds": (8.0,) * 4, "recompute_seconds": (4.0,) * 4}
+    rates = {"offload_bytes_per_second": 1.0, "prefetch_bytes_per_second": 1.0}
+    return costs_of(4, **{**times, **rates, **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (sizes(1, 1, 1, 1), (4.0, 8.0)),  # copies hide
+        (sizes(3, 3, 3, 3), (12.0, 12.0)),  # only copies are left
+        # Forward: the third slice waits from 2 to 4 for a buffer, the fourth from 5 to 7, behind the copies before.
+        # Backward: the third from 2 to 3 for its copy, which follows the last slice but one, the fourth from 5 to 6.
+        (sizes(3, 3, 0, 0), (8.0, 10.0)),
+        (sizes(0, 0, 0, 0, swapped=False), (4.0, 12.0)),
+    ],
+)
+def test_a_slice_waits_until_a_buffer_is_free(given, expected):
+    assert layer_seconds(costs(), 0, given, "layer") == pytest.approx(expected)
+
+
+def test_slices_of_the_whole_model_wait_for_slices_of_their_own_length():
+    """The first slice's copies cannot hide under the last one's attention in another layer."""
+    quadratic = costs(recompute_seconds=(0.0,) * 4)  # 1, 3, 5 and 7 sixteenths of 4 s
+    assert layer_seconds(quadratic, 0, sizes(1, 1, 1, 1), "slice")[0] == pytest.approx(1.0 + 1.0 + 1.25 + 1.75)
+    # The second slice waits 0.75 s for the copy of the last one of the layer before, and the third 0.25 s.
+    assert layer_seconds(quadratic, 0, sizes(1, 1, 1, 1), "layer")[0] == pytest.approx(5.0)
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 40),
+    st.floats(0.01, 4.0),
+    st.floats(0.0, 1.0),
+    st.floats(2.0**20, 2.0**36),
+    st.sampled_from(["layer", "slice"]),
+)
+def test_the_best_alpha_is_not_slower_than_none_and_the_largest(slices, forward, local, rate, schedule):
+    times = {"forward_seconds": (forward,) * 6, "recompute_seconds": (local * forward,) * 6}
+    layers = costs_of(6, **times, offload_bytes_per_second=rate, prefetch_bytes_per_second=rate)
+
+    def streamed(alpha):
+        parts = slice_tokens_by_alpha(1000, alpha, -(-1000 // slices))
+        return host_backed_sizes([(SAVED, 1000)] * 6, parts, "attention", gradient_bytes=0, schedule=schedule)
+
+    def at(alpha):
+        return plan_swap(
+            layers, AMPLE, FINGERPRINT, alpha=alpha, schedule=schedule, slice_tokens=-(-1000 // slices),
+            slot_bytes=lambda alpha: 0, may_be_plain=False, host_backed="attention", streamed_bytes=streamed,
+        )  # fmt: skip
+
+    best = at("auto")
+    assert best.step_seconds == streamed_step_seconds(layers, streamed(best.swap.alpha), schedule)
+    assert best.step_seconds <= at(0.0).step_seconds
+    computing = sum(layers.forward_seconds) + sum(layers.backward_seconds)
+    assert best.step_seconds >= layers.outside_seconds + computing - 1e-9

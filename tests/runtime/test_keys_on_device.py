@@ -1,0 +1,62 @@
+"""With slices of a given length, keys and values are on the device if it has room for them, and else on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.samples.scarce import Scarce
+from support.trainer_harness import LanguageModel, batches, fit, loader, plain
+
+from lightning_memo import MemoStrategy
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+SLICED: dict[str, Any] = {"slice_tokens": 4, "plan_memory": False}
+
+
+def backing(result: Any) -> tuple[int, str]:
+    return result.plan.swap.slice_tokens, result.plan.swap.host_backed
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "none"),
+        ({"alpha": 0.5}, "none"),
+        ({"device_memory": "1MiB"}, "attention"),
+        ({"host_backed": "attention"}, "attention"),
+        ({"host_backed": "all"}, "all"),
+    ],
+    ids=str,
+)
+def test_keys_are_on_the_device_if_it_has_room(settings: dict[str, Any], expected: str) -> None:
+    result = fit(MemoStrategy(**SLICED, **settings), LanguageModel(), max_steps=5)
+    assert backing(result) == (4, expected)
+    assert result.losses == pytest.approx(plain(max_steps=5).losses, abs=3e-6)
+    assert set(result.held) == {0}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
+    """Slices stay as long as they were given; hidden states follow when not even keys on the host are enough."""
+    fails = {3: [where], 5: [where]}
+    with pytest.warns(UserWarning, match="out of device memory") as caught:
+        result = fit(MemoStrategy(alpha=0.0, **SLICED), Scarce(fails), max_steps=8)
+    told = [str(w.message) for w in caught if "out of device memory" in str(w.message)]
+    assert [text.partition(" with slice_tokens=4, ")[2].partition(":")[0] for text in told] == [
+        'host_backed="attention"', 'host_backed="all"'
+    ]  # fmt: skip
+    assert backing(result) == (4, "all")
+    assert result.losses == pytest.approx(plain(max_steps=8).losses, abs=3e-6)
+    assert set(result.held) == {0}
+
+
+def test_a_longer_batch_is_profiled_where_keys_are(tmp_path: Any) -> None:
+    data = batches([*loader(6, tokens=16), *loader(6, tokens=32)])
+    result = fit(MemoStrategy(**SLICED), LanguageModel(), data=data, max_steps=6)
+    assert backing(result) == (4, "none")
+    result.plan.save(tmp_path / "plan.json")
+    again = fit(MemoStrategy(plan=tmp_path / "plan.json", **SLICED), LanguageModel(), data=data, max_steps=6)
+    assert again.plan.swap == result.plan.swap
+    assert again.losses == pytest.approx(plain(data=data, max_steps=6).losses, abs=3e-6)
