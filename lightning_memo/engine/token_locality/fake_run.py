@@ -46,6 +46,9 @@ from lightning_memo.utils.user_errors import RefusedAtAnyLength
 # An attribute: the dotted name of its module, and its own.
 Place = tuple[str, str]
 Result = TypeVar("Result")
+_aten = torch.ops.aten
+# Views that PyTorch computes anew each time, and as which it knows `view`, of which it keeps the result.
+_VIEWS = (_aten._reshape_alias.default, _aten._unsafe_view.default)
 _WITH_VALUES = (Tensor, nn.Parameter)
 
 
@@ -82,17 +85,22 @@ class TrialMode(FakeTensorMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func not in LIFTS and any(type(t) in _WITH_VALUES for t in tensors_in(args, kwargs)):
+        if func in _VIEWS:
+            func, args = _aten.view.default, args[:2]
+        given = tensors_in(args, kwargs)
+        if func not in LIFTS and any(type(t) in _WITH_VALUES for t in given):
             args, kwargs = tree_map_only(Tensor, self._fake_of, (args, kwargs))
-        for t in written_by(func, args, kwargs):
+            given = tensors_in(args, kwargs)
+        written = written_by(func, args, kwargs)
+        for t in written:
             if address_of(t) in self._stand_for:
                 self.written.append(self._stand_for[address_of(t)])
         with _keeping_random() if func.namespace == "c10d" else contextlib.nullcontext():
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._constants.note(func, args, kwargs, result)
-        for t in tensors_in(result):
-            if isinstance(t, FakeTensor):
-                self._made.add(t)
+        made = [t for t in tensors_in(result) if isinstance(t, FakeTensor)]
+        self._constants.note(func, args, kwargs, made, given, written)
+        for t in made:
+            self._made.add(t)
         return result
 
     def input(self, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ made again, with values. All others take no memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from lightning_memo.engine.saved_tensors.side_effects import LIFTS, address_of, written_by
+from lightning_memo.engine.saved_tensors.side_effects import LIFTS, address_of
 from lightning_memo.utils.operator_values import tensors_in
 
 _MOST = 2**22  # entries of a constant
@@ -69,12 +69,26 @@ class KeptConstants:
         """Note that the values of a tensor are not known."""
         self._known.discard(address_of(t))
 
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note an operation and its result, if all that it reads is known."""
-        outs = [t for t in tensors_in(result) if isinstance(t, FakeTensor)]
-        written = written_by(func, args, kwargs)
+    def note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outs: Sequence[FakeTensor],
+        given: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:
+        """Note an operation and its results, if all that it reads is known.
+
+        Args:
+            func: The operator.
+            args: Its arguments by place.
+            kwargs: Its arguments by name.
+            outs: The fake tensors that it returned.
+            given: The tensors among its arguments.
+            written: Those that it wrote into.
+        """
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        given = tensors_in(args, kwargs)
         known = func in LIFTS or all(isinstance(t, FakeTensor) and t in self for t in given)
         known = known and not any(address_of(t) in self._given for t in written)
         if outs and known and not drawn and all(t.numel() <= _MOST for t in outs):

@@ -8,6 +8,7 @@ and by the numbers that are no sizes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_memo.engine.recurrence.state_functions import StateCall
-from lightning_memo.engine.token_locality.token_tracker import SIZED, Step, is_whole_slice
+from lightning_memo.engine.token_locality.token_tracker import SIZED, Step, asked_device, is_whole_slice
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.operator_values import tensors_in, values_in
 
@@ -30,16 +31,37 @@ class OperationLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
+        self._answering = False
+
+    @contextlib.contextmanager
+    def answering(self, step: Step) -> Iterator[None]:
+        """Note a step in place of the operations that run inside this context."""
+        self.steps.append(step)
+        before, self._answering = self._answering, True
+        try:
+            yield
+        finally:
+            self._answering = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass(t) for t in tensors_in(args, kwargs)):
             return NotImplemented  # their class takes them apart
-        if func.namespace != "prim" and not is_whole_slice(func, args):
+        if not (self._answering or func.namespace == "prim" or _leaves_all_as_it_is(func, args)):
             self.steps.append((str(func), tuple(_numbers(func, (args, kwargs)))))
         return func(*args, **kwargs)
+
+
+def _leaves_all_as_it_is(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation computes nothing and cuts no gradient.
+
+    PyTorch detaches a new tensor if anything refers to it, for example in `torch.ones`, and what follows tokens does.
+    """
+    return is_whole_slice(func, args) or (func is torch.ops.aten.detach.default and not args[0].requires_grad)
 
 
 def _numbers(func: Any, arguments: Any) -> Iterator[object]:

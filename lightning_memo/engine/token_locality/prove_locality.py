@@ -75,10 +75,17 @@ class Locality:
 
 @dataclass(frozen=True, slots=True)
 class _FakeRun:
-    """A run on fake tensors: its operations, and the tokens' places in its side values or the values themselves."""
+    """A run on fake tensors.
+
+    Attributes:
+        steps: Its operations, as the tracker notes them.
+        sides: The tokens' places in its side values, or the values themselves.
+        operations: Its operations, to be compared with those at other numbers of tokens.
+    """
 
     steps: list[Step]
     sides: list[object]
+    operations: list[Step]
 
 
 def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -> Locality:
@@ -133,8 +140,7 @@ def _compared(
     if short.sides != long.sides:
         return Locality(f"{name} returns something else with more tokens")
     places = tuple(side if isinstance(side, TokenPlace) else None for side in short.sides)
-    operations = _operations_at(call, x, trackers[0].sizes.tokens, unused, mode)
-    locality = Locality("", places, frozenset(unused), operations)
+    locality = Locality("", places, frozenset(unused), short.operations)
     lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
     if why := _why_other_at(call, x, lengths, locality, mode):
         return Locality(why)
@@ -177,12 +183,12 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
         return mode.input(shape, t)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        log.steps.append(step_of_attention(spec))
-        return attended(q, k, v)
+        with log.answering(step_of_attention(spec)):
+            return attended(q, k, v)
 
     def hand(state_call: StateCall) -> Tensor:
-        log.steps.append(step_of_recurrence(state_call))
-        return handed(state_call)
+        with log.answering(step_of_recurrence(state_call)):
+            return handed(state_call)
 
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
@@ -201,11 +207,19 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
     tokens, make = tracker.sizes.tokens, functools.partial(fake_like, tracker, mode, call)
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
-    attend = functools.partial(attend_in_shape, tracker, call.shards)
-    hand = functools.partial(_hand, tracker, call)
+    log = OperationLog()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        with log.answering(step_of_attention(spec)):
+            return attend_in_shape(tracker, call.shards, q, k, v, spec)
+
+    def hand(state_call: StateCall) -> Tensor:
+        with log.answering(step_of_recurrence(state_call)):
+            return _hand(tracker, call, state_call)
+
     with running(fake_call, tracker, mode, unused, attend, tracker.refuse, hand) as functions:
         fake_x = make(x).requires_grad_(x.requires_grad)
-        with mode, tracker, _first_reason(tracker):
+        with mode, tracker, log, _first_reason(tracker):
             output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))  # it may change its input
         hidden, sides = split_output(output, fake_x, call.layer)
         if tracker.dims(hidden) != tracker.dims(fake_x):
@@ -215,7 +229,7 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
         if functions.hooked or any(map(has_custom_functions, outputs)):
             with mode, tracker, tracker.backward(), _first_reason(tracker):
                 _check_backward(outputs, fake_x, call.layer, tracker)
-        return _FakeRun(tracker.steps, places)
+        return _FakeRun(tracker.steps, places, log.steps)
 
 
 def _hand(tracker: TokenTracker, call: LayerCall, state_call: StateCall) -> Tensor:

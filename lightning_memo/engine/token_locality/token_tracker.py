@@ -37,6 +37,15 @@ def is_whole_slice(func: Any, args: tuple[Any, ...]) -> bool:
     return not start and (stop is None or stop >= t.shape[dim]) and step == 1
 
 
+def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """Return the device of a fake tensor if an operator asks for it; `None` for all other operators.
+
+    Autograd asks for that of each tensor. All modes pass the question on, which takes as long as an operation.
+    """
+    asks = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+    return args[0].fake_device if asks else None
+
+
 _FILLS = {_aten.full: 1, _aten.new_full: 2}  # the place of the argument that is a value and no size
 
 Step = tuple[str, tuple[object, ...]]
@@ -103,7 +112,9 @@ class TokenTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks for the device
+        if (device := asked_device(func, args)) is not None:
+            return device
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         given = tensors_in(args, kwargs)
         if any(is_traceable_wrapper_subclass(t) for t in given):

@@ -57,6 +57,14 @@ class Filled(PlainBlock):
         return super().forward(x) + torch.full((1, x.shape[1], 1), x.shape[1]) / 100
 
 
+class Cut(PlainBlock):
+    """Cuts a part of the gradient if four divides the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + (x if x.shape[1] % 4 else x.detach()) / 10
+
+
 class Scaled(PlainBlock):
     """Scales attention by the number of tokens."""
 
@@ -73,7 +81,7 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("settings", [{"alpha": 0.3}, {"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 12}])
-@pytest.mark.parametrize("kind", [Fours, WholeOnly, SliceOnly, Powers, Filled, Scaled])
+@pytest.mark.parametrize("kind", [Fours, WholeOnly, SliceOnly, Powers, Filled, Cut, Scaled])
 def test_gradients_are_those_of_plain_training(kind: type[nn.Module], settings: dict[str, Any]) -> None:
     def build() -> nn.Module:
         return PlainModel([kind() for _ in range(3)])
