@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.data.seed_workers import seed_workers
+from lightning_memo.engine.recurrence.intercept_states import may_hand_states
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
@@ -162,7 +163,7 @@ class DistributedStrategy(CheckpointingStrategy):
         )
         processes.attach(model, self._divided)
         outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
-        processes.prepare_batches(model, self._slice_bounds, slices_outside=outside)
+        processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
 
     def _release_model(self) -> None:
         """Undo what `_divide_model` attached to the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,11 +16,9 @@ from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.attention.whole_attention import WholeAttention
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
 from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.engine.forward.as_written import run_as_written
-from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_layer_in_backward
 from lightning_memo.engine.layers.argument_containers import dicts_apart, taken_apart
@@ -32,6 +31,7 @@ from lightning_memo.engine.layers.plan_limits import PlanLimits
 from lightning_memo.engine.layers.planned_slices import planned_slices
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing
+from lightning_memo.engine.layers.whole_layers import run_whole
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
@@ -263,8 +263,8 @@ class Engine:
         streamed = self.swap is None or self.swap.streamed
         if not (divided_by_slices(call.layout) or (isinstance(x, LazyTensor) and streamed)):
             self.layer_classes.of(call, x)
-            with handling(WholeAttention(self.attention, call.layout), call.layout):
-                return forward(*args, **kwargs)
+            handed = self.sharing.handed_states(call.layout)
+            return run_whole(self.attention, handed, call, x, functools.partial(forward, *args, **kwargs))
         x = x.contiguous()
         if not self.calls and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.context.state_exchange import StateExchange
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 
 DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
@@ -77,13 +78,14 @@ def sequence_group(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[CONTEXT, TENSOR]._flatten("sequence")
 
 
-def context_groups(mesh: DeviceMesh, ulysses: int) -> ContextGroups | None:
+def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool) -> ContextGroups | None:
     """Returns the process groups for context-parallel attention, or `None` if the context-parallel size is 1.
 
     Args:
         mesh: Device mesh of :func:`build_mesh`.
         ulysses: Number of ranks in each all-to-all group. They are neighbours, because an all-to-all sends more data
             at once than a ring.
+        hands_states: Whether layers hand states from token to token.
     """
     data, context, tensor = mesh.shape
     if context == 1:
@@ -94,4 +96,17 @@ def context_groups(mesh: DeviceMesh, ulysses: int) -> ContextGroups | None:
     return ContextGroups(
         ring=split["ring"].get_group() if ring > 1 else None,
         ulysses=split["ulysses"].get_group() if ulysses > 1 else None,
+        states=StateExchange(*_state_groups(dist.group.WORLD, mesh)) if hands_states else None,
     )
+
+
+@functools.cache
+def _state_groups(world: dist.ProcessGroup, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Returns two groups of this rank's context-parallel ranks, in which nothing but states is sent.
+
+    PyTorch gives dimensions of a mesh with the same ranks one group.
+    """
+    everyones = mesh.mesh.movedim(1, -1).flatten(0, -2).tolist()
+    onward, _ = dist.new_subgroups_by_enumeration(everyones)
+    around, _ = dist.new_subgroups_by_enumeration(everyones)
+    return onward, around

@@ -206,7 +206,11 @@ class Processes:
         return self.sizes.context * self.sizes.shards > 1
 
     def prepare_batches(
-        self, model: nn.Module, bounds_of: Callable[[int, int], tuple[int, ...]], slices_outside: bool
+        self,
+        model: nn.Module,
+        bounds_of: Callable[[int, int], tuple[int, ...]],
+        slices_outside: bool,
+        hands_states: bool,
     ) -> None:
         """Prepare to divide batches.
 
@@ -214,14 +218,14 @@ class Processes:
             model: Model that is trained.
             bounds_of: Returns the slice bounds of a training batch from its rows and the tokens of a shard.
             slices_outside: As `outside` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
+            hands_states: Whether layers hand states from token to token, so that processes need contiguous ranges.
 
         Raises:
             ValueError: The settings cannot divide the model's heads over the processes.
         """
         heads, kv_heads = _heads(model)
         ulysses = ulysses_size(self._config, heads // self.sizes.tensor, kv_heads // self.sizes.tensor)
-        if self.context_groups is None:
-            self.context_groups = context_groups(self.mesh, ulysses)
+        self.context_groups = context_groups(self.mesh, ulysses, hands_states)
         context_rank = self.mesh[CONTEXT].get_local_rank()
         self._sharder = BatchSharder(
             ring=self.sizes.context // ulysses,
@@ -234,6 +238,7 @@ class Processes:
             takes_loss_arguments=takes_loss_arguments(model),
             bounds_of=bounds_of,
             slices_outside=slices_outside,
+            contiguous=hands_states,
             documents_of=functools.partial(separate_documents, model),
         )
 

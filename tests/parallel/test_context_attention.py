@@ -20,6 +20,7 @@ from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.parallel.batches.token_layout import Documents, TokenLayout, ring_chunks, zigzag
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
 from lightning_memo.parallel.context.ring_attention import kernel_calls
+from lightning_memo.parallel.context.state_exchange import StateExchange
 from lightning_memo.parallel.parallel_sizes import choose_ulysses
 
 OUT_BOUND = 1e-6
@@ -47,10 +48,12 @@ SPECS = {
 
 
 @cache
-def context_groups(ring: int, ulysses: int) -> ContextGroups:
+def context_groups(ring: int, ulysses: int, contiguous: bool = False) -> ContextGroups:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     return ContextGroups(
-        mesh.get_group("ring") if ring > 1 else None, mesh.get_group("ulysses") if ulysses > 1 else None
+        mesh.get_group("ring") if ring > 1 else None,
+        mesh.get_group("ulysses") if ulysses > 1 else None,
+        StateExchange(dist.group.WORLD, dist.group.WORLD) if contiguous else None,
     )
 
 
@@ -61,7 +64,10 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
 def layout_of(
     groups: ContextGroups, ring: int, ulysses: int, tokens: int, documents: Documents | None = None
 ) -> TokenLayout:
-    return TokenLayout(tokens, ring, rank_of(groups.ring), ulysses, rank_of(groups.ulysses), documents=documents)
+    return TokenLayout(
+        tokens, ring, rank_of(groups.ring), ulysses, rank_of(groups.ulysses), contiguous=groups.contiguous,
+        documents=documents,
+    )  # fmt: skip
 
 
 def whole(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
@@ -73,9 +79,11 @@ def whole(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.dout)]
 
 
-def parallel(ring: int, ulysses: int, inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, list[Tensor], TokenLayout]:
+def parallel(
+    ring: int, ulysses: int, inputs: Inputs, spec: AttentionSpec, contiguous: bool = False
+) -> tuple[Tensor, list[Tensor], TokenLayout]:
     """Log-sum-exp, output and gradients of this process's tokens, and which these are."""
-    groups = context_groups(ring, ulysses)
+    groups = context_groups(ring, ulysses, contiguous)
     layout = layout_of(groups, ring, ulysses, inputs.q.shape[2], spec.documents)
     q, k, v, dout = (t[:, :, layout.layer_order()] for t in inputs)
     attention = ContextAttention(groups, select_backend)
@@ -86,18 +94,20 @@ def parallel(ring: int, ulysses: int, inputs: Inputs, spec: AttentionSpec) -> tu
     return result.lse, [result.out, *gradients], layout
 
 
-def absolute_errors(ring: int, ulysses: int, spec: AttentionSpec, shapes: dict[str, int]) -> list[float]:
+def absolute_errors(
+    ring: int, ulysses: int, spec: AttentionSpec, shapes: dict[str, int], contiguous: bool
+) -> list[float]:
     """Largest differences of output, dq, dk, dv from the whole's."""
     inputs = make_inputs(**shapes)
-    _, found, layout = parallel(ring, ulysses, inputs, spec)
+    _, found, layout = parallel(ring, ulysses, inputs, spec, contiguous)
     expected = [t[:, :, layout.layer_order()] for t in whole(inputs, spec)]
     return [float((mine - theirs).abs().max()) for mine, theirs in zip(found, expected, strict=True)]
 
 
-def check(topology: str, spec: AttentionSpec, **shapes: int) -> None:
+def check(topology: str, spec: AttentionSpec, contiguous: bool = False, **shapes: int) -> None:
     ring, ulysses = TOPOLOGIES[topology]
     shapes = {"queries": 128, "keys": 128} | shapes
-    errors = run_in_processes(ring * ulysses, absolute_errors, ring, ulysses, spec, shapes)
+    errors = run_in_processes(ring * ulysses, absolute_errors, ring, ulysses, spec, shapes, contiguous)
     for out, *gradients in errors:
         assert out <= OUT_BOUND
         assert max(gradients) <= GRADIENT_BOUND
@@ -107,6 +117,12 @@ def check(topology: str, spec: AttentionSpec, **shapes: int) -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_attention_over_processes_is_that_of_the_whole_sequence(topology, spec):
     check(topology, spec, key_heads=2)
+
+
+@pytest.mark.parametrize("topology", ["ring 2", "ring 4", "both"])
+@pytest.mark.parametrize("spec", [name for name, spec in SPECS.items() if spec.documents is None])
+def test_attention_over_contiguous_ranges(topology, spec):
+    check(topology, SPECS[spec], contiguous=True, key_heads=2)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

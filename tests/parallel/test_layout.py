@@ -92,6 +92,15 @@ def test_zigzag_is_pytorchs_head_tail_order():
     assert orders == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
 
 
+def test_contiguous_ranges_follow_the_ranks():
+    setting = {"tokens": 32, "ring": 2, "ulysses": 2, "contiguous": True}
+    assert torch.cat([layout.layer_order() for layout in everyone(setting)]).equal(torch.arange(32))
+    by_slice = everyone(setting | {"bounds": (2, 8), "outside": True})
+    assert [layout.layer_order().tolist() for layout in by_slice] == [
+        [*range(2 * rank, 2 * rank + 2), *range(8 + 6 * rank, 8 + 6 * rank + 6)] for rank in range(4)
+    ]
+
+
 def work(documents: tuple[tuple[int, ...], ...], tokens: int, ring: int, rank: int) -> int:
     """Number of keys that the queries of a ring rank see, over all rows."""
     held = [position for chunk in ring_chunks(range(tokens), ring, rank, documents) for position in chunk]

@@ -193,8 +193,15 @@ class SliceStorage:
         """Store a tensor that is no input, no output and no operand of attention."""
         return t.detach() if is_opaque(t) else self.store("other", t)
 
-    def store_state(self, state: Tensor) -> Handle:
-        """Store the state at the start of the slice, which nothing changes."""
+    def store_state(self, state: Tensor, planned: bool) -> Handle:
+        """Store the state at the start of the slice, which nothing changes.
+
+        Args:
+            state: The state.
+            planned: Whether the slot has room for it; otherwise it stays on the device.
+        """
+        if not planned:
+            return self._call.resident.put(state.detach())
         place = None if self._range.places is None else "keep"
         return self._call.store(self.group, "state", state.detach(), place, self._range)
 

@@ -10,6 +10,7 @@ from lightning_memo.engine.attention.streamed_attention import StreamedAttention
 from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.layers.token_sharing import TokenSharing
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.planner.token_slices import TokenRange
@@ -23,6 +24,7 @@ class EngineServices(Protocol):
         recorder: Records when computations begin and end.
         offload_groups: Opens offload groups, and brings them back in the backward.
         calls: The layer calls whose backward has not ended.
+        sharing: How the tokens of a batch are divided over processes.
         comparison: Provides sums by which recomputed values are compared with the forward's.
         profile: The profile of the running step; `None` if the step is not profiled.
         before_layer: Called before each forward and backward of a layer; may raise to end the step.
@@ -32,6 +34,7 @@ class EngineServices(Protocol):
     recorder: TimelineRecorder
     offload_groups: OffloadGroups
     calls: PendingCalls
+    sharing: TokenSharing
     comparison: SliceComparison
     profile: StepProfile | None
     before_layer: Callable[[], None] | None

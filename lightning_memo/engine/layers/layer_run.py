@@ -91,6 +91,11 @@ class LayerRun:
         return len(self.attention.slices) > 1
 
     @property
+    def hands_states(self) -> bool:
+        """Whether recurrences get a state from elsewhere, or their state is needed elsewhere."""
+        return self.in_slices or self.handed.exchange is not None
+
+    @property
     def needs_mode(self) -> bool:
         """Whether torch functions are caught: for dropout in slices, and for attention imported by name.
 
@@ -133,6 +138,18 @@ class LayerRun:
                 'its calls alike in all steps, or set storage="alpha" and alpha=0'
             )
 
+    def check_handed(self, why: str) -> None:
+        """Refuse a recurrence that takes or returns no state, if other slices or other processes need it.
+
+        Args:
+            why: Why it does not.
+
+        Raises:
+            ValueError: The layer has changed since it was probed, or other processes have tokens of the sequence.
+        """
+        self.handed.check(self.call.name, why)
+        self.check_whole(why)
+
     def take_output(self) -> Tensor:
         """End the forward, and return the layer's output."""
         self.end_forward()
@@ -152,6 +169,7 @@ class LayerRun:
                 "slice_tokens"
             )
         self.attention.end_forward()
+        self.handed.settle()
         self.storage.end_forward()
         self.arguments.end_forward()
         self.meter.mark("forward_end")
@@ -192,6 +210,7 @@ class LayerRun:
         """End the backward: give all memory back, and return the gradient of the layer's input."""
         self.states.drop_output_gradient()
         self._ended = True
+        self.handed.settle()
         self.arguments.end_backward()
         if self.position.first_slice == 0:
             self.attention.release()
@@ -242,7 +261,7 @@ def run_of_call(
     attended = [part.gathered(call.shards) for part in slices]
     return LayerRun(
         engine, slices, meter, arguments, storage, states,
-        CallAttention(engine, position.layer, attended, policy.per_slice), HandedStates(),
+        CallAttention(engine, position.layer, attended, policy.per_slice), engine.sharing.handed_states(call.layout),
         _forward_context(call, x, slices, traits), traits,
     )  # fmt: skip
 

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.layers.check_token_layout import check_tokens
+from lightning_memo.engine.layers.check_token_layout import check_tokens, divided_by_slices
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.recurrence.handed_states import HandedStates
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
-from lightning_memo.parallel.batches.token_layout import slice_multiple
+from lightning_memo.parallel.batches.token_layout import TokenLayout, slice_multiple
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha
@@ -52,6 +53,11 @@ class TokenSharing:
         if self.divided:
             check_tokens(call.layout, call.tokens * self.shards)
         return x, call
+
+    def handed_states(self, layout: TokenLayout | None) -> HandedStates:
+        """Return the states of a layer call, which come from other processes if these share the tokens of a batch."""
+        exchange = None if self.context is None or layout is None else self.context.states
+        return HandedStates(exchange, by_slice=divided_by_slices(layout))
 
 
 class SequenceCutter:

@@ -55,6 +55,11 @@ class _Intercepted:
         return call.returned(handlers.hand(call))
 
 
+def may_hand_states(model: nn.Module) -> bool:
+    """Return whether some module of a model may call a function that hands a state from token to token."""
+    return any(_functions_of(type(module)) for module in model.modules())
+
+
 @contextmanager
 def handing(layer: nn.Module, hand: StateHandler, refuse: Callable[[str], None]) -> Iterator[None]:
     """Inside, calls of functions that hand a state from token to token go to `hand`.

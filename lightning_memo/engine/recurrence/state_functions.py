@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_memo.parallel.context.state_exchange import StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ STATE_FUNCTIONS = {
 }
 # Kernels that join several of these functions take no state. If they return None, mixers call the functions.
 JOINED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined",)
+# Kernels of other packages warn of fewer tokens than heads.
+_TRIED_TOKENS = 256
 _DOCUMENTS = ("seq_idx", "cu_seqlens")
 
 
@@ -90,6 +96,26 @@ class StateCall:
         """The argument whose shape the result has."""
         t: Tensor = self._argument(self._rule.like)
         return t
+
+    @property
+    def form(self) -> Hashable:
+        """What calls have in common whose states are alike: all but the number of tokens, and values."""
+        by_token, device = self.by_token, self.like.device.type
+        sizes = [(*t.shape[: self.token_dim], *t.shape[self.token_dim + 1 :], t.dtype) for t in by_token]
+        others = [t.shape for t in self.arguments if isinstance(t, Tensor) and all(t is not one for one in by_token)]
+        trained = [isinstance(t, Tensor) and t.requires_grad for t in self.arguments]
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return self._function, tuple(sizes), tuple(others), tuple(trained), torch.is_grad_enabled(), cast
+
+    def find_shape(self) -> StateShape:
+        """Return the shape of the state at the end."""
+        few, names = min(_TRIED_TOKENS, self.like.shape[self.token_dim]), self._rule.names
+        cut = {name: self._argument(name).narrow(self.token_dim, 0, few) for name in self._rule.by_token}
+        args = tuple(cut.get(name, value) for name, value in zip(names, self._args, strict=False))
+        kwargs = {name: cut.get(name, value) for name, value in self._kwargs.items()}
+        tried = StateCall(self.name, self._function, (*args, *self._args[len(names) :]), kwargs)
+        with saved_tensors_hooks(lambda t: t, lambda t: t):  # nothing of it is stored
+            return StateShape.of(tried.run()[1])
 
     def why_not(self) -> str:
         """Return why no state can be handed; empty if it can."""
@@ -130,8 +156,8 @@ class StateCall:
         before = 0 if tail is None else tail.shape[-1]
         joined = x if tail is None else torch.cat([tail, x], -1)
         out = self._compute(joined, {})
-        kept = min(self._argument("weight").shape[-1] - 1, joined.shape[-1])
-        return (out[..., before:] if before else out), joined[..., joined.shape[-1] - kept :].clone()
+        missing = self._argument("weight").shape[-1] - 1 - joined.shape[-1]  # zeros come before a sequence
+        return (out[..., before:] if before else out), F.pad(joined, (missing, 0)).clone()
 
     def _compute(self, first: Tensor, changed: dict[str, Any]) -> Any:
         args, kwargs = list(self._args), self._kwargs | changed

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.plan_limits import PlanLimits
-from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing
+from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
@@ -26,7 +26,6 @@ class SequenceServices(EngineServices, Protocol):
         layers: The model's layers, in order.
         device: Where the layers run.
         settings: The settings that were requested.
-        sharing: The processes that share tokens, and the layout of the batch.
         cutter: Cuts sequences into slices.
         layer_classes: Probes layers.
         comparison: Compares layers in slices with whole layers.
@@ -40,7 +39,6 @@ class SequenceServices(EngineServices, Protocol):
     layers: list[nn.Module]
     device: torch.device
     settings: RequestedSettings
-    sharing: TokenSharing
     cutter: SequenceCutter
     layer_classes: LayerClasses
     comparison: SliceComparison

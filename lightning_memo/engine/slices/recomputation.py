@@ -142,8 +142,8 @@ class _Recomputation:
             stack.enter_context(collecting_nothing())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
             stack.enter_context(handling(self._attend, run.call.layout, run.check_whole))
-            if run.in_slices:
-                stack.enter_context(handing(run.call.layer, self._hand, run.check_whole))
+            if run.hands_states:
+                stack.enter_context(handing(run.call.layer, self._hand, run.check_handed))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(part.range))
             stack.enter_context(run.arguments.casting())

@@ -89,8 +89,8 @@ class SliceRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(handling(handler, run.call.layout, run.check_whole))
-            if run.in_slices:
-                stack.enter_context(handing(run.call.layer, self.hand, run.check_whole))
+            if run.hands_states:
+                stack.enter_context(handing(run.call.layer, self.hand, run.check_handed))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(self.range))
             stack.enter_context(run.arguments.casting())
@@ -141,10 +141,12 @@ class SliceRun:
         """Compute a recurrence from the state that the slice before has reached."""
         run, number = self.run, len(self.starts)
         first, last = self.number == 0, self.number == len(run.attention.slices) - 1
-        start = None if first else run.handed.start(number)
-        kept = start is not None and self.recomputes
-        self.starts.append(StartState(self.storage.store_state(start), start.requires_grad) if kept else None)
-        return run.handed.run(number, call, start, last)
+        start = run.handed.start(number, call, first)
+        kept = None
+        if start is not None and self.recomputes:
+            kept = StartState(self.storage.store_state(start, planned=run.in_slices), start.requires_grad)
+        self.starts.append(kept)
+        return run.handed.run(number, call, start, first, last)
 
     def end_forward(self) -> None:
         """Release what only this slice's forward needs on the device."""

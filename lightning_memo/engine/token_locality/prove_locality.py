@@ -233,9 +233,11 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
 
 
 def _hand(tracker: TokenTracker, call: LayerCall, state_call: StateCall) -> Tensor:
-    layout = call.layout
-    if call.shards > 1 or (layout is not None and layout.ring * layout.ulysses > 1):
-        tracker.refuse(f"{state_call.name} hands a state from token to token, and processes do not hand states on")
+    if call.shards > 1:
+        tracker.refuse(
+            f"{state_call.name} hands a state from token to token, and sequence_parallel=True divides the tokens of "
+            "each slice"
+        )
     return hand_in_shape(tracker, state_call)
 
 

@@ -48,6 +48,7 @@ class BatchSharder:
         takes_loss_arguments: Result of :func:`takes_loss_arguments` for the model.
         bounds_of: Returns the engine's slice bounds on one shard from the batch rows and the tokens of a shard.
         slices_outside: As `outside` of the layout.
+        contiguous: As `contiguous` of the layout.
         documents_of: Returns the positions at which packed documents start in each row, from a batch and its rows.
     """
 
@@ -61,6 +62,7 @@ class BatchSharder:
     takes_loss_arguments: bool = False
     bounds_of: Callable[[int, int], tuple[int, ...]] = one_slice
     slices_outside: bool = False
+    contiguous: bool = False
     documents_of: Callable[[Batch, int], tuple[tuple[int, ...], ...] | None] = packed_documents
 
     @property
@@ -130,6 +132,7 @@ class BatchSharder:
             shards=self.shards,
             bounds=self.bounds_of(rows, padded // (self.ring * self.ulysses * self.shards)),
             outside=self.slices_outside,
+            contiguous=self.contiguous,
             documents=self.documents_of(batch, rows),
             lengths=lengths,
             largest_position=largest_position(batch, tokens),

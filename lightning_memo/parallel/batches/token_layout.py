@@ -5,7 +5,8 @@ that causal work is even, then contiguous over all-to-all ranks. Long documents 
 by one, because a token attends to its own document only. The model gets tokens in *fed order*: with sequence
 parallelism each shard holds its part of every slice, so that gathering a slice from all shards gives a contiguous range
 of the layer order. If attention runs slice after slice, each slice is a range of the whole sequence and is divided by
-itself, so that earlier slices are the past of all ranks. All permutations are applied once, to the batch.
+itself, so that earlier slices are the past of all ranks. Layers that hand a state from token to token need contiguous
+ranges, in the order of the ranks. All permutations are applied once, to the batch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def zigzag(section: range, ring: int, ring_rank: int) -> tuple[range, ...]:
     return range(head, head + size), range(tail, tail + size)
 
 
-def ring_chunks(section: range, ring: int, ring_rank: int, documents: Documents | None) -> list[range]:
+def ring_chunks(
+    section: range, ring: int, ring_rank: int, documents: Documents | None, contiguous: bool = False
+) -> list[range]:
     """Returns the positions of a section that a ring rank and its all-to-all group hold, in layer order.
 
     The section is cut at the edges of documents, and each part is divided in zigzag order. All ranks then have the same
@@ -57,7 +60,11 @@ def ring_chunks(section: range, ring: int, ring_rank: int, documents: Documents 
         ring: Number of ring ranks.
         ring_rank: Rank in the ring.
         documents: As `documents` of :class:`TokenLayout`.
+        contiguous: As `contiguous` of :class:`TokenLayout`.
     """
+    if contiguous:
+        size = len(section) // ring
+        return [section[ring_rank * size : (ring_rank + 1) * size]]
     parts = (section,) if ring == 1 or documents is None else _parts(section, 2 * ring, documents)
     return [chunk for part in parts for chunk in zigzag(part, ring, ring_rank)]
 
@@ -90,6 +97,8 @@ class TokenLayout:
         bounds: Slice bounds on one shard, the last one at `tokens / ring / ulysses / shards`; empty for one slice.
         outside: Whether a slice is a range of the whole sequence that is divided over the context-parallel ranks.
             Otherwise each rank slices its own tokens.
+        contiguous: Whether the tokens of a section that a rank holds follow one another, and those of the next rank
+            follow them.
         documents: Positions in each batch row at which documents start, the first at 0; `None` for one document per
             row.
         lengths: Number of valid tokens in each batch row (right padding); `None` if all tokens are valid.
@@ -108,6 +117,7 @@ class TokenLayout:
     shards: int = 1
     bounds: tuple[int, ...] = ()
     outside: bool = False
+    contiguous: bool = False
     documents: Documents | None = None
     lengths: tuple[int, ...] | None = None
     largest_position: int | None = None
@@ -135,7 +145,7 @@ class TokenLayout:
         return torch.cat([self._own_part(section) for section in self.sections])
 
     def _own_part(self, section: range) -> Tensor:
-        chunks = ring_chunks(section, self.ring, self.ring_rank, self.documents)
+        chunks = ring_chunks(section, self.ring, self.ring_rank, self.documents, self.contiguous)
         return torch.cat([torch.arange(c.start, c.stop) for c in chunks]).chunk(self.ulysses)[self.ulysses_rank]
 
     def fed_order(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.parallel.context.ring_attention import RingAttention, Select
+from lightning_memo.parallel.context.state_exchange import StateExchange
 from lightning_memo.parallel.context.ulysses_attention import UlyssesAttention
 
 
@@ -19,10 +20,13 @@ class ContextGroups:
     Attributes:
         ring: Ring-attention group; `None` without ring attention.
         ulysses: All-to-all group; `None` without Ulysses attention.
+        states: Hands states from each rank to the one with the next tokens; `None` if no layer has a state. With it,
+            each rank holds a contiguous range of the tokens.
     """
 
     ring: dist.ProcessGroup | None = None
     ulysses: dist.ProcessGroup | None = None
+    states: StateExchange | None = None
 
     @property
     def ring_size(self) -> int:
@@ -32,6 +36,11 @@ class ContextGroups:
     def ulysses_size(self) -> int:
         return 1 if self.ulysses is None else dist.get_world_size(self.ulysses)
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether each rank holds a contiguous range of the tokens."""
+        return self.states is not None
+
     def ring_kernel(self, select: Select, bounds: tuple[int, ...] = ()) -> AttentionBackend:
         """Returns attention over the ring, or local attention without a ring. Heads are already exchanged for tokens.
 
@@ -39,7 +48,9 @@ class ContextGroups:
             select: As for :class:`ContextAttention`.
             bounds: Slice bounds among the tokens of a ring rank; empty for a single slice.
         """
-        return EachCallsKernel(select) if self.ring is None else RingAttention(self.ring, select, bounds)
+        if self.ring is None:
+            return EachCallsKernel(select)
+        return RingAttention(self.ring, select, bounds, self.contiguous)
 
 
 class ContextAttention:
@@ -60,9 +71,7 @@ class ContextAttention:
         self.blocks = sliced
         if groups.ring is None and groups.ulysses is None:
             raise ValueError("context-parallel attention needs a ring group, an all-to-all group, or both; got none")
-        attention: AttentionBackend = (
-            EachCallsKernel(select) if groups.ring is None else RingAttention(groups.ring, select)
-        )
+        attention = groups.ring_kernel(select)
         names = [] if groups.ring is None else ["ring"]
         if groups.ulysses is not None:
             attention = UlyssesAttention(groups.ulysses, attention)

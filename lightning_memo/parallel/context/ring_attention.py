@@ -1,8 +1,9 @@
 """Ring attention: keys and values circulate around a group of ranks, queries stay local.
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), with tokens in head-tail
-("zigzag") order, also within long documents, which gives all ranks the same causal work. Outputs of blocks are merged
-by their log-sum-exp.
+("zigzag") order, also within long documents, which gives all ranks the same causal work. In models that hand states
+from token to token, each rank holds a contiguous range instead, and later ranks have more work. Outputs of blocks are
+merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -46,15 +47,18 @@ class RingAttention:
         group: Process group of the ring.
         select: Selects the kernel of a block. The kernel must support blocks and return a log-sum-exp.
         bounds: Slice bounds among the local tokens; empty for a single slice.
+        contiguous: Whether each rank holds a contiguous range of the tokens.
     """
 
     name = "ring"
 
-    def __init__(self, group: dist.ProcessGroup, select: Select, bounds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, select: Select, bounds: tuple[int, ...] = (), contiguous: bool = False
+    ) -> None:
         self.blocks = bool(bounds)
         self._group = group
         self._select = select
-        self._bounds = bounds
+        self._bounds, self._contiguous = bounds, contiguous
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
     def forward(
@@ -156,8 +160,8 @@ class RingAttention:
         """Returns the positions of a rank's tokens `[start, start + tokens)`, which are complete slices."""
         edges = (0, *(self._bounds or (start + tokens,)))
         slices = [(a, b) for a, b in pairwise(edges) if start <= a and b <= start + tokens]
-        size = self._size
-        return [c for a, b in slices for c in ring_chunks(range(a * size, b * size), size, ring_rank, documents)]
+        size, divide = self._size, functools.partial(ring_chunks, contiguous=self._contiguous)
+        return [c for a, b in slices for c in divide(range(a * size, b * size), size, ring_rank, documents)]
 
     def _kernel(self, block: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
         kernel = self._select(q, k, v, block.spec)
@@ -208,7 +212,8 @@ def kernel_calls(spec: AttentionSpec, queries: list[range], keys: list[range]) -
         queries: Positions of the queries, one range per chunk.
         keys: Positions of the keys, one range per chunk.
     """
-    if spec.window is None and spec.lengths is None and spec.documents is None:
+    contiguous = len(queries) == 1 and spec.causal and queries != keys
+    if spec.window is None and spec.lengths is None and spec.documents is None and not contiguous:
         return [_rectangle(spec, queries, keys)]
     return list(_chunk_pairs(spec, queries, keys))
 

@@ -1,0 +1,198 @@
+"""Hybrid models in several processes, which hand on the states of recurrences, train as in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import Callback, Trainer
+from support.architectures.hybrids import HYBRIDS, make_hybrid
+from support.devices import skip_ring_on_cuda
+from support.families import VOCABULARY
+from support.markers.slow import slow_if
+from support.parallel_training import LR, Run, Texts, train, train_alone, train_together
+from support.processes import ProcessError, run_in_processes
+from support.samples.configurations import BOUND, CONFIGURATIONS
+from support.trainer_harness import LanguageModel, make_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.parallel.context.state_exchange import StateExchange, StateLink
+
+MODELS = {config: functools.partial(make_hybrid, config) for config in HYBRIDS}
+KINDS = ("Qwen3NextConfig", "BambaConfig", "FalconH1Config", "Lfm2Config", "NemotronHConfig")
+# AdamW makes whole steps of gradients that are zero but for rounding.
+PARTS = ("loss", "norm", "gradients")
+
+
+def check(configuration: str, run: Run, **settings: Any) -> None:
+    size, of_configuration = CONFIGURATIONS[configuration]
+    skip_ring_on_cuda(of_configuration)
+    errors = train_together(size, run, of_configuration | settings).worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in PARTS), f"{configuration} {settings}: {errors}"
+
+
+@slow_if(
+    lambda config, configuration, alpha: (
+        (config not in KINDS or configuration != "cp2 ring" or alpha != 0.5)
+        and (config, configuration, alpha) != ("Qwen3NextConfig", "cp2 ulysses", 0.5)
+        and (config, configuration) != ("BambaConfig", "cp2 ring")
+    )
+)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "cp3 ring", "cp4 ulysses2 x ring2"])
+@pytest.mark.parametrize("config", HYBRIDS)
+def test_equals_one_process_at_every_alpha(config: str, configuration: str, alpha: float) -> None:
+    check(configuration, Run(family=MODELS[config], tokens=45, steps=2, clip=0.5), alpha=alpha)
+
+
+@slow_if(
+    lambda config, configuration, host_backed: (
+        (config, configuration, host_backed)
+        not in (
+            ("Qwen3NextConfig", "cp2 ring", "none"),
+            ("FalconH1Config", "cp2 ring", "attention"),
+            ("Lfm2Config", "cp2 ulysses", "all"),
+        )
+    )
+)
+@pytest.mark.parametrize("host_backed", ["none", "attention", "all"])
+@pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "cp4 ulysses2 x ring2"])
+@pytest.mark.parametrize("config", KINDS)
+def test_slices(config: str, configuration: str, host_backed: str) -> None:
+    run = Run(family=MODELS[config], tokens=61, steps=2)
+    check(configuration, run, alpha=0.5, slice_tokens=7, host_backed=host_backed)
+
+
+@slow_if(lambda config, configuration: (config, configuration) != ("BambaConfig", "cp2 ring"))
+@pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "cp3 ring"])
+@pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig", "FalconH1Config"])
+def test_long_rows_with_padding(config: str, configuration: str) -> None:
+    run = Run(family=MODELS[config], tokens=389, padded=True, steps=2, accumulate=2)
+    check(configuration, run, alpha=0.5)
+
+
+@slow_if(lambda config, configuration: (config, configuration) != ("Qwen3NextConfig", "cp2 ring"))
+@pytest.mark.parametrize("configuration", ["cp2 ring", "dp2 x cp2", "dp2 x cp2 zero3 ulysses"])
+@pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig", "Lfm2Config"])
+def test_batches_of_other_lengths(config: str, configuration: str) -> None:
+    """Some processes have fewer tokens than a convolution needs of the one before."""
+    run = Run(family=MODELS[config], lengths=(45, 13, 5, 62), steps=4, accumulate=2, clip=0.5)
+    check(configuration, run, alpha=0.5)
+
+
+def frozen(config: str, trained: str) -> nn.Module:
+    model = make_hybrid(config)
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained in name)
+    return model
+
+
+FROZEN = {trained: functools.partial(frozen, "BambaConfig", trained) for trained in ("A_log", "self_attn", "mamba.D")}
+
+
+@slow_if(lambda trained: trained != "mamba.D")
+@pytest.mark.parametrize("trained", FROZEN)
+def test_frozen_weights(trained: str) -> None:
+    """States have gradients in some layers only. Those of the first layer do not depend on the weight D."""
+    check("cp2 ring", Run(family=FROZEN[trained], tokens=45, steps=2), alpha=0.5)
+
+
+class CountsMessages(Callback):
+    """Counts the states and the gradients of states that this process sends."""
+
+    def __init__(self) -> None:
+        self.notes = {"sent": 0}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        send = StateExchange.send
+
+        def count(exchange: StateExchange, t: Tensor, link: StateLink) -> None:
+            self.notes["sent"] += 1
+            send(exchange, t, link)
+
+        self._patch = mock.patch.object(StateExchange, "send", count)
+        self._patch.start()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self._patch.stop()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_recomputation_sends_nothing(alpha: float) -> None:
+    """Each layer with a recurrence has a convolution, too: the first process sends states, the second one gradients."""
+    run = Run(family=MODELS["Qwen3NextConfig"], tokens=45, steps=3)
+    outcome = train_together(2, run, {"context_parallel_size": 2, "alpha": alpha}, watch=CountsMessages)
+    recurrent = HYBRIDS["Qwen3NextConfig"]["layer_types"].count("linear_attention")
+    assert outcome.notes["sent"] == [2 * recurrent * run.steps] * 2
+
+
+class Evaluated(LanguageModel):
+    """Logs the loss of a validation."""
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=1)
+
+
+VALIDATION = Run(tokens=63, ignore=0.0)
+
+
+def evaluate(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
+    module = Evaluated(run.build, lr=LR)
+    trainer = make_trainer(MemoStrategy(plan_memory=False, alpha=0.5, **settings), devices=2, max_steps=1)
+    texts, validation = (DataLoader(Texts(each), batch_size=2) for each in (run, VALIDATION))
+    before = trainer.validate(module, validation, verbose=False)[0]["val_loss"]
+    torch.manual_seed(1)
+    trainer.fit(module, texts, validation)
+    return before, trainer.callback_metrics["val_loss"].item()
+
+
+@slow_if(lambda settings: bool(settings))
+@pytest.mark.parametrize("settings", [{}, {"slice_tokens": 8, "host_backed": "attention"}])
+def test_validation_with_a_cache_and_another_length(settings: dict[str, Any]) -> None:
+    run = Run(family=MODELS["Qwen3NextConfig"], tokens=45, steps=1)
+    model = LanguageModel(run.build).eval()
+    assert model.model.config.use_cache
+    (before, after), others = run_in_processes(2, evaluate, run, {"context_parallel_size": 2} | settings)
+    assert (before, after) == others
+    with torch.no_grad():
+        losses = [float(model.loss(batch)) for batch in DataLoader(Texts(VALIDATION), batch_size=2)]
+    assert before == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert after != before
+
+
+def jamba() -> nn.Module:
+    config = transformers.JambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_d_state=4, mamba_dt_rank=4,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (
+            Run(family=MODELS["BambaConfig"], packed=True),
+            "BambaForCausalLM passes information from token to token outside attention, so that documents would see",
+        ),
+        (
+            Run(family=jamba),
+            "JambaMambaDecoderLayer may not compute each token by itself outside attention: .*, and the tokens of a "
+            "sequence are divided over processes: train this model with context_parallel_size=1",
+        ),
+    ],
+    ids=["packed documents", "a recurrence without a state argument"],
+)
+def test_refused_in_one_line(run: Run, why: str) -> None:
+    with pytest.raises(ProcessError, match=f"ValueError: .*{why}.*\n"):
+        run_in_processes(2, train, run, {"context_parallel_size": 2})
