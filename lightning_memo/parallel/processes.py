@@ -221,8 +221,16 @@ class Processes:
             hands_states: Whether layers hand states from token to token, so that processes need contiguous ranges.
 
         Raises:
-            ValueError: The settings cannot divide the model's heads over the processes.
+            ValueError: The settings cannot divide the model's heads over the processes, or experts are divided beside
+                recurrences.
         """
+        if hands_states and self.sizes.context > 1 and self._experts is not None:
+            # The first slice of a process waits for the last one of another, which waits for tokens of that slice.
+            raise ValueError(
+                f"expert_parallel_size={self.sizes.expert} beside context_parallel_size={self.sizes.context}: layers "
+                "of this model hand states from process to process, and would wait for each other's tokens: use one "
+                "of them"
+            )
         heads, kv_heads = _heads(model)
         ulysses = ulysses_size(self._config, heads // self.sizes.tensor, kv_heads // self.sizes.tensor)
         self.context_groups = context_groups(self.mesh, ulysses, hands_states)

@@ -196,3 +196,9 @@ def jamba() -> nn.Module:
 def test_refused_in_one_line(run: Run, why: str) -> None:
     with pytest.raises(ProcessError, match=f"ValueError: .*{why}.*\n"):
         run_in_processes(2, train, run, {"context_parallel_size": 2})
+
+
+def test_divided_experts_are_refused_in_one_line() -> None:
+    run, settings = Run(family=MODELS["Qwen3NextConfig"]), {"context_parallel_size": 2, "expert_parallel_size": 2}
+    with pytest.raises(ProcessError, match=r"ValueError: expert_parallel_size=2 beside context_parallel_size=2: .*\n"):
+        run_in_processes(2, train, run, settings)
