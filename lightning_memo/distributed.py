@@ -155,13 +155,17 @@ class DistributedStrategy(CheckpointingStrategy):
             loop.inference_mode = False  # weights that FSDP2 gathers in inference mode could not be trained afterwards
         if processes.sizes.tensor > 1:
             refuse_liger_shards(model)
+
+        def layers() -> list[nn.Module]:
+            return select_layers(model, self.config.layers, self.config.one_stack)
+
         processes.divide_model(
             model,
-            layers=lambda: select_layers(model, self.config.layers, self.config.one_stack),
+            layers=layers,
             mixed=self.precision_plugin.mixed,
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )
-        processes.attach(model, self._divided)
+        processes.attach(model, layers, self._divided)
         outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
         processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
 

@@ -35,6 +35,8 @@ class AttentionSpec:
         softcap: The largest score c, by `c * tanh(score / c)` before masks; `None` means no cap.
         sinks: Learned scores `[heads]` that take part in the softmax without a value; `None` if there are none. Kernels
             ignore them: they are merged into the results, see `engine/attention/attention_sinks.py`.
+        whole_mask: An explicit mask of all tokens, `[batch, 1, tokens, tokens]`, in place of all other rules. It is
+            given where queries and keys are divided over processes, and kernels get their part of it as `mask`.
     """
 
     causal: bool = True
@@ -46,11 +48,12 @@ class AttentionSpec:
     documents: tuple[tuple[int, ...], ...] | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    whole_mask: Tensor | None = None
 
     @property
     def sliceable(self) -> bool:
         """Whether the attention of a slice needs only the keys of this slice and of earlier ones."""
-        return self.causal and self.dropout == 0.0 and self.mask is None
+        return self.causal and self.dropout == 0.0 and self.mask is None and self.whole_mask is None
 
     def sees_nothing(self, query_start: int, key_stop: int) -> bool:
         """Return whether all keys before `key_stop` are outside the windows of all queries from `query_start` on."""

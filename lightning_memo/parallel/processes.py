@@ -22,13 +22,14 @@ from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.divide_batch import (
     BatchSharder,
     check_same_batch,
+    check_same_images,
     check_same_size,
-    takes_loss_arguments,
 )
 from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
-from lightning_memo.parallel.batches.loss_arguments import LossArguments
+from lightning_memo.parallel.batches.loss_arguments import LossArguments, takes_loss_arguments
 from lightning_memo.parallel.batches.router_losses import RouterLosses
 from lightning_memo.parallel.batches.separate_documents import separate_documents
+from lightning_memo.parallel.batches.text_model import TextModelInputs, check_layers, trains_beside
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
@@ -45,7 +46,7 @@ from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.zero_sharding import forget_unfinished, shard_state
-from lightning_memo.utils.find_layers import find_hugging_face
+from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
@@ -95,6 +96,7 @@ class Processes:
         self._loss_arguments = LossArguments(self.current_layout)
         self._router_losses = RouterLosses(self.current_layout)
         self._outside: list[FSDPModule] = []
+        self._trains_tower = False
         self._batches = 0
 
     # ---- the model
@@ -181,18 +183,28 @@ class Processes:
             first = states[dist.get_rank() // self.sizes.tensor * self.sizes.tensor]
             replace(first, device=self._device).restore()
 
-    def attach(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
+    def attach(self, module: nn.Module, layers: Callable[[], Sequence[nn.Module]], stack: contextlib.ExitStack) -> None:
         """Activate what forwards and backwards need, until `stack` is closed.
 
         Args:
             module: Divided module.
+            layers: Returns the repeated layers of the module.
             stack: Undoes everything when it is closed.
+
+        Raises:
+            ValueError: The layers are beside the text model, whose tokens are divided.
         """
         if self.sizes.tensor > 1 and self._config.loss_parallel:
             stack.enter_context(loss_parallel())
         for model in find_hugging_face(module):
             stack.callback(self._loss_arguments.attach(model))
             stack.callback(self._router_losses.attach(model))
+        text_model = find_text_model(module)
+        self._trains_tower = text_model is not None and trains_beside(module, text_model)
+        # Sequence parallelism divides the embeddings, to which features of images could not be added.
+        if text_model is not None and self.sizes.context > 1 and self.sizes.shards == 1:
+            check_layers(module, text_model, layers())
+            stack.callback(TextModelInputs(self.current_layout).attach(text_model))
         stack.callback(self._loss_arguments.use, None)
         stack.callback(self._router_losses.use, None)
         stack.callback(self.current_layout.clear)
@@ -248,6 +260,7 @@ class Processes:
             slices_outside=slices_outside,
             contiguous=hands_states,
             documents_of=functools.partial(separate_documents, model),
+            in_model=self.current_layout.text_model is not None,
         )
 
     def divide_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
@@ -306,6 +319,8 @@ class Processes:
             self._batches += 1
         if training and self._experts is not None and self.sizes.expert > self.sizes.context:
             check_same_size(batch, self._experts.homes.get_group(), self.sizes.expert)
+        if training and self._trains_tower and self.sizes.data > 1:
+            check_same_images(batch, self.mesh[DATA].get_group())
         sharder = self._sharder
         if predicting:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)

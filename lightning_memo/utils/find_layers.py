@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import nn
 
@@ -30,6 +30,22 @@ def find_hugging_face(module: nn.Module) -> list[nn.Module]:
     hosts = [m for m in module.modules() if isinstance(m, transformers.PreTrainedModel)]
     inner = {m for host in hosts for m in host.modules() if m is not host}
     return [host for host in hosts if host not in inner]
+
+
+def find_text_model(model: nn.Module) -> nn.Module | None:
+    """Return the text model inside a multimodal decoder of transformers; `None` if the model takes nothing but text."""
+    host: Any = next(iter(find_hugging_face(model)), None)
+    if host is None or host.config.is_encoder_decoder:
+        return None
+    config = host.config.get_text_config()
+    if config is host.config:
+        return None
+    found: Any = None
+    for module in host.modules():
+        is_text = hasattr(module, "set_attn_implementation") and type(module.config) is type(config)
+        if is_text and module is not host and (found is None or module in set(found.modules())):
+            found = module
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +121,8 @@ def _way_out(model: nn.Module) -> str:
 def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[LayerStack]:
     """Return the stacks of layers to swap, the one with the most parameters first.
 
-    Without names, these are all stacks that have a quarter of the parameters of the largest trained one, or more.
+    Without names, these are all stacks that have a quarter of the parameters of the largest trained one, or more. A
+    single one is a stack of the text model, if there is one.
 
     Args:
         model: The model.
@@ -117,6 +134,10 @@ def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bo
     """
     if names is None:
         stacks = find_stacks(model)
+        text = find_text_model(model) if alone else None
+        if text is not None:
+            inside = set(text.modules())
+            stacks = [stack for stack in stacks if inside.issuperset(stack.layers)] or stacks
         largest = next((stack for stack in stacks if stack.is_trained), stacks[0])
         return [largest] if alone else [s for s in stacks if s.parameters * SMALL_STACK >= largest.parameters]
     names = [names] if isinstance(names, str) else names

@@ -20,8 +20,9 @@ from transformers import BatchEncoding
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_memo.data.seed_workers import seed_workers
-from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch, takes_loss_arguments
+from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch
 from lightning_memo.parallel.batches.divide_loader import SplitLoader, seeding_rank, split_iterable
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
 from lightning_memo.parallel.batches.token_layout import multiple
 
 VOCABULARY = 13
@@ -367,9 +368,24 @@ def with_lora():
     return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
-def refusing_loss_arguments():
+def refusing_counts():
+    """Refuses counts of the Trainer of transformers, and passes them on, as Qwen2.5-VL does."""
     model = llama()
     model.accepts_loss_kwargs = False
+    return model
+
+
+def dropping_loss_arguments():
+    model = llama()
+
+    class Dropping(type(model)):
+        accepts_loss_kwargs = False
+
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids, **kwargs)[0])
+            return self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+
+    model.__class__ = Dropping
     return model
 
 
@@ -398,13 +414,14 @@ def masked():
         (llama, True),
         (with_lora, True),
         (lambda: llama().model, False),
-        (refusing_loss_arguments, False),
+        (refusing_counts, True),
+        (dropping_loss_arguments, False),
         (with_a_loss_of_its_own, False),
         (encoder_decoder, False),
         (masked, False),
         (lambda: nn.Linear(2, 2), False),
     ],
-    ids=["causal", "lora", "headless", "refusing", "own loss", "encoder-decoder", "masked", "plain"],
+    ids=["causal", "lora", "headless", "refusing counts", "dropping", "own loss", "encoder-decoder", "masked", "plain"],
 )
 def test_models_that_take_loss_arguments(build, expected):
     assert takes_loss_arguments(Within(build())) is expected

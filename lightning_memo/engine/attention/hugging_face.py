@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memo.engine.attention.divided_masks import WholeMask, divided_mask
 from lightning_memo.engine.attention.mask_patterns import MaskFunction, MaskPattern, measure_pattern, read_rules
 from lightning_memo.engine.attention.model_attention import attend_as_model, not_computed
 from lightning_memo.engine.attention.sliced_attention import attend
@@ -65,7 +66,7 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
         before = [module.config._attn_implementation for module in models.values()]
         undo.append(functools.partial(_restore_attention, list(models.values()), before))
         for module, name in zip(models.values(), before, strict=True):
-            module.set_attn_implementation(_register(current, name in _ALWAYS_MASKED))
+            module.set_attn_implementation(_register(current.seen_by(module), name in _ALWAYS_MASKED))
     return undo
 
 
@@ -141,7 +142,9 @@ def _attention(
 def _spec(
     mask: Tensor | MaskPattern | None, causal: bool, dropout: float, scale: float | None, arguments: dict[str, Any]
 ) -> AttentionSpec:
-    if isinstance(mask, MaskPattern):
+    if isinstance(mask, WholeMask):
+        spec = AttentionSpec(False, scale, None, dropout, whole_mask=mask.mask)
+    elif isinstance(mask, MaskPattern):
         causal = causal if mask.causal is None else mask.causal
         spec = AttentionSpec(causal, scale, mask.window, dropout, mask.lengths, documents=mask.documents)
     else:
@@ -177,6 +180,8 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
             'model with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
         )
     # A module may leave its window to the mask (Qwen2-MoE).
+    if isinstance(mask, WholeMask):
+        return
     if not isinstance(mask, MaskPattern) or window not in (None, mask.window):
         raise RefusedAtAnyLength(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
@@ -247,13 +252,14 @@ def _mask(
     local_size = kwargs.get("local_size")
     may_skip = kwargs.get("allow_is_bidirectional_skip", False)
     may_skip |= kwargs.get("allow_is_causal_skip", True) and not host.always_masked
-    if host.current.layout is not None:
-        return _divided_pattern(mask_function, q_length, device, may_skip and local_size is None)
     explicit = functools.partial(
-        eager_mask if host.always_masked else sdpa_mask,
+        eager_mask if host.always_masked and host.current.layout is None else sdpa_mask,
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
     )  # fmt: skip
+    if host.current.layout is not None:
+        whole = functools.partial(explicit, allow_is_causal_skip=False)
+        return divided_mask(mask_function, host.current, q_length, device, may_skip and local_size is None, whole)
     # Tokens in a cache and cross-attention; only without them do queries and keys have the same positions.
     other_shape = attention_mask is not None and attention_mask.shape != (batch_size, kv_length)
     if other_shape or q_length != kv_length or not isinstance(q_offset, int) or q_offset or kv_offset:
@@ -293,26 +299,3 @@ def _pattern(
         return mask
 
     return measure_pattern(seen_by, tokens)
-
-
-def _divided_pattern(
-    mask_function: MaskFunction, tokens: int, device: torch.device | str, may_skip: bool
-) -> MaskPattern:
-    """Return the pattern of the mask of a batch whose layout knows documents and padding.
-
-    Args:
-        mask_function: A mask function of transformers.
-        tokens: Number of this process's tokens.
-        device: Device of the mask function's tensors.
-        may_skip: Whether transformers would leave it to the attention module whether attention is causal.
-
-    Raises:
-        ValueError: The mask is neither causal, nor a causal window, nor full.
-    """
-    rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
-    if rules is None or rules.chunks or (rules.window is not None and not rules.causal):
-        raise RefusedAtAnyLength(
-            "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs all "
-            'tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
-        )
-    return MaskPattern(None if may_skip else rules.causal, rules.window)

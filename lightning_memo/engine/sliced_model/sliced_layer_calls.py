@@ -25,7 +25,7 @@ from lightning_memo.engine.state.forward_context import ForwardContext
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
-from lightning_memo.parallel.batches.divide_batch import takes_loss_arguments
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import Action, TokenRange

@@ -8,7 +8,6 @@ divided, because the label of a part's last token is a token of another rank.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_memo.parallel.batches.positions import largest_position, packed_documents, right_padded_lengths
+from lightning_memo.parallel.batches.positions import (
+    held,
+    largest_position,
+    packed_documents,
+    right_padded_lengths,
+)
 from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple
-from lightning_memo.utils.find_layers import find_hugging_face
 
 IGNORED = -100
 """Label of a token that the loss ignores."""
@@ -45,11 +48,12 @@ class BatchSharder:
         shards: Number of sequence-parallel shards: the tensor-parallel size with sequence parallelism, otherwise 1.
         ranks: Data-parallel size times context-parallel size, the number of ranks over which losses are averaged.
         data_group: Data-parallel group of this context-parallel and tensor-parallel rank; `None` if its size is 1.
-        takes_loss_arguments: Result of :func:`takes_loss_arguments` for the model.
+        takes_loss_arguments: Whether the model's loss takes `shift_labels` and `num_items_in_batch`.
         bounds_of: Returns the engine's slice bounds on one shard from the batch rows and the tokens of a shard.
         slices_outside: As `outside` of the layout.
         contiguous: As `contiguous` of the layout.
         documents_of: Returns the positions at which packed documents start in each row, from a batch and its rows.
+        in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided] in `text_model.py`.
     """
 
     ring: int = 1
@@ -64,6 +68,7 @@ class BatchSharder:
     slices_outside: bool = False
     contiguous: bool = False
     documents_of: Callable[[Batch, int], tuple[tuple[int, ...], ...] | None] = packed_documents
+    in_model: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -84,6 +89,8 @@ class BatchSharder:
         divided by `num_items_in_batch`, is then `ranks` times its part of the true mean, and the mean over ranks is
         the true mean.
 
+        If the model divides its tokens itself, only the loss arguments are divided here.
+
         Args:
             batch: Whole batch from the loader.
 
@@ -93,7 +100,7 @@ class BatchSharder:
         if not self.cuts:
             return self._with_item_count(batch), None
         rows, tokens, device = _size(batch)
-        _check_tensors(batch, rows, tokens)
+        _check_tensors(batch, rows, tokens, self.in_model)
         targets = self._targets(batch, rows, tokens)
         layout = self._layout(batch, rows, tokens)
         order = layout.fed_order().to(device)
@@ -103,12 +110,13 @@ class BatchSharder:
             return F.pad(whole, padding, value=fill).index_select(1, order)
 
         part = copy.copy(batch)
-        part.pop("attention_mask", None)
-        part.update({name: cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
-        positions = batch.get("position_ids")
-        if positions is None:
-            positions = torch.arange(tokens, device=device)[None]
-        part["position_ids"] = _held(positions, layout.tokens).index_select(1, order)
+        if not self.in_model:
+            part.pop("attention_mask", None)
+            part.update({name: cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
+            positions = batch.get("position_ids")
+            if positions is None:
+                positions = torch.arange(tokens, device=device)[None]
+            part["position_ids"] = held(positions, layout.tokens).index_select(1, order)
         if targets is not None:
             part["shift_labels"] = cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:
@@ -179,29 +187,6 @@ class BatchSharder:
         return count.clamp(min=1).float() / self.ranks
 
 
-def takes_loss_arguments(model: nn.Module) -> bool:
-    """Whether `shift_labels` and `num_items_in_batch` reach the loss of a Hugging Face model inside `model`.
-
-    They do in causal language models whose forward passes unknown arguments to the loss, also inside PEFT's wrappers.
-    Some models accept them but compute the loss without transformers' loss function.
-    """
-    host: Any = next(iter(find_hugging_face(model)), None)
-    if host is None or host.loss_type is None or host.config.is_encoder_decoder:
-        return False
-    passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(host.forward).parameters.values())
-    return (
-        passes_on
-        and any(map(_calls_loss_function, host.modules()))
-        and getattr(host, "accepts_loss_kwargs", True)
-        and {"shift_labels", "num_items_in_batch"} <= inspect.signature(host.loss_function).parameters.keys()
-    )
-
-
-def _calls_loss_function(module: nn.Module) -> bool:
-    forwards = (inspect.unwrap(kind.forward) for kind in type(module).__mro__ if "forward" in vars(kind))
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
-
-
 def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> None:
     """Checks that the ranks that share a batch got the same one. This is a collective of `group`.
 
@@ -240,6 +225,25 @@ def check_same_size(batch: Any, group: dist.ProcessGroup, experts: int) -> None:
         raise ValueError(
             f"expert_parallel_size={experts}: processes that share experts got batches of {given} tokens, and need "
             "equal sizes: pack or pad rows to one length, or let context-parallel processes alone share experts"
+        )
+
+
+def check_same_images(batch: Any, group: dist.ProcessGroup) -> None:
+    """Checks that all ranks train the tower of a model, or none. This is a collective of `group`.
+
+    Args:
+        batch: Batch from this rank's loader.
+        group: Data-parallel ranks.
+
+    Raises:
+        ValueError: Some ranks got images, and others did not. It is raised on all ranks of the group.
+    """
+    names = batch if isinstance(batch, Mapping) else {}
+    has_images = any(name.startswith("pixel_values") and names[name] is not None for name in names)
+    if len(_of_all(torch.tensor([has_images]), group).unique()) > 1:
+        raise ValueError(
+            "some data-parallel processes got a batch with images and others one without, and would reduce other "
+            "gradients: sort batches by kind, freeze what processes images, or set data_parallel_size=1"
         )
 
 
@@ -306,7 +310,7 @@ def _is_per_token(value: Any, rows: int, tokens: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] == (rows, tokens)
 
 
-def _check_tensors(batch: Batch, rows: int, tokens: int) -> None:
+def _check_tensors(batch: Batch, rows: int, tokens: int, in_model: bool) -> None:
     """Raises for masks and positions that no layout can describe."""
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (rows, tokens)):
@@ -315,19 +319,23 @@ def _check_tensors(batch: Batch, rows: int, tokens: int) -> None:
             f"the batch's attention_mask is {given}: give a padding mask {[rows, tokens]}, pad on the right, and pack "
             "documents by position_ids that restart at 0"
         )
-    if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, rows)):
+    if positions is not None and not (
+        positions.ndim in ((2, 3) if in_model else (2,)) and positions.shape[-2] in (1, rows)
+    ):
         raise ValueError(f"the batch's position_ids are {list(positions.shape)}: give {[rows, tokens]}, or leave them")
-    if positions is not None and positions.shape[1] != tokens:
-        raise ValueError(f"the batch has {tokens} tokens and {positions.shape[1]} position_ids: give one for each")
+    if positions is not None and positions.shape[-1] != tokens:
+        raise ValueError(f"the batch has {tokens} tokens and {positions.shape[-1]} position_ids: give one for each")
+    if in_model:  # other tensors are not divided, and those of images may have any shape
+        return
     for name, value in batch.items():
+        if name.startswith("pixel_values"):
+            raise ValueError(
+                f"the batch has {name}, and the features of images have places among all tokens of a row: set "
+                "sequence_parallel=False if the model has a text model inside, and otherwise context_parallel_size=1"
+            )
         square = isinstance(value, Tensor) and value.ndim > 1 and value.shape[-2:] == (tokens, tokens)
         if square and name != "inputs_embeds" and value.shape != (rows, tokens):
             raise ValueError(
                 f"the batch's {name} {list(value.shape)} relates tokens to tokens, and no process holds all tokens: "
                 "omit it, and describe padding by attention_mask [batch, tokens] and documents by position_ids"
             )
-
-
-def _held(positions: Tensor, tokens: int) -> Tensor:
-    """Pads positions `[batch or 1, tokens]` on the right with the last one, because position tables may end there."""
-    return torch.cat([positions, positions[:, -1:].expand(-1, tokens - positions.shape[1])], 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face
 
 _ADDED = ("position_ids", "shift_labels", "num_items_in_batch")
 
@@ -45,6 +49,7 @@ class LossArguments:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch, labels = self._batch, kwargs.get("labels")
         cut = self._current.layout is not None
+        positions_cut = cut and self._current.text_model is None
         if cut and why_unknown:
             raise ValueError(
                 f"{class_name(model)} {why_unknown}, and would count the tokens that each process holds "
@@ -52,14 +57,14 @@ class LossArguments:
             )
         names = [name for name in _ADDED if batch.get(name) is not None]
         if labels is None or labels is not batch.get("labels"):
-            names = [name for name in names if name == "position_ids" and cut]
+            names = [name for name in names if name == "position_ids" and positions_cut]
         if cut and labels is not None and labels is not batch.get("labels"):
             raise ValueError(
                 f"{class_name(model)} got labels other than the batch's, which were shifted before the batch "
                 'was divided: pass batch["labels"] unchanged, or compute the loss from logits and batch["shift_labels"]'
             )
         positions = kwargs.get("position_ids")
-        if cut and positions is not None and not _same(positions, batch.get("position_ids")):
+        if positions_cut and positions is not None and not _same(positions, batch.get("position_ids")):
             raise ValueError(
                 f"{class_name(model)} got position_ids other than the batch's, which belong to this process's "
                 "tokens: omit them, or let the loader put position_ids [batch, tokens] into the batch"
@@ -72,3 +77,44 @@ def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
     if of_batch is None or positions is of_batch:
         return True
     return positions.shape[-1] == of_batch.shape[-1] and bool((positions == of_batch).all())
+
+
+def takes_loss_arguments(model: nn.Module) -> bool:
+    """Whether `shift_labels` and `num_items_in_batch` reach the loss of a Hugging Face model inside `model`.
+
+    They do in causal language models whose forward passes unknown arguments to the loss, also inside PEFT's wrappers.
+    Some models accept them but compute the loss without transformers' loss function.
+    """
+    host: Any = next(iter(find_hugging_face(model)), None)
+    if host is None or host.loss_type is None or host.config.is_encoder_decoder:
+        return False
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(host.forward).parameters.values())
+    # Some models refuse counts from transformers' Trainer, and pass all arguments on.
+    accepts = getattr(host, "accepts_loss_kwargs", True) or _passes_all_to_loss(host)
+    return (
+        passes_on
+        and any(map(_calls_loss_function, host.modules()))
+        and accepts
+        and {"shift_labels", "num_items_in_batch"} <= inspect.signature(host.loss_function).parameters.keys()
+    )
+
+
+def _calls_loss_function(module: nn.Module) -> bool:
+    return any("loss_function" in forward.__code__.co_names for forward in _forwards(module))
+
+
+def _passes_all_to_loss(module: nn.Module) -> bool:
+    """Whether each call of the loss function in a module's own forward gets all keyword arguments."""
+    forward = next(_forwards(module), None)
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(forward))) if forward is not None else None
+    except OSError:
+        return False  # made at run time
+    nodes = [] if source is None else [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    calls = [call for call in nodes if isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function"]
+    return bool(calls) and all(any(keyword.arg is None for keyword in call.keywords) for call in calls)
+
+
+def _forwards(module: nn.Module) -> Iterator[Any]:
+    forwards = (inspect.unwrap(kind.forward) for kind in type(module).__mro__ if "forward" in vars(kind))
+    return (forward for forward in forwards if hasattr(forward, "__code__"))

@@ -34,17 +34,28 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ..
     As in transformers, a document starts where position ids do not increase by one and the batch has no attention mask.
 
     Args:
-        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any.
+        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any. Those of several axes tell of documents if the
+            first of four axes has the positions in the text.
         rows: Number of rows of the batch.
     """
     positions = batch.get("position_ids")
     if positions is None or batch.get("attention_mask") is not None:
         return None
+    if positions.ndim == 3:
+        if len(positions) != 4:
+            return None
+        positions = positions[0]
     jumps = (positions.diff() != 1).cpu()
     if not jumps.any():
         return None
     starts = tuple((0, *(row.nonzero()[:, 0] + 1).tolist()) for row in jumps)
     return starts * (rows // len(starts))
+
+
+def held(positions: Tensor, tokens: int) -> Tensor:
+    """Pads positions `[..., tokens]` on the right with the last one, because position tables may end there."""
+    missing = tokens - positions.shape[-1]
+    return torch.cat([positions, positions[..., -1:].expand(*positions.shape[:-1], missing)], -1)
 
 
 def largest_position(batch: Mapping[str, Any], tokens: int) -> int:

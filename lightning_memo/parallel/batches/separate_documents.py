@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_memo.parallel.batches.positions import packed_documents
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face
 
 _RECURRENT_TYPES = frozenset(
     {"linear_attention", "conv", "hybrid", "hybrid_sliding", "compressed_sparse_attention",
@@ -43,6 +44,12 @@ def separate_documents(
         ValueError: Rows are packed, and plain training would let their documents see each other.
     """
     documents = packed_documents(batch, rows)
+    if documents is not None and batch["position_ids"].ndim == 2 and _has_axes(model):
+        raise ValueError(
+            "position_ids tell that rows hold several documents, and positions of this model have several axes "
+            "(M-RoPE): give position_ids [4, batch, tokens], the positions in the text first, or pass one document in "
+            "each row"
+        )
     mixed = None if documents is None else find_mixed_documents(model, makes_cache)
     if mixed is not None:
         raise ValueError(
@@ -86,6 +93,12 @@ def find_mixed_documents(model: nn.Module, makes_cache: bool | None = None) -> M
         if masks and (getattr(module.config, "use_cache", False) if makes_cache is None else makes_cache):
             caching = MixedDocuments(f"{name} makes a key-value cache", "set model.config.use_cache = False, or ")
     return caching
+
+
+def _has_axes(model: nn.Module) -> bool:
+    """Return whether positions of a model of transformers are those in time, height and width."""
+    configs = (host.config.get_text_config() for host in find_hugging_face(model))  # type: ignore[union-attr, operator]
+    return any("mrope_section" in (getattr(config, "rope_parameters", None) or ()) for config in configs)
 
 
 def _is_recurrent(module: nn.Module) -> bool:

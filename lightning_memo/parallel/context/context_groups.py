@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionResult, AttentionSpec
-from lightning_memo.parallel.context.ring_attention import RingAttention, Select
+from lightning_memo.parallel.context.ring_attention import RingAttention, Select, with_mask_of
 from lightning_memo.parallel.context.state_exchange import StateExchange
 from lightning_memo.parallel.context.ulysses_attention import UlyssesAttention
 
@@ -107,7 +107,7 @@ class ContextAttention:
 
 
 class EachCallsKernel:
-    """Attention by local kernels, selected for each call.
+    """Attention by local kernels, selected for each call. Queries and keys are all tokens.
 
     Args:
         select: As for :class:`ContextAttention`.
@@ -122,6 +122,7 @@ class EachCallsKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
+        spec = with_mask_of(spec)
         return self._select(q, k, v, spec).forward(q, k, v, spec, query_start, key_start)
 
     def backward(
@@ -135,4 +136,5 @@ class EachCallsKernel:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        spec = with_mask_of(spec)
         return self._select(q, k, v, spec).backward(dout, q, k, v, result, spec, query_start, key_start)

@@ -9,7 +9,7 @@ merged by their log-sum-exp.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_memo.kernels.attention_kernel import (
     sees_nothing_result,
     sums_dtype,
 )
+from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.packed_documents import sees_any
 from lightning_memo.parallel.batches.token_layout import Documents, ring_chunks
 
@@ -165,6 +166,8 @@ class RingAttention:
 
     def _kernel(self, block: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
         kernel = self._select(q, k, v, block.spec)
+        if not kernel.blocks and block.spec.mask is not None:
+            kernel = BlockwiseAttention()  # returns the log-sum-exp of any call
         if not kernel.blocks:
             raise ValueError(
                 f"ring attention needs a log-sum-exp, and the kernel for {q.dtype} with head_dim {q.shape[3]} on "
@@ -212,10 +215,32 @@ def kernel_calls(spec: AttentionSpec, queries: list[range], keys: list[range]) -
         queries: Positions of the queries, one range per chunk.
         keys: Positions of the keys, one range per chunk.
     """
+    if spec.whole_mask is not None:
+        everything, all_keys = (slice(0, sum(map(len, chunks))) for chunks in (queries, keys))
+        return [KernelCall(everything, all_keys, with_mask_of(spec, queries, keys))]
     contiguous = len(queries) == 1 and spec.causal and queries != keys
     if spec.window is None and spec.lengths is None and spec.documents is None and not contiguous:
         return [_rectangle(spec, queries, keys)]
     return list(_chunk_pairs(spec, queries, keys))
+
+
+def with_mask_of(
+    spec: AttentionSpec, queries: Iterable[range] | None = None, keys: Iterable[range] | None = None
+) -> AttentionSpec:
+    """Returns attention rules in which the part of a whole mask for some queries and keys is the mask.
+
+    Args:
+        spec: Attention rules.
+        queries: Positions of the queries; `None` for all.
+        keys: Positions of the keys; `None` for all.
+    """
+    mask = spec.whole_mask
+    if mask is None:
+        return spec
+    for dim, chunks in ((-2, queries), (-1, keys)):
+        if chunks is not None:
+            mask = torch.cat([mask.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+    return replace(spec, mask=mask, whole_mask=None, lengths=None, documents=None)
 
 
 def _rectangle(spec: AttentionSpec, queries: list[range], keys: list[range]) -> KernelCall:

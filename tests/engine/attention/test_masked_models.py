@@ -249,7 +249,7 @@ def refusal(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("build", "batch"), [(gemma3, images_in_both_halves), (llama4, text), (prefix_lm, text)])
+@pytest.mark.parametrize(("build", "batch"), [(llama4, text), (prefix_lm, text)])
 def test_refusals_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
     for message in run_in_processes(2, refusal, build, batch):
         assert "neither causal, nor a sliding window, nor full" in message and "\n" not in message
@@ -271,7 +271,7 @@ def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> 
     ).losses[0]
 
 
-@pytest.mark.parametrize(("build", "batch"), [(gemma3, without_image), (eager, text)])
+@pytest.mark.parametrize(("build", "batch"), [(gemma3, without_image), (gemma3, images_in_both_halves), (eager, text)])
 def test_masks_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
     parts = run_in_processes(2, divided_loss, build, batch)
     assert sum(parts) / 2 == pytest.approx(plain_training(build, batch).losses[0], rel=1e-6)
