@@ -378,6 +378,32 @@ def test_all_to_all_attention_takes_any_kernel():
         assert out <= OUT_BOUND and max(gradients) <= GRADIENT_BOUND
 
 
+def masked_errors(ring: int, ulysses: int, replay: bool) -> list[float]:
+    """Errors of attention in which tokens 20 to 45 of the first row see each other, and earlier ones."""
+    groups, inputs = context_groups(ring, ulysses), make_inputs(key_heads=2, queries=64, keys=64)
+    seen = torch.ones(2, 1, 64, 64, dtype=torch.bool).tril()
+    seen[0, :, 20:46, 20:46] = True
+    documents = ((0, 20), (0, 33))  # by which tokens are laid out; the mask says what they see
+    spec = AttentionSpec(causal=False, whole_mask=seen, documents=documents, lengths=(64, 50))
+    layout = layout_of(groups, ring, ulysses, 64, documents)
+    q, k, v, dout = (t[:, :, layout.layer_order()] for t in inputs)
+    attention = ContextAttention(groups, (lambda *args: Replay()) if replay else select_backend)
+    result = attention.forward(q, k, v, spec)
+    found = [result.out, *attention.backward(dout, q, k, v, result, spec)]
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out = F.scaled_dot_product_attention(*leaves, seen, enable_gqa=True)
+    expected = [t[:, :, layout.layer_order()] for t in (out.detach(), *torch.autograd.grad(out, leaves, inputs.dout))]
+    return [float((mine - theirs).abs().max()) for mine, theirs in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("topology", ["ring 2", "ulysses 2", "both"])
+def test_masks_of_all_tokens(topology, replay):
+    ring, ulysses = TOPOLOGIES[topology]
+    for out, *gradients in run_in_processes(ring * ulysses, masked_errors, ring, ulysses, replay):
+        assert out <= OUT_BOUND and max(gradients) <= GRADIENT_BOUND
+
+
 # ---- names and sizes
 
 
