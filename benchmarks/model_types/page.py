@@ -99,7 +99,8 @@ def _levels() -> str:
         settings = ", ".join(f"{key}={value!r}".replace("'", '"') for key, value in level.settings.items())
         lines.append([name, f"`MemoStrategy({settings})`", str(level.processes)])
     text = (
-        "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest: the decoder "
+        "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest "
+        "(of the text model, if there is one): the decoder "
         "or the encoder, but not both. Smaller stacks, such as vision towers, are trained plainly.\n\n"
         "If tensor parallelism is refused with the advice `sequence_parallel=False`, the advice is followed; the cell "
         "then names the reason."
