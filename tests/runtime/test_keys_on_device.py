@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.samples.scarce import Scarce
+from support.architectures.scarce import Scarce
 from support.trainer_harness import LanguageModel, batches, fit, loader, plain
 
 from lightning_memo import MemoStrategy

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures.scarce import Scarce
 from support.families import PlainBlock, PlainModel
 from support.markers.slow import slow_if
-from support.samples.scarce import Scarce
 from support.trainer_harness import (
     LanguageModel,
     assert_usable_again,

@@ -66,14 +66,9 @@ def plan_swap(
             return plain
     warm = steady(costs)
     feasibility = Feasibility(warm, budget, slot_bytes, streamed_bytes, slice_tokens, whole_layers)
-
-    def seconds_at(fraction: float) -> float:
-        if streamed_bytes is not None:
-            return streamed_step_seconds(warm, streamed_bytes(fraction), schedule)
-        return step_seconds(warm, _swap_plan(feasibility, fraction, schedule, host_backed))
-
-    chosen, reason = _choose_alpha(feasibility, alpha, seconds_at)
-    swap, seconds = _swap_plan(feasibility, chosen, schedule, host_backed), seconds_at(chosen)
+    chosen, reason = _choose_alpha(feasibility, alpha, schedule)
+    swap = _swap_plan(feasibility, chosen, schedule, host_backed)
+    seconds = _seconds_at(feasibility, schedule, chosen) if streamed_bytes is not None else step_seconds(warm, swap)
     return Plan(fingerprint=fingerprint, costs=costs, budget=budget, swap=swap, step_seconds=seconds, reason=reason)
 
 
@@ -104,9 +99,7 @@ def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_
     )
 
 
-def _choose_alpha(
-    feasibility: Feasibility, alpha: float | str, seconds_at: Callable[[float], float]
-) -> tuple[float, str]:
+def _choose_alpha(feasibility: Feasibility, alpha: float | str, schedule: Schedule) -> tuple[float, str]:
     """Returns alpha and the reason for it."""
     if alpha == "auto":
         solution = solve_alpha(feasibility.costs, feasibility.budget)
@@ -114,7 +107,8 @@ def _choose_alpha(
         if feasibility.streamed_bytes is None or most == 0.0:
             return most, best_alpha_reason(feasibility, solution, most)
         # Copies of single slices may not hide, although those of whole layers do.
-        chosen = min((most * part / _STREAMED_PARTS for part in range(_STREAMED_PARTS, -1, -1)), key=seconds_at)
+        fractions = (most * part / _STREAMED_PARTS for part in range(_STREAMED_PARTS, -1, -1))
+        chosen = min(fractions, key=lambda fraction: _seconds_at(feasibility, schedule, fraction))
         if chosen == most:
             return most, best_alpha_reason(feasibility, solution, most)
         return chosen, sliced_alpha_reason(chosen)
@@ -125,6 +119,12 @@ def _choose_alpha(
         remedy = f'{smaller} or alpha="auto", or raise host_memory'
         raise HostMemoryError(given, feasibility.host_bytes(given), feasibility.budget, remedy)
     return given, given_alpha_reason(feasibility, given)
+
+
+def _seconds_at(feasibility: Feasibility, schedule: Schedule, alpha: float) -> float:
+    """Expected seconds of a step where each slice swaps by itself."""
+    assert feasibility.streamed_bytes is not None
+    return streamed_step_seconds(feasibility.costs, feasibility.streamed_bytes(alpha), schedule)
 
 
 def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
