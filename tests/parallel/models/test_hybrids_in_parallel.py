@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -38,33 +39,38 @@ def check(configuration: str, run: Run, **settings: Any) -> None:
     assert all(errors[part] <= BOUND for part in PARTS), f"{configuration} {settings}: {errors}"
 
 
-@slow_if(
-    lambda config, configuration, alpha: (
-        (config not in KINDS or configuration != "cp2 ring" or alpha != 0.5)
-        and (config, configuration, alpha) != ("Qwen3NextConfig", "cp2 ulysses", 0.5)
-        and (config, configuration) != ("BambaConfig", "cp2 ring")
-    )
+WAYS = ("cp2 ring", "cp2 ulysses", "cp3 ring", "cp4 ulysses2 x ring2")
+QUICK = {
+    *((config, "cp2 ring", 0.5) for config in KINDS), ("Qwen3NextConfig", "cp2 ulysses", 0.5),
+    ("BambaConfig", "cp2 ring", 0.0), ("BambaConfig", "cp2 ring", 1.0),
+}  # fmt: skip
+# Every type in every way, with one alpha after the other.
+OTHERS = zip(itertools.product(HYBRIDS, WAYS), itertools.cycle((0.0, 0.5, 1.0)), strict=False)
+
+
+@slow_if(lambda config, configuration, alpha: (config, configuration, alpha) not in QUICK)
+@pytest.mark.parametrize(
+    ("config", "configuration", "alpha"), sorted(QUICK.union((*case, alpha) for case, alpha in OTHERS))
 )
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "cp3 ring", "cp4 ulysses2 x ring2"])
-@pytest.mark.parametrize("config", HYBRIDS)
 def test_equals_one_process_at_every_alpha(config: str, configuration: str, alpha: float) -> None:
     check(configuration, Run(family=MODELS[config], tokens=45, steps=2, clip=0.5), alpha=alpha)
 
 
-@slow_if(
-    lambda config, configuration, host_backed: (
-        (config, configuration, host_backed)
-        not in (
-            ("Qwen3NextConfig", "cp2 ring", "none"),
-            ("FalconH1Config", "cp2 ring", "attention"),
-            ("Lfm2Config", "cp2 ulysses", "all"),
-        )
-    )
+QUICK_SLICES = {
+    ("Qwen3NextConfig", "cp2 ring", "none"), ("FalconH1Config", "cp2 ring", "attention"),
+    ("Lfm2Config", "cp2 ulysses", "all"),
+}  # fmt: skip
+OTHER_SLICES = zip(
+    itertools.product(KINDS, (WAYS[0], WAYS[1], WAYS[3])), itertools.cycle(("none", "all", "attention", "all")),
+    strict=False,
+)  # fmt: skip
+
+
+@slow_if(lambda config, configuration, host_backed: (config, configuration, host_backed) not in QUICK_SLICES)
+@pytest.mark.parametrize(
+    ("config", "configuration", "host_backed"),
+    sorted(QUICK_SLICES.union((*case, backed) for case, backed in OTHER_SLICES)),
 )
-@pytest.mark.parametrize("host_backed", ["none", "attention", "all"])
-@pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "cp4 ulysses2 x ring2"])
-@pytest.mark.parametrize("config", KINDS)
 def test_slices(config: str, configuration: str, host_backed: str) -> None:
     run = Run(family=MODELS[config], tokens=61, steps=2)
     check(configuration, run, alpha=0.5, slice_tokens=7, host_backed=host_backed)

@@ -7,6 +7,7 @@ are all gradients.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,11 +112,13 @@ QUICK = {
 }  # fmt: skip
 
 
+# Every model, method and kind of rows, with one alpha after the other.
+OTHERS = zip(itertools.product(MODELS, ("ring", "ulysses"), ROWS), itertools.cycle((0.0, 0.5, 1.0)), strict=False)
+CASES = sorted(QUICK.union((*case, alpha) for case, alpha in OTHERS))
+
+
 @slow_if(lambda model, method, rows, alpha: (model, method, rows, alpha) not in QUICK)
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "method", "rows", "alpha"), CASES)
 def test_two_processes(model: str, method: str, rows: str, alpha: float) -> None:
     settings = {"ring": RING, "ulysses": ULYSSES}[method] | {"alpha": alpha}
     skip_ring_on_cuda(settings)
