@@ -70,13 +70,13 @@ class ShorterSlices:
 
     def _next(self) -> list[tuple[int, int, HostBacked]]:
         """The rest of the ladder: number of the rung, tokens of a slice, and what lives on the host."""
-        whole, present = self._engine.profiled_tokens, self._engine.settings.slice_tokens
-        rungs = [
-            (n, self._given or _tiled(whole, slices), backed) for n, (slices, backed) in enumerate(self._ladder, 1)
-        ]
-        if self._given is not None:
-            return [rung for rung in rungs if _MOVED[rung[2]] > _MOVED[self._engine.settings.host_backed]]
-        return [rung for rung in rungs if rung[0] > self._tried and rung[1] < (present or whole)]
+        whole, settings = self._engine.profiled_tokens, self._engine.settings
+        if self._given is None:
+            rungs = [(n, _tiled(whole, slices), backed) for n, (slices, backed) in enumerate(self._ladder, 1)]
+            return [rung for rung in rungs if rung[0] > self._tried and rung[1] < (settings.slice_tokens or whole)]
+        moved = _MOVED[settings.host_backed]
+        rungs = [(n, self._given, backed) for n, (_, backed) in enumerate(self._ladder, 1) if _MOVED[backed] > moved]
+        return rungs if self._given < whole else []
 
 
 def _tiled(tokens: int, slices: int) -> int:

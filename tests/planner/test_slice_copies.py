@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,9 @@ from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.swap_plan import SliceBytes, StreamedBytes
-from lightning_memo.planner import plan_swap
+from lightning_memo.planner import plan_swap, solve_alpha
 from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
+from lightning_memo.planner.alpha.largest_alpha import TOLERANCE
 from lightning_memo.planner.alpha.slice_copies import layer_seconds
 from lightning_memo.planner.alpha.step_time import streamed_step_seconds
 from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
@@ -79,5 +82,7 @@ def test_the_best_alpha_is_not_slower_than_none_and_the_largest(slices, forward,
     best = at("auto")
     assert best.step_seconds == streamed_step_seconds(layers, streamed(best.swap.alpha), schedule)
     assert best.step_seconds <= at(0.0).step_seconds
+    largest = math.floor(solve_alpha(layers, AMPLE).alpha * layers.tokens + TOLERANCE) / layers.tokens
+    assert best.step_seconds <= at(largest).step_seconds
     computing = sum(layers.forward_seconds) + sum(layers.backward_seconds)
     assert best.step_seconds >= layers.outside_seconds + computing - 1e-9

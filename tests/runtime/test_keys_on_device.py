@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support.architectures.scarce import Scarce
 from support.trainer_harness import LanguageModel, batches, fit, loader, plain
 
@@ -50,6 +51,13 @@ def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
     assert backing(result) == (4, "all")
     assert result.losses == pytest.approx(plain(max_steps=8).losses, abs=3e-6)
     assert set(result.held) == {0}
+
+
+def test_rows_that_are_no_longer_than_a_slice_are_not_run_again() -> None:
+    """Nothing would move to the host."""
+    strategy = MemoStrategy(alpha=0.0, slice_tokens=64, plan_memory=False)
+    with pytest.raises(torch.OutOfMemoryError, match="the step does not fit the device, even with every layer"):
+        fit(strategy, Scarce({0: ["forward"]}), max_steps=2)
 
 
 def test_a_longer_batch_is_profiled_where_keys_are(tmp_path: Any) -> None:
