@@ -176,11 +176,12 @@ def _readers() -> tuple[tuple[CodeType, Callable[..., MaskRules | None]], ...]:
         (masks.sliding_window_overlay(1), lambda positions, window: MaskRules(window=window)),
         (masks.chunked_overlay(1, unused), _read_chunks),
         (masks.packed_sequence_mask_function(unused), lambda positions, groups: MaskRules(groups=(groups,))),
-        (masks.remap_positions_for_packed_sequence(causal, unused), _read_remapped),
         (masks.and_masks(causal), _read_intersection),
         (masks.or_masks(causal), _read_union),
     )
-    return tuple((function.__code__, make) for function, make in known)
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)  # since transformers 5.23
+    remapped = () if remap is None else ((remap(causal, unused), _read_remapped),)
+    return tuple((function.__code__, make) for function, make in (*known, *remapped))
 
 
 def _read_chunks(positions: Tensor, size: int, left_padding: Tensor) -> MaskRules:
