@@ -221,7 +221,7 @@ class _Comparison:
         known = self._answers[len(values.answers)]
         answer = self._take(known, place, part).detach().requires_grad_(trained)
         values.answers.append(_Value(name, answer, place))
-        return answer
+        return answer.clone()  # the layer may write into it
 
     def _take(self, t: Tensor, place: TokenPlace, part: TokenRange) -> Tensor:
         if part.tokens == self._call.tokens:
@@ -235,7 +235,8 @@ class _Comparison:
             generator = torch.Generator(x.device).manual_seed(0)
             self._gradients = [torch.empty_like(value.t).normal_(generator=generator) for value in outputs]
         pairs = zip(self._gradients, outputs, strict=True)
-        given = [self._take(gradient, value.place or self._by_token, part) for gradient, value in pairs]
+        # Copies, because a backward may write into the gradients that it gets.
+        given = [self._take(gradient, value.place or self._by_token, part).clone() for gradient, value in pairs]
         inputs = [_Value("the gradient of the input", x, self._by_token)]
         inputs += [replace(value, name=f"the gradient of {value.name}") for value in values.answers]
         inputs += [_Value(f"the gradient of {name}", t, None) for name, t in self._weights.items()]

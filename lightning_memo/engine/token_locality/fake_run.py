@@ -31,7 +31,7 @@ from lightning_memo.engine.state.held_values import name_of
 from lightning_memo.engine.state.python_state import PythonState
 from lightning_memo.engine.state.tensor_attributes import why_not_written
 from lightning_memo.engine.token_locality.kept_constants import KeptConstants
-from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, refuse
+from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, liger_in_shape, refuse
 from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
 from lightning_memo.engine.token_locality.user_code import (
@@ -72,6 +72,8 @@ class TrialMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # A kernel of Triton or of a C++ extension would get the address 0, and a GPU would then be lost to the process.
+        self._allow_unsafe_data_ptr_access = False
         self.written: list[Tensor] = []
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
         self._stand_for: dict[int, Tensor] = {}  # tensors with values by the address of the fake one
@@ -223,6 +225,7 @@ def running(
         handing(call.layer, hand, on_leaving),
         call.mode(TokenRange(0, call.tokens, Action.KEEP)),
         without_parameter_hooks(call.layer),
+        liger_in_shape(),
         _without_gradients(call.layer),
         LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
     ):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -106,11 +108,53 @@ def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callabl
     wrapped = any(hasattr(vars(kind).get("forward"), "__wrapped__") for kind in type(module).__mro__)
     if hasattr(module, "_is_expert_parallel") and wrapped:
         return functools.partial(_experts_in_shape, tracker)  # transformers has one interface for experts
-    if package == "liger_kernel":
-        return Tensor.clone
     if package == "bitsandbytes" and isinstance(module, nn.Linear):
         return functools.partial(_linear_in_shape, tracker, module)
     return None
+
+
+@contextlib.contextmanager
+def liger_in_shape() -> Iterator[None]:
+    """Inside, operations of PyTorch stand in for the kernels of liger-kernel, which need values."""
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in _LIGER.items():
+            kernel = getattr(sys.modules.get("liger_kernel.ops"), name, None)
+            if kernel is not None:
+                kernel.apply = stand_in
+                stack.callback(delattr, kernel, "apply")
+        yield
+
+
+def _silu_mul(a: Tensor, b: Tensor, *multipliers: float) -> Tensor:
+    return F.silu(a) * b
+
+
+def _gelu_mul(a: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(a) * b
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, *settings: Any) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys `[batch, heads, tokens, head_dim]` by angles `[batch or 1, tokens, rotary_dim]`."""
+    angles = (cos + sin)[..., :1].unsqueeze(-3)  # in shape only: each number depends on its token's angles
+    return (q * angles).to(q.dtype), (k * angles).to(k.dtype)
+
+
+_LIGER: Final = {
+    "LigerSiLUMulFunction": _silu_mul,
+    "LigerGELUMulFunction": _gelu_mul,
+    "LigerRMSNormFunction": _rms_norm,
+    "LigerLayerNormFunction": _layer_norm,
+    "LigerRopeFunction": _rotate,
+}
+"""Functions of `liger_kernel.ops` that act on each token alone. A layer with others runs whole."""
 
 
 def _experts_in_shape(tracker: TokenTracker | None, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton
 import triton.language as tl
 from liger_kernel.ops import rms_norm
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.models.llama import modeling_llama
 from triton.runtime import interpreter
 
-_convert = interpreter._implicit_cvt
+_convert, _call = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
 
 
 @triton.jit
@@ -28,14 +30,22 @@ def _convert_floats(value: Any) -> Any:
     return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
 
 
+def _call_unseen(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a kernel, whose writes PyTorch does not see on a GPU. The interpreter copies all arguments back."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    with _disable_current_modes(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        return _call(executor, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Inside, liger's kernels run on the CPU, and Llamas may be changed: all is put back.
 
-    Two things are missing in the interpreter: numbers with a fraction among a kernel's arguments, which kernels cast,
-    and the GPU's own `rsqrt`.
+    The interpreter lacks numbers with a fraction among a kernel's arguments, which kernels cast, and the GPU's own
+    `rsqrt`; and it writes to all arguments.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", _call_unseen)
         patch.setattr(interpreter, "_implicit_cvt", _convert_floats)
         patch.setattr(rms_norm, "rsqrt", _rsqrt)
         for name, value in vars(modeling_llama).items():
