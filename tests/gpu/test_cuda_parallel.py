@@ -53,7 +53,7 @@ def train(strategy: Any, precision: str) -> list[float]:
 def test_one_process_on_nccl(settings: dict[str, Any], precision: str) -> None:
     careful = {"alpha": 0.5, "test_mode": TestMode(seed=1, longest_delay_seconds=0.001)}
     losses = train(MemoStrategy(**settings, **careful), precision)
-    assert dist.is_initialized() and dist.get_backend() == "nccl"
+    assert dist.is_initialized() and "nccl" in dist.get_backend()
     assert len(losses) == STEPS
     assert losses == pytest.approx(train("auto", precision), rel=1e-2)  # bf16 keeps 8 bits
     assert losses[-1] < losses[0]

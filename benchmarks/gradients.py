@@ -1,0 +1,184 @@
+"""Compares the gradients of a step at full size with those of plain training, on one GPU.
+
+    python benchmarks/gradients.py
+    python benchmarks/gradients.py --model llama3_2_1b --layers 4 --tokens 32K
+    python benchmarks/gradients.py --device cpu --quick
+
+Kernels sum some gradients in a varying order, and bf16 keeps eight bits, so that plain training itself does not repeat
+its gradients exactly. This distance, plain training to plain training, is in the first row; those of gradient
+checkpointing and of the strategy's ways to store activations follow. Each run starts with the same weights, which no
+step changes, and the gradients of its last step are compared: earlier ones are profiled. The results are printed and
+written to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from arguments import token_count
+from circumstances import circumstances
+from peers import checkpointing
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
+
+from lightning_memo import MemoStrategy
+from lightning_memo.estimate.inputs.presets import load_preset, preset_names
+from lightning_memo.models import ModelConfig, build_model
+from lightning_memo.trials.random_tokens import RandomTokens
+from lightning_memo.trials.training_trial import QUIET
+from lightning_memo.utils.files import replacing
+
+_RESULTS = Path(__file__).parent / "results"
+_VOCABULARY = 32_000
+_STEPS = 3
+
+Gradients = dict[str, Tensor]
+
+
+def main() -> int:
+    options = _options()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: PyTorch finds no GPU; --device cpu --quick tries things out", file=sys.stderr)
+        return 2
+    known = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
+    expected, rows = _gradients(options, "auto", contextlib.nullcontext), []
+    for name, (strategy, around) in _runs(options).items():
+        rows.append({"run": name, **_distances(_gradients(options, strategy(), around), expected)})
+        print(rows[-1], flush=True)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    settings = {name: getattr(options, name) for name in ("model", "layers", "tokens", "precision", "attention")}
+    with replacing(options.output / "gradients.json") as unfinished:
+        unfinished.write_text(json.dumps({**known, "device": device, "settings": settings, "rows": rows}, indent=1))
+    _print(rows)
+    return 0
+
+
+def _runs(
+    options: argparse.Namespace,
+) -> dict[str, tuple[Callable[[], Any], Callable[..., AbstractContextManager[Any]]]]:
+    """Returns the runs that are compared with plain training: their strategies, and what is put around the model."""
+
+    def memo(**settings: Any) -> tuple[Callable[[], Any], Callable[..., AbstractContextManager[Any]]]:
+        settings = {"attention": options.attention, "plan_memory": False, "loss_chunk_tokens": None, **settings}
+        return lambda: MemoStrategy(**settings), contextlib.nullcontext
+
+    sliced = {"slice_tokens": max(options.tokens // 4, 1)}
+    return {
+        "plain, again": (lambda: "auto", contextlib.nullcontext),
+        "checkpointing": (lambda: "auto", checkpointing),
+        "alpha 0": memo(alpha=0.0),
+        "alpha 1/2": memo(alpha=0.5),
+        "alpha 1": memo(alpha=1.0),
+        "alpha 1/2, in memory planned": memo(alpha=0.5, plan_memory=True),
+        "by kinds": memo(storage="kinds", device_memory=options.device_memory),
+        "slices, keys on the host": memo(alpha=0.5, host_backed="attention", **sliced),
+        "slices, all on the host": memo(alpha=0.5, host_backed="all", **sliced),
+        "slice by slice": memo(alpha=0.5, schedule="slice", **sliced),
+    }
+
+
+class _Module(pl.LightningModule):
+    """A Hugging Face model with random weights, which steps do not change."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self._options = options
+        self.model: nn.Module | None = None
+        self.gradients: Gradients = {}
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            config = dict(load_preset("model", self._options.model)["config"])
+            config |= {"num_hidden_layers": self._options.layers, "vocab_size": _VOCABULARY}
+            config["max_position_embeddings"] = max(config["max_position_embeddings"], self._options.tokens)
+            self.model = build_model(ModelConfig(config=config))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.trainer.global_step == _STEPS - 1:
+            self.gradients = {name: p.grad.float().cpu() for name, p in self.named_parameters() if p.grad is not None}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _gradients(
+    options: argparse.Namespace, strategy: Any, around: Callable[..., AbstractContextManager[Any]]
+) -> Gradients:
+    """Returns the gradients of the last step of a run."""
+    module = _Module(options)
+    kernel = contextlib.nullcontext()
+    if options.device == "cuda" and strategy == "auto":  # Memo's kernel is a setting
+        backends = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        kernel = sdpa_kernel(backends[options.attention])
+    with tempfile.TemporaryDirectory() as folder, kernel:
+        trainer = pl.Trainer(
+            **QUIET, strategy=strategy, precision=options.precision, max_steps=_STEPS, default_root_dir=folder,
+            accelerator="gpu" if options.device == "cuda" else "cpu", devices=1,
+        )  # fmt: skip
+        with trainer.init_module():
+            module.configure_model()
+        batch = RandomTokens(vocabulary=_VOCABULARY)(options.tokens)
+        with around(module.model) if around is checkpointing else around():
+            trainer.fit(module, DataLoader([batch] * _STEPS, batch_size=None))
+    gradients, module.model = module.gradients, None
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    return gradients
+
+
+def _distances(found: Gradients, expected: Gradients) -> dict[str, Any]:
+    """Returns the distance of all gradients together, and that of the weight where it is largest, relative to them."""
+    assert found.keys() == expected.keys()
+    apart = {name: float((found[name] - expected[name]).norm()) for name in expected}
+    norms = {name: float(expected[name].norm()) for name in expected}
+    farthest = max(apart, key=lambda name: apart[name] / norms[name])
+    total = sum(d * d for d in apart.values()) ** 0.5 / sum(n * n for n in norms.values()) ** 0.5
+    return {"distance": total, "largest": apart[farthest] / norms[farthest], "weight": farthest}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table("run", "distance of all gradients", "largest distance of a weight's", "weight")
+    for row in rows:
+        table.add_row(row["run"], f"{row['distance']:.2e}", f"{row['largest']:.2e}", row["weight"])
+    Console(width=140).print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=preset_names("model"), metavar="NAME", default="llama3_8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=token_count, default=32768, help="tokens of the sequence, like 32768 or 32K")
+    parser.add_argument("--precision", choices=("32-true", "bf16-true"), default="bf16-true")
+    parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="cudnn")
+    parser.add_argument("--device-memory", default="24GiB", help="for the run by kinds, which otherwise needs no host")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny model in full precision")
+    parser.add_argument("--output", type=Path, default=_RESULTS)
+    options = parser.parse_args()
+    if options.quick:
+        options.model, options.tokens, options.precision, options.attention = "llama_tiny", 128, "32-true", "sdpa"
+        options.device_memory = None
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
