@@ -1,14 +1,14 @@
-"""Compares the gradients of a step at full size with those of plain training, on one GPU.
+"""Compares the gradients of a step at full size with those of plain training and of full precision, on one GPU.
 
     python benchmarks/gradients.py
     python benchmarks/gradients.py --model llama3_2_1b --layers 4 --tokens 32K
     python benchmarks/gradients.py --device cpu --quick
 
-Kernels sum some gradients in a varying order, and bf16 keeps eight bits, so that plain training itself does not repeat
-its gradients exactly. This distance, plain training to plain training, is in the first row; those of gradient
-checkpointing and of the strategy's ways to store activations follow. Each run starts with the same weights, which no
-step changes, and the gradients of its last step are compared: earlier ones are profiled. The results are printed and
-written to a JSON file.
+Kernels sum some gradients in a varying order, and bf16 keeps eight bits, so that plain training itself neither repeats
+its gradients exactly nor has those of full precision. Both distances are in the rows of plain training; those of
+gradient checkpointing and of the strategy's ways to store activations follow, and may not be farther from full
+precision. Each run starts with the same weights, which no step changes, and the gradients of its last step are
+compared: earlier ones are profiled. The results are printed and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,15 @@ def main() -> int:
         print("--device cuda: PyTorch finds no GPU; --device cpu --quick tries things out", file=sys.stderr)
         return 2
     known = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
-    expected, rows = _gradients(options, "auto", contextlib.nullcontext), []
+    exact = _gradients(options, "auto", checkpointing, full=True)
+    rows, expected = [], None
     for name, (strategy, around) in _runs(options).items():
-        rows.append({"run": name, **_distances(_gradients(options, strategy(), around), expected)})
+        found = _gradients(options, strategy(), around)
+        expected = found if expected is None else expected
+        rows.append({"run": name, "to_full": _distances(found, exact), "to_plain": _distances(found, expected)})
         print(rows[-1], flush=True)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    settings = {name: getattr(options, name) for name in ("model", "layers", "tokens", "precision", "attention")}
+    settings = {name: getattr(options, name) for name in ("model", "layers", "tokens", "attention")}
     with replacing(options.output / "gradients.json") as unfinished:
         unfinished.write_text(json.dumps({**known, "device": device, "settings": settings, "rows": rows}, indent=1))
     _print(rows)
@@ -76,7 +79,8 @@ def _runs(
         return lambda: MemoStrategy(**settings), contextlib.nullcontext
 
     sliced = {"slice_tokens": max(options.tokens // 4, 1)}
-    return {
+    runs = {
+        "plain": (lambda: "auto", contextlib.nullcontext),
         "plain, again": (lambda: "auto", contextlib.nullcontext),
         "checkpointing": (lambda: "auto", checkpointing),
         "alpha 0": memo(alpha=0.0),
@@ -88,14 +92,15 @@ def _runs(
         "slices, all on the host": memo(alpha=0.5, host_backed="all", **sliced),
         "slice by slice": memo(alpha=0.5, schedule="slice", **sliced),
     }
+    return {name: run for name, run in runs.items() if options.runs is None or name in ("plain", *options.runs)}
 
 
 class _Module(pl.LightningModule):
     """A Hugging Face model with random weights, which steps do not change."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, dtype: torch.dtype) -> None:
         super().__init__()
-        self._options = options
+        self._options, self._dtype = options, dtype
         self.model: nn.Module | None = None
         self.gradients: Gradients = {}
 
@@ -105,7 +110,7 @@ class _Module(pl.LightningModule):
             config = dict(load_preset("model", self._options.model)["config"])
             config |= {"num_hidden_layers": self._options.layers, "vocab_size": _VOCABULARY}
             config["max_position_embeddings"] = max(config["max_position_embeddings"], self._options.tokens)
-            self.model = build_model(ModelConfig(config=config))
+            self.model = build_model(ModelConfig(config=config)).to(self._dtype)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
@@ -121,20 +126,24 @@ class _Module(pl.LightningModule):
 
 
 def _gradients(
-    options: argparse.Namespace, strategy: Any, around: Callable[..., AbstractContextManager[Any]]
+    options: argparse.Namespace,
+    strategy: Any,
+    around: Callable[..., AbstractContextManager[Any]],
+    full: bool = False,
 ) -> Gradients:
-    """Returns the gradients of the last step of a run."""
-    module = _Module(options)
+    """Returns the gradients of the last step of a run, whose weights are the same in full precision."""
+    half = options.device == "cuda" and not full
+    module = _Module(options, torch.bfloat16 if half else torch.float32)
     kernel = contextlib.nullcontext()
-    if options.device == "cuda" and strategy == "auto":  # Memo's kernel is a setting
+    if half and strategy == "auto":  # Memo's kernel is a setting
         backends = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         kernel = sdpa_kernel(backends[options.attention])
     with tempfile.TemporaryDirectory() as folder, kernel:
         trainer = pl.Trainer(
-            **QUIET, strategy=strategy, precision=options.precision, max_steps=_STEPS, default_root_dir=folder,
-            accelerator="gpu" if options.device == "cuda" else "cpu", devices=1,
+            **QUIET, strategy=strategy, precision="bf16-true" if half else "32-true", max_steps=_STEPS, devices=1,
+            accelerator="gpu" if options.device == "cuda" else "cpu", default_root_dir=folder,
         )  # fmt: skip
-        with trainer.init_module():
+        with torch.device(options.device), _weights_in(torch.bfloat16):
             module.configure_model()
         batch = RandomTokens(vocabulary=_VOCABULARY)(options.tokens)
         with around(module.model) if around is checkpointing else around():
@@ -145,6 +154,16 @@ def _gradients(
     return gradients
 
 
+@contextlib.contextmanager
+def _weights_in(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _distances(found: Gradients, expected: Gradients) -> dict[str, Any]:
     """Returns the distance of all gradients together, and that of the weight where it is largest, relative to them."""
     assert found.keys() == expected.keys()
@@ -152,13 +171,16 @@ def _distances(found: Gradients, expected: Gradients) -> dict[str, Any]:
     norms = {name: float(expected[name].norm()) for name in expected}
     farthest = max(apart, key=lambda name: apart[name] / norms[name])
     total = sum(d * d for d in apart.values()) ** 0.5 / sum(n * n for n in norms.values()) ** 0.5
-    return {"distance": total, "largest": apart[farthest] / norms[farthest], "weight": farthest}
+    return {"all": total, "farthest": apart[farthest] / norms[farthest], "weight": farthest}
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table("run", "distance of all gradients", "largest distance of a weight's", "weight")
+    table = Table(
+        "run", "distance to full precision", "of the farthest weight", "distance to plain", "of the farthest weight"
+    )
     for row in rows:
-        table.add_row(row["run"], f"{row['distance']:.2e}", f"{row['largest']:.2e}", row["weight"])
+        distances = (row[to][which] for to in ("to_full", "to_plain") for which in ("all", "farthest"))
+        table.add_row(row["run"], *(f"{distance:.2e}" for distance in distances))
     Console(width=140).print(table)
 
 
@@ -167,16 +189,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", choices=preset_names("model"), metavar="NAME", default="llama3_8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=token_count, default=32768, help="tokens of the sequence, like 32768 or 32K")
-    parser.add_argument("--precision", choices=("32-true", "bf16-true"), default="bf16-true")
     parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="cudnn")
     parser.add_argument("--device-memory", default="24GiB", help="for the run by kinds, which otherwise needs no host")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a tiny model in full precision")
+    parser.add_argument("--quick", action="store_true", help="a tiny model; a CPU computes in full precision")
+    parser.add_argument("--runs", nargs="+", metavar="NAME", help="rows besides plain training (default: all)")
     parser.add_argument("--output", type=Path, default=_RESULTS)
     options = parser.parse_args()
     if options.quick:
-        options.model, options.tokens, options.precision, options.attention = "llama_tiny", 128, "32-true", "sdpa"
-        options.device_memory = None
+        options.model, options.tokens, options.attention, options.device_memory = "llama_tiny", 128, "sdpa", None
     return options
 
 
