@@ -2,8 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-QUANTIZED := $(CURDIR)/$(VENV)/quantized
-QUANTIZED_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py
+# Packages that only some tests use, and these tests.
+EXTRAS := $(CURDIR)/$(VENV)/extras
+EXTRAS_INSTALLED := $(VENV)/.extras_installed
+EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py
 WORKERS := -n 2 --dist worksteal
 # The environment with the CUDA build of torch and the emulated device.
 CUDA_VENV := .cuda/venv
@@ -27,11 +29,11 @@ test test-slow: export EXTRAS_REQUIRED = 1
 test test-slow: export OMP_NUM_THREADS = 1
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	$(RUN) -m pytest $(WORKERS) -m "not slow" tests $(QUANTIZED_TESTS:%=--ignore=%)
+	$(RUN) -m pytest $(WORKERS) -m "not slow" tests $(EXTRAS_TESTS:%=--ignore=%)
 
-test-slow: $(INSTALLED)
-	$(RUN) -m pytest $(WORKERS) -m slow tests $(QUANTIZED_TESTS:%=--ignore=%)
-	PYTHONPATH=$(QUANTIZED) $(RUN) -m pytest $(WORKERS) $(QUANTIZED_TESTS)
+test-slow: $(INSTALLED) $(EXTRAS_INSTALLED)
+	$(RUN) -m pytest $(WORKERS) -m slow tests $(EXTRAS_TESTS:%=--ignore=%)
+	PYTHONPATH=$(EXTRAS) $(RUN) -m pytest $(WORKERS) $(EXTRAS_TESTS)
 
 # Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last command also run on the CPU, where the slow
 # cases combine more settings.
@@ -62,15 +64,18 @@ bench-cpu: $(INSTALLED)
 cuda-headers: $(INSTALLED)
 	$(RUN) tests/support/cuda_stub/fetch.py
 
-# If bitsandbytes and torchao are found, transformers and PEFT import them, which takes seconds in each process. They are
-# therefore installed into a separate folder that only their tests use. Their dependencies are installed already.
-#
 # torch is installed first, with a pinned version: with a range, pip may download several multi-gigabyte builds.
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install torch==2.13.0
 	$(RUN) -m pip install -e ".[dev,docs,peft,datasets,trainer,notebooks,slurm]"
-	$(RUN) -m pip install --no-deps --upgrade --target $(QUANTIZED) "bitsandbytes>=0.50" "torchao>=0.18"
+	touch $@
+
+# If bitsandbytes and torchao are found, transformers and PEFT import them, which takes seconds in each process, and Triton
+# has a gigabyte. They are therefore installed into a separate folder. Their dependencies are installed already.
+$(EXTRAS_INSTALLED): $(INSTALLED)
+	$(RUN) -m pip install --no-deps --upgrade --target $(EXTRAS) "bitsandbytes>=0.50" "torchao>=0.18" "triton>=3.6" \
+		"liger-kernel>=0.8,<0.9"
 	touch $@
 
 # The CUDA build of torch without NVIDIA's libraries, for which the emulated device stands in, and without Triton. Its

@@ -2,13 +2,13 @@
 
     python benchmarks/gradients.py
     python benchmarks/gradients.py --model llama3_2_1b --layers 4 --tokens 32K
-    python benchmarks/gradients.py --device cpu --quick
+    python benchmarks/gradients.py --device cpu --quick --bf16 --full
 
 Kernels sum some gradients in a varying order, and bf16 keeps eight bits, so that plain training itself neither repeats
-its gradients exactly nor has those of full precision. Both distances are in the rows of plain training; those of
-gradient checkpointing and of the strategy's ways to store activations follow, and may not be farther from full
-precision. Each run starts with the same weights, which no step changes, and the gradients of its last step are
-compared: earlier ones are profiled. The results are printed and written to a JSON file.
+its gradients exactly nor has those of full precision. Its distances are in the first rows; those of gradient
+checkpointing and of the strategy's ways to store activations follow. With `--full`, full precision is run, too. Each
+run starts with the same weights, which no step changes, and the gradients of its last step are compared: earlier ones
+are profiled. The results are printed and written to a JSON file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
+from transformers.integrations import sdpa_attention
 
 from lightning_memo import MemoStrategy
 from lightning_memo.estimate.inputs.presets import load_preset, preset_names
@@ -54,16 +55,19 @@ def main() -> int:
         print("--device cuda: PyTorch finds no GPU; --device cpu --quick tries things out", file=sys.stderr)
         return 2
     known = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
-    exact = _gradients(options, "auto", checkpointing, full=True)
-    rows, expected = [], None
+    exact = _gradients(options, "auto", checkpointing, full=True) if options.full else None
+    rows: list[dict[str, Any]] = []
+    expected = None
     for name, (strategy, around) in _runs(options).items():
         found = _gradients(options, strategy(), around)
         expected = found if expected is None else expected
-        rows.append({"run": name, "to_full": _distances(found, exact), "to_plain": _distances(found, expected)})
+        references = {"to_plain": expected, "to_full": exact}
+        distances = {to: _distances(found, known) for to, known in references.items() if known is not None}
+        rows.append({"run": name, **distances})
         print(rows[-1], flush=True)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    settings = {name: getattr(options, name) for name in ("model", "layers", "tokens", "attention")}
-    with replacing(options.output / "gradients.json") as unfinished:
+    device = torch.cuda.get_device_name() if options.device == "cuda" else known["cpu"]["name"]
+    settings = {name: getattr(options, name) for name in ("model", "layers", "tokens", "attention", "bf16")}
+    with replacing(options.output / f"gradients-{options.device}.json") as unfinished:
         unfinished.write_text(json.dumps({**known, "device": device, "settings": settings, "rows": rows}, indent=1))
     _print(rows)
     return 0
@@ -132,13 +136,13 @@ def _gradients(
     full: bool = False,
 ) -> Gradients:
     """Returns the gradients of the last step of a run, whose weights are the same in full precision."""
-    half = options.device == "cuda" and not full
+    half = options.bf16 and not full
     module = _Module(options, torch.bfloat16 if half else torch.float32)
     kernel = contextlib.nullcontext()
-    if half and strategy == "auto":  # Memo's kernel is a setting
+    if options.device == "cuda" and half and strategy == "auto":  # Memo's kernel is a setting
         backends = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         kernel = sdpa_kernel(backends[options.attention])
-    with tempfile.TemporaryDirectory() as folder, kernel:
+    with tempfile.TemporaryDirectory() as folder, kernel, _repeated_keys() if full else contextlib.nullcontext():
         trainer = pl.Trainer(
             **QUIET, strategy=strategy, precision="bf16-true" if half else "32-true", max_steps=_STEPS, devices=1,
             accelerator="gpu" if options.device == "cuda" else "cpu", default_root_dir=folder,
@@ -152,6 +156,16 @@ def _gradients(
     if options.device == "cuda":
         torch.cuda.empty_cache()
     return gradients
+
+
+@contextlib.contextmanager
+def _repeated_keys() -> Iterator[None]:
+    """Make transformers repeat keys and values, because PyTorch's kernel for full precision does not share them."""
+    own, sdpa_attention.use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa, lambda *_: False
+    try:
+        yield
+    finally:
+        sdpa_attention.use_gqa_in_sdpa = own
 
 
 @contextlib.contextmanager
@@ -175,11 +189,12 @@ def _distances(found: Gradients, expected: Gradients) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
+    references = [to for to in rows[0] if to != "run"]
     table = Table(
-        "run", "distance to full precision", "of the farthest weight", "distance to plain", "of the farthest weight"
+        "run", *(text for to in references for text in (f"distance {to}".replace("_", " "), "farthest weight"))
     )
     for row in rows:
-        distances = (row[to][which] for to in ("to_full", "to_plain") for which in ("all", "farthest"))
+        distances = (row[to][which] for to in references for which in ("all", "farthest"))
         table.add_row(row["run"], *(f"{distance:.2e}" for distance in distances))
     Console(width=140).print(table)
 
@@ -192,10 +207,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("sdpa", "cudnn"), default="cudnn")
     parser.add_argument("--device-memory", default="24GiB", help="for the run by kinds, which otherwise needs no host")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a tiny model; a CPU computes in full precision")
+    parser.add_argument("--quick", action="store_true", help="a tiny model on few tokens")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, as on a GPU, and not in full precision")
+    parser.add_argument("--full", action="store_true", help="compare with full precision, too")
     parser.add_argument("--runs", nargs="+", metavar="NAME", help="rows besides plain training (default: all)")
     parser.add_argument("--output", type=Path, default=_RESULTS)
     options = parser.parse_args()
+    options.bf16 |= options.device == "cuda"
     if options.quick:
         options.model, options.tokens, options.attention, options.device_memory = "llama_tiny", 128, "sdpa", None
     return options

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cells.cell import Result, load_all
-from pages import cpu_page, kernels_page, simulated_page
+from cells.cell import Cell, Result, load_all
+from pages import cpu_page, gradients_page, kernels_page, simulated_page
 from pages.comparison import Group, groups_of, speedups
 from pages.gpu_page import NOT_MEASURED, SPEEDUPS, device_section, speedup_cells
 from pages.markdown import table
@@ -107,12 +107,14 @@ def page(results: Path, devices: dict[str, list[Result]], rehearsed: Rehearsed) 
     parts += [NOT_MEASURED] if not devices else []
     for device, found in devices.items():
         pictures = {g.cell.group: _picture(device, g) for g in groups_of(found)}
-        parts += [f"## {device}", device_section(found, pictures)]
+        parts += [f"### {device}", device_section(found, pictures)]
+    parts += simulated_page.beside_measured(devices, rehearsed)
     parts += map(kernels_page.section, kernels_page.reports(results))
     parts += [simulated_page.INTRODUCTION] if rehearsed else []
     parts += [simulated_page.section(*each) for each in rehearsed]
     parts += [simulated_page.alst(beside)] if (beside := load_rehearsed(results / "rehearsed_alst")) else []
     parts += [simulated_page.longest(longest)] if (longest := load_rehearsed(results / "rehearsed_longest")) else []
+    parts += [gradients_page.INTRODUCTION, *gradients] if (gradients := gradients_page.sections(results)) else []
     parts += [
         "## Without a GPU",
         *(make(cpu_page.load(results / f"{name}.json")) for name, make in _WITHOUT_GPU.items()),
@@ -141,12 +143,17 @@ def with_section(readme: str, results: Path, devices: dict[str, list[Result]], r
 
 def _summary(device: str, results: Sequence[Result]) -> str:
     """Returns the comparison of Memo's own choice with other methods on a device."""
-    rows = [[group.cell.group, *speedup_cells(speedup)] for group in groups_of(results) for speedup in speedups(group)]
+    rows = [[_name(group.cell), *speedup_cells(speedup)] for group in groups_of(results) for speedup in speedups(group)]
     told = "Memo and another method have not both been measured at one length yet."
     if rows:
         told = table(["model", *SPEEDUPS], rows)
     title = f"**On one {device}**: how many times as fast Memo trains ([docs/performance.md](docs/performance.md))"
     return f"{title}\n\n{told}"
+
+
+def _name(cell: Cell) -> str:
+    layers = "" if cell.layers is None else f", {cell.layers} layers"
+    return f"{cell.model}{layers}, {cell.tuning}, {cell.attention}"
 
 
 def _picture(device: str, group: Group) -> Path:

@@ -54,7 +54,7 @@ def _group(group: Group, picture: Path | None) -> str:
     special = "" if cell.loss == "chunked" else ", whole logits"
     special += "" if cell.allocator == "native" else f", allocator: {cell.allocator}"
     parts = [
-        f"### {cell.model}{layers}, {TUNING[cell.tuning]}{special}",
+        f"#### {cell.model}{layers}, {TUNING[cell.tuning]}{special}",
         f"Attention: {kernel}.",
         *_deviations(group),
         "" if picture is None else f"![Tokens per second by length]({picture})",
@@ -165,9 +165,12 @@ def _copies(group: Group) -> str:
 
 
 def _longest(group: Group) -> str:
+    """Lists the longest sequences, if longer ones have been tried."""
     rows = []
-    for method in group.methods:
-        fits, beyond = group.longest(method)
+    found = {method: group.longest(method) for method in group.methods}
+    if all(beyond is None for _, beyond in found.values()):
+        return ""
+    for method, (fits, beyond) in found.items():
         if fits is None:
             continue
         above = "-" if beyond is None else f"{tokens(beyond['cell']['tokens'])}: {beyond['status']}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from cells.cell import Result
+from cells.cell import Cell, Result
 from cells.methods import METHODS
 
 from lightning_memo.utils.units import format_bytes
@@ -46,6 +47,13 @@ liger-kernel's fused operations. None of this is used here: adapters are trained
 same operations of Hugging Face's model. That a length does not fit here says nothing about those settings. The
 tutorial also recommends expandable segments, with which the length that did not fit was tried again."""  # noqa: E501  lines of the page
 
+_HOST_OF_MEASURED = "128GiB"  # of which the measured machine's system takes 3 GiB
+
+_BESIDE_MEASURED = f"""### Simulated beside measured
+
+The same cells on a [simulated GPU](#on-a-simulated-gpu) with {_HOST_OF_MEASURED} of host memory, whose rates others have published.
+They were not fitted to these measurements."""  # noqa: E501  lines of the page
+
 # Memory of the host, name of the device, and results of all groups.
 Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
 
@@ -62,6 +70,32 @@ def section(host: str, device: str, results: Sequence[Result]) -> str:
     """
     title = f"### {device}, {host} of host memory"
     return "\n\n".join([title, *map(_group, _whole_models(results))])
+
+
+def beside_measured(devices: Mapping[str, Sequence[Result]], rehearsed: Rehearsed) -> list[str]:
+    """Returns a section that compares rehearsals with what was measured of the same cells, if there are any.
+
+    Args:
+        devices: Measured results, by name of the device.
+        rehearsed: Memory of the host, name of the device, and results of all groups.
+    """
+    rows = []
+    for host, device, found in rehearsed:
+        simulated = {str(_cell_of(r)): r for r in found}
+        for r in devices.get(device.removesuffix(" (simulated)"), ()):
+            there = simulated.get(str(_cell_of(r)))
+            if host == _HOST_OF_MEASURED and there and r["status"] == there["status"] == "ok":
+                cell = r["cell"]
+                name = f"{cell['model']}, {cell['tuning']}, {tokens(cell['tokens'])}: {METHODS[cell['method']].label}"
+                seconds = [each["median_seconds"] for each in (r, there)]
+                sizes = [format_bytes(each["memory"]["peak_allocated_bytes"]) for each in (r, there)]
+                rows.append([name, *map(_seconds, seconds), f"{seconds[1] / seconds[0] - 1:+.1%}", *sizes])
+    head = ["", "measured", "simulated", "error", "device memory, measured", "simulated"]
+    return [f"{_BESIDE_MEASURED}\n\n" + table(head, rows)] if rows else []
+
+
+def _cell_of(result: Result) -> Path:
+    return Cell(**result["cell"]).path
 
 
 def longest(rehearsed: Rehearsed) -> str:

@@ -134,9 +134,12 @@ def test_copies_hide_under_the_layers_that_they_are_meant_to(device: torch.devic
 
 
 def assert_losses_equal(found: Step, expected: Step) -> None:
-    """The flash kernel sums the gradients of long sequences in a varying order."""
+    """The flash kernel sums the gradients of long sequences in a varying order.
+
+    On an H200, plain training differs from itself by 0.007 to 0.009 (benchmarks/gradients.py).
+    """
     assert torch.equal(found.loss, expected.loss)
-    assert found.distance(expected) <= 2**-8
+    assert found.distance(expected) <= 2**-6
 
 
 def test_a_recorded_step_is_bit_identical(device: torch.device) -> None:

@@ -31,7 +31,13 @@ from lightning_memo.engine.state.held_values import name_of
 from lightning_memo.engine.state.python_state import PythonState
 from lightning_memo.engine.state.tensor_attributes import why_not_written
 from lightning_memo.engine.token_locality.kept_constants import KeptConstants
-from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, Unusable, forward_in_shape, liger_in_shape, refuse
+from lightning_memo.engine.token_locality.stand_ins import (
+    LocalFunctions,
+    Unusable,
+    forward_in_shape,
+    liger_in_shape,
+    refuse,
+)
 from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
 from lightning_memo.engine.token_locality.user_code import (
@@ -243,6 +249,8 @@ def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor
 
 def trial_error(error: Exception) -> str:
     """Return why a run on fake tensors that ended with an error proves nothing."""
+    if "Cannot access data pointer" in str(error):
+        return "it runs a kernel of its own, of Triton or of an extension, which may relate any tokens"
     return f"a trial run with other numbers of tokens, and without values, ended with: {first_line(error)}"
 
 

@@ -66,6 +66,20 @@ def in_place(layer, x):
     return y.add_(x).mul_(2.0)
 
 
+class ByAddress(torch.autograd.Function):
+    """Computes from an address, as kernels of Triton and of C++ extensions do. The address 0 would end the process."""
+
+    @staticmethod
+    def forward(ctx, x):
+        address = x.data_ptr()
+        assert address
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx * 2
+
+
 LOCAL = {
     "nothing": lambda layer, x: x,
     "elementwise": lambda layer, x: torch.where(x > 0, x, x.exp() - 1) * layer.gate,
@@ -219,3 +233,9 @@ def test_layers_that_differ_in_what_they_use_are_proven_each(modes, inserted, fi
     for layer in (layers[first], layers[1 - first]):
         call = LayerCall(layer, layer.forward, (), {}, TOKENS, 2)
         assert proofs.of(call, x, "the same class and call").why_not == prove_locality(call, x).why_not
+
+
+def test_a_kernel_that_nobody_knows_gets_no_address_of_a_tensor_without_values():
+    assert why(lambda layer, x: ByAddress.apply(x)).endswith(
+        "it runs a kernel of its own, of Triton or of an extension, which may relate any tokens"
+    )

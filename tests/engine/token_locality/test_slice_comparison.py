@@ -139,6 +139,34 @@ def test_rounding_is_no_difference(tokens: int, dtype: torch.dtype) -> None:
     assert compared(Opening("side").to(dtype), tokens, dtype) == ""
 
 
+class DoubledInPlace(torch.autograd.Function):
+    """Doubles what it gets, where it is, as kernels do that save memory; its backward does so, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx.mul_(2)
+
+
+class Overwriting(Opening):
+    """Overwrites queries, the result of attention, and the gradients of both and of its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2))
+        y = F.scaled_dot_product_attention(DoubledInPlace.apply(q.clone()), k, v, is_causal=True)
+        y = DoubledInPlace.apply(y)
+        return DoubledInPlace.apply(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+def test_what_a_layer_overwrites_is_no_difference() -> None:
+    torch.manual_seed(0)
+    assert compared(Overwriting()) == ""
+
+
 class OneChoice(Opening):
     """Weighs its output by the share of the only expert: one, with a gradient that is zero but for rounding."""
 
