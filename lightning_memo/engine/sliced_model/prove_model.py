@@ -23,13 +23,13 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.modules.rotary_tables import depends_on_length
 from lightning_memo.engine.recurrence.state_functions import StateCall
-from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial, trial_error
+from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape, hand_in_shape
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
-from lightning_memo.engine.token_locality.user_code import has_custom_functions
+from lightning_memo.engine.token_locality.user_code import has_custom_functions, trial_error
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.operator_values import tensors_in
 from lightning_memo.utils.user_errors import RefusedAtAnyLength

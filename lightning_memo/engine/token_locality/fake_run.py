@@ -247,18 +247,6 @@ def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor
     return tracker.mark(mode.input(list(map(tracker.sizes.size, dims)), t), tuple(dims))
 
 
-def trial_error(error: Exception) -> str:
-    """Return why a run on fake tensors that ended with an error proves nothing."""
-    if "Cannot access data pointer" in str(error):
-        return "it runs a kernel of its own, of Triton or of an extension, which may relate any tokens"
-    return f"a trial run with other numbers of tokens, and without values, ended with: {first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type."""
-    return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
-
-
 @contextlib.contextmanager
 def _without_saved_tensors_hooks() -> Iterator[None]:
     """Keep hooks of users, which may keep what autograd saves, from being called.

@@ -23,15 +23,7 @@ from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
 from lightning_memo.engine.recurrence.state_functions import STATE_FUNCTIONS, StateCall
-from lightning_memo.engine.token_locality.fake_run import (
-    Place,
-    TrialMode,
-    fake_like,
-    first_line,
-    running,
-    trial,
-    trial_error,
-)
+from lightning_memo.engine.token_locality.fake_run import Place, TrialMode, fake_like, running, trial
 from lightning_memo.engine.token_locality.operations_at_length import (
     OperationLog,
     difference_of,
@@ -41,7 +33,7 @@ from lightning_memo.engine.token_locality.operations_at_length import (
 from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended, hand_in_shape, handed
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import ForwardTracker, Step, TokenTracker
-from lightning_memo.engine.token_locality.user_code import has_custom_functions, hooked_module
+from lightning_memo.engine.token_locality.user_code import first_line, has_custom_functions, hooked_module, trial_error
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import Action, TokenRange
 from lightning_memo.utils.user_errors import RefusedAtAnyLength

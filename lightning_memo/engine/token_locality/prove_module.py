@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.state.user_objects import is_of_a_library
-from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial, trial_error
+from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial
 from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
-from lightning_memo.engine.token_locality.user_code import has_custom_functions
+from lightning_memo.engine.token_locality.user_code import has_custom_functions, trial_error
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.class_names import class_name
 

@@ -108,3 +108,15 @@ def has_custom_functions(t: Tensor) -> bool:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
+
+
+def trial_error(error: Exception) -> str:
+    """Return why a run on fake tensors that ended with an error proves nothing."""
+    if "Cannot access data pointer" in str(error):
+        return "it runs a kernel of its own, of Triton or of an extension, which may relate any tokens"
+    return f"a trial run with other numbers of tokens, and without values, ended with: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
