@@ -65,7 +65,7 @@ cells() {
 } | tee "$stages/machine.txt"
 
 cells side_by_side --plan important
-cells side_by_side_cudnn --plan important --attention cudnn
+stage gradients 200 "$python" benchmarks/gradients.py --full --output "$results"
 stage tests 400 "$python" -m pytest -q tests/gpu
 stage engine 120 "$python" benchmarks/engine.py --device cuda --dtype bfloat16 --hidden 4096 --heads 32 --kv-heads 8 \
     --seq-len 16384 --output "$results" --name engine-cuda

@@ -20,6 +20,7 @@ MAIN: Final = (
 )  # fmt: skip
 SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
+_HEADLINE: Final = ("checkpointing", "memo_auto_unplanned", "memo_alpha_0", "checkpointing_async_offload", "memo_slices")
 ALST: Final = ("alst", "alst_freed", "alst_reentrant")
 ALL: Final = tuple(dict.fromkeys((*MAIN, *ALST, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")))
 BOUND_LAYERS: Final = (1, 2)
@@ -67,7 +68,10 @@ def most_important() -> list[Work]:
     """Returns the most important cells for a GPU that is available for half an hour, the most important first."""
     few, whole = Cell(method="", tokens=0, model="llama3_8b", layers=8), Cell(method="", tokens=0, model="llama3_2_1b")
     unplanned = [replace(few, allocator=allocator) for allocator in ("native", "expandable_segments")]
+    adapters = [replace(few, layers=None, tuning="lora", attention="cudnn")]
     work: list[Work] = []
+    for tokens, repeats in ((64 * _K, 2), (128 * _K, 1)):
+        work += grid(adapters, _HEADLINE, [tokens], Effort(warmup=1, repeats=repeats, settle_seconds=60, seconds=250))
     for tokens in (64 * _K, 128 * _K):
         work += [*grid([few], MAIN, [tokens]), *bounds(few, [tokens])]
     work += grid([few], ALPHAS, [64 * _K])
