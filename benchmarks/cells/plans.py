@@ -20,7 +20,13 @@ MAIN: Final = (
 )  # fmt: skip
 SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
-_HEADLINE: Final = ("checkpointing", "memo_auto_unplanned", "memo_alpha_0", "checkpointing_async_offload", "memo_slices")
+_HEADLINE: Final = (
+    "checkpointing",
+    "memo_auto_unplanned",
+    "memo_alpha_0",
+    "checkpointing_async_offload",
+    "memo_slices",
+)
 ALST: Final = ("alst", "alst_freed", "alst_reentrant")
 ALL: Final = tuple(dict.fromkeys((*MAIN, *ALST, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")))
 BOUND_LAYERS: Final = (1, 2)

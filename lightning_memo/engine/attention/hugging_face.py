@@ -38,10 +38,12 @@ class _Host:
     Attributes:
         current: Holds the layout of the batches.
         always_masked: Whether the model's own attention ignores `is_causal`, so that causal attention needs a mask.
+        uncapped: Whether the model's own attention ignores soft caps.
     """
 
     current: CurrentLayout
     always_masked: bool
+    uncapped: bool
 
 
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
@@ -66,7 +68,7 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
         before = [module.config._attn_implementation for module in models.values()]
         undo.append(functools.partial(_restore_attention, list(models.values()), before))
         for module, name in zip(models.values(), before, strict=True):
-            module.set_attn_implementation(_register(current.seen_by(module), name in _ALWAYS_MASKED))
+            module.set_attn_implementation(_register(current.seen_by(module), name))
     return undo
 
 
@@ -76,15 +78,22 @@ def _restore_attention(models: Sequence[Any], names: Sequence[str]) -> None:
         model.config._attn_implementation = name
 
 
-def _register(current: CurrentLayout, always_masked: bool) -> str:
+def _register(current: CurrentLayout, implementation: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # `current` is held from now on, so its id stays its own.
-    name = f"{ATTENTION_NAME}_{'masked_' if always_masked else ''}{id(current):x}"
-    host = _Host(current, always_masked)
+    host = _Host(current, implementation in _ALWAYS_MASKED, implementation == "sdpa" and _sdpa_ignores_caps())
+    kind = "masked_" * host.always_masked + "uncapped_" * host.uncapped
+    name = f"{ATTENTION_NAME}_{kind}{id(current):x}"  # `current` is held from now on, so its id stays its own
     AttentionInterface.register(name, functools.partial(_attention, host))
     AttentionMaskInterface.register(name, functools.partial(_mask, host))
     return name
+
+
+def _sdpa_ignores_caps() -> bool:
+    """Return whether this version of transformers trains models with soft caps by SDPA, without the caps."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return "softcap" not in sdpa_attention_forward.__code__.co_consts
 
 
 def _attention(
@@ -109,6 +118,8 @@ def _attention(
         The output, `[batch, tokens, heads, head_dim]`, and `None` for the attention weights.
     """
     handler = current_handler()
+    if host.uncapped:
+        kwargs.pop("softcap", None)
     _check_call(module, query, key, attention_mask, kwargs)
     layout = host.current.layout
     if layout is not None:

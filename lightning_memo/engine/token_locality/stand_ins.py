@@ -106,7 +106,7 @@ def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callabl
     package = type(module).__module__.partition(".")[0]
     # Tensor parallelism derives a class from the one whose forward transformers wraps.
     wrapped = any(hasattr(vars(kind).get("forward"), "__wrapped__") for kind in type(module).__mro__)
-    if hasattr(module, "_is_expert_parallel") and wrapped:
+    if hasattr(module, "is_transposed") and hasattr(module, "has_bias") and wrapped:
         return functools.partial(_experts_in_shape, tracker)  # transformers has one interface for experts
     if package == "bitsandbytes" and isinstance(module, nn.Linear):
         return functools.partial(_linear_in_shape, tracker, module)

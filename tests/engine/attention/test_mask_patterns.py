@@ -52,7 +52,8 @@ def within_documents(mask: MaskFunction, starts: Sequence[Sequence[int]] = START
 
 def packed(mask: MaskFunction, positions: Tensor, numbers: Tensor) -> MaskFunction:
     """Return the mask that transformers makes of rows with several documents."""
-    own = masks.remap_positions_for_packed_sequence(mask, positions)
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)  # since transformers 5.23
+    own = mask if remap is None else remap(mask, positions)
     return masks.and_masks(masks.packed_sequence_mask_function(numbers), own)
 
 
