@@ -43,7 +43,7 @@ class _Host:
 
     current: CurrentLayout
     always_masked: bool
-    uncapped: bool
+    uncapped: bool = False
 
 
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
