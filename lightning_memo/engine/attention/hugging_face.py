@@ -38,12 +38,10 @@ class _Host:
     Attributes:
         current: Holds the layout of the batches.
         always_masked: Whether the model's own attention ignores `is_causal`, so that causal attention needs a mask.
-        uncapped: Whether the model's own attention ignores soft caps.
     """
 
     current: CurrentLayout
     always_masked: bool
-    uncapped: bool = False
 
 
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
@@ -81,10 +79,11 @@ def _restore_attention(models: Sequence[Any], names: Sequence[str]) -> None:
 def _register(current: CurrentLayout, implementation: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    host = _Host(current, implementation in _ALWAYS_MASKED, implementation == "sdpa" and _sdpa_ignores_caps())
-    kind = "masked_" * host.always_masked + "uncapped_" * host.uncapped
+    host = _Host(current, implementation in _ALWAYS_MASKED)
+    uncapped = implementation == "sdpa" and _sdpa_ignores_caps()
+    kind = "masked_" * host.always_masked + "uncapped_" * uncapped
     name = f"{ATTENTION_NAME}_{kind}{id(current):x}"  # `current` is held from now on, so its id stays its own
-    AttentionInterface.register(name, functools.partial(_attention, host))
+    AttentionInterface.register(name, functools.partial(_uncapped_attention if uncapped else _attention, host))
     AttentionMaskInterface.register(name, functools.partial(_mask, host))
     return name
 
@@ -94,6 +93,10 @@ def _sdpa_ignores_caps() -> bool:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return "softcap" not in sdpa_attention_forward.__code__.co_consts
+
+
+def _uncapped_attention(host: _Host, *args: Any, softcap: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    return _attention(host, *args, **kwargs)
 
 
 def _attention(
@@ -118,8 +121,6 @@ def _attention(
         The output, `[batch, tokens, heads, head_dim]`, and `None` for the attention weights.
     """
     handler = current_handler()
-    if host.uncapped:
-        kwargs.pop("softcap", None)
     _check_call(module, query, key, attention_mask, kwargs)
     layout = host.current.layout
     if layout is not None:
