@@ -124,12 +124,14 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
     assert answer.host_bytes == planned.host
     passing = slices.tokens * shape.hidden * sizes.stream if slices.states_on_host else 0
     share = slices.tokens / tokens
+    # Some processors have instructions for bf16 whose products take copies of operands, which estimates do not count.
+    rel = 0.06 if precision == "bf16-true" and torch.cpu._is_amx_tile_supported() else 0.03
     for mine, theirs in (
         (told.transient_device_bytes, measured.transient_device_bytes),
         (told.working_bytes(share), measured.working_bytes(share)),
         (answer.device_bytes["total"], trained.device_bytes),
     ):
-        assert mine == pytest.approx(theirs, rel=0.04 if precision == "bf16-mixed" else 0.03, abs=passing)
+        assert mine == pytest.approx(theirs, rel=0.04 if precision == "bf16-mixed" else rel, abs=passing)
 
 
 # ---- times
