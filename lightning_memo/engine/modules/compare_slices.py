@@ -232,11 +232,11 @@ class _Comparison:
     def _differentiate(self, part: TokenRange, values: _Values, x: Tensor) -> None:
         outputs = [value for value in values.outputs if value.t.requires_grad]
         if part.tokens == self._call.tokens:
-            self._gradients = [torch.empty_like(value.t) for value in outputs]
+            self._gradients = [value.t for value in outputs]
         if part.start == 0:  # for the halves once more, because a backward may write into the gradients that it gets
             generator = torch.Generator(x.device).manual_seed(0)
-            for gradient in self._gradients:
-                gradient.normal_(generator=generator)
+            for n, like in enumerate(self._gradients):
+                self._gradients[n] = torch.empty_like(like).normal_(generator=generator)
         pairs = zip(self._gradients, outputs, strict=True)
         given = [self._take(gradient, value.place or self._by_token, part) for gradient, value in pairs]
         inputs = [_Value("the gradient of the input", x, self._by_token)]

@@ -162,9 +162,17 @@ class Overwriting(Opening):
         return DoubledInPlace.apply(x + self.out(y.transpose(1, 2).flatten(2)))
 
 
-def test_what_a_layer_overwrites_is_no_difference() -> None:
+class OnlyOverwriting(Opening):
+    """Returns the gradient that it gets, doubled where it is, as the gradient of its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return DoubledInPlace.apply(x)
+
+
+@pytest.mark.parametrize("kind", [Overwriting, OnlyOverwriting])
+def test_what_a_layer_overwrites_is_no_difference(kind: type[Opening]) -> None:
     torch.manual_seed(0)
-    assert compared(Overwriting()) == ""
+    assert compared(kind()) == ""
 
 
 class OneChoice(Opening):
