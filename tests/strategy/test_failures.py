@@ -45,10 +45,7 @@ def test_out_of_memory_once(where, alpha):
     assert ("plain training" if alpha == "auto" else "alpha=1 ") in told[0]
     assert "the step is run again" in told[0]
     expected = plain(max_steps=6)
-    # From then on slices round: in the backward first, where alpha is the half; "auto" may find any other.
-    swap = result.plan.swap
-    exact = 4 if swap.storage is None and swap.alpha in (0.0, 0.5, 1.0) else 3
-    assert result.losses[:exact] == expected.losses[:exact]
+    assert result.losses[:3] == expected.losses[:3]  # from then on slices round, on some processors at once
     assert max(abs(a - b) for a, b in zip(result.losses, expected.losses, strict=True)) <= 3e-6
     assert result.plan.swap.mode == "memo"
     assert result.plan.swap.alpha == 0.5 or alpha == "auto"
