@@ -54,15 +54,20 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: PyTorch finds no GPU; --device cpu --quick tries things out", file=sys.stderr)
         return 2
+    try:
+        runs = _runs(options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     known = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
     exact = _gradients(options, "auto", checkpointing, full=True) if options.full else None
     rows: list[dict[str, Any]] = []
     expected = None
-    for name, (strategy, around) in _runs(options).items():
+    for name, (strategy, around) in runs.items():
         found = _gradients(options, strategy(), around)
         expected = found if expected is None else expected
         references = {"to_plain": expected, "to_full": exact}
-        distances = {to: _distances(found, known) for to, known in references.items() if known is not None}
+        distances = {to: _distances(found, gradients) for to, gradients in references.items() if gradients is not None}
         rows.append({"run": name, **distances})
         print(rows[-1], flush=True)
     device = torch.cuda.get_device_name() if options.device == "cuda" else known["cpu"]["name"]
@@ -96,6 +101,8 @@ def _runs(
         "slices, all on the host": memo(alpha=0.5, host_backed="all", **sliced),
         "slice by slice": memo(alpha=0.5, schedule="slice", **sliced),
     }
+    if unknown := set(options.runs or ()) - runs.keys():
+        raise ValueError(f"--runs {', '.join(sorted(unknown))}: there is no such run; give some of {', '.join(runs)}")
     return {name: run for name, run in runs.items() if options.runs is None or name in ("plain", *options.runs)}
 
 
@@ -147,7 +154,7 @@ def _gradients(
             **QUIET, strategy=strategy, precision="bf16-true" if half else "32-true", max_steps=_STEPS, devices=1,
             accelerator="gpu" if options.device == "cuda" else "cpu", default_root_dir=folder,
         )  # fmt: skip
-        with torch.device(options.device), _weights_in(torch.bfloat16):
+        with torch.device(options.device), _weights_in_bf16():
             module.configure_model()
         batch = RandomTokens(vocabulary=_VOCABULARY)(options.tokens)
         with around(module.model) if around is checkpointing else around():
@@ -169,9 +176,9 @@ def _repeated_keys() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _weights_in(dtype: torch.dtype) -> Iterator[None]:
+def _weights_in_bf16() -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         yield
     finally:

@@ -81,9 +81,9 @@ def beside_measured(devices: Mapping[str, Sequence[Result]], rehearsed: Rehearse
     """
     rows = []
     for host, device, found in rehearsed:
-        simulated = {str(_cell_of(r)): r for r in found}
+        simulated = {_path(r): r for r in found}
         for r in devices.get(device.removesuffix(" (simulated)"), ()):
-            there = simulated.get(str(_cell_of(r)))
+            there = simulated.get(_path(r))
             if host == _HOST_OF_MEASURED and there and r["status"] == there["status"] == "ok":
                 cell = r["cell"]
                 name = f"{cell['model']}, {cell['tuning']}, {tokens(cell['tokens'])}: {METHODS[cell['method']].label}"
@@ -94,7 +94,7 @@ def beside_measured(devices: Mapping[str, Sequence[Result]], rehearsed: Rehearse
     return [f"{_BESIDE_MEASURED}\n\n" + table(head, rows)] if rows else []
 
 
-def _cell_of(result: Result) -> Path:
+def _path(result: Result) -> Path:
     return Cell(**result["cell"]).path
 
 
