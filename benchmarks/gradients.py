@@ -102,7 +102,7 @@ def _runs(
         "slice by slice": memo(alpha=0.5, schedule="slice", **sliced),
     }
     if unknown := set(options.runs or ()) - runs.keys():
-        raise ValueError(f"--runs {', '.join(sorted(unknown))}: there is no such run; give some of {', '.join(runs)}")
+        raise ValueError(f"--runs {', '.join(sorted(unknown))}: there is no such run; give some of {'; '.join(runs)}")
     return {name: run for name, run in runs.items() if options.runs is None or name in ("plain", *options.runs)}
 
 

@@ -30,4 +30,4 @@ def test_what_is_stored_whole_is_as_plain_training_and_slices_round(tmp_path: Pa
 def test_a_run_that_is_not_known_is_told(tmp_path: Path) -> None:
     done = run(*CPU, "--runs", "alpha 2", "--output", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("--runs alpha 2: there is no such run; give some of plain, ")
+    assert done.stderr.splitlines()[-1].startswith("--runs alpha 2: there is no such run; give some of plain; ")
