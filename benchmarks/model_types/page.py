@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from model_types.kinds import KINDS
@@ -17,7 +17,7 @@ _WORKING = ("works", "whole")
 _FRAMES = (
     r"^(?:MemoStrategy|lightning_memo): layers run as one slice.*?, because (?P<why>.*)\.$",
     r"^(?:MemoStrategy|lightning_memo): nothing is swapped, because (?P<why>.*?); if .*$",
-    r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
+    r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*)[:;] (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",
     r"^(?P<why>.*?): (?:use|set|train|give|with) .*$",
@@ -80,7 +80,7 @@ Numbers in parentheses refer to the reasons below each table."""
 
 def _summary(results: Mapping[str, Mapping[str, Entry]]) -> str:
     lines = []
-    for kind, entries in results.items():
+    for title, entries in _groups(results):
         built = [entry for entry in entries.values() if "not_built" not in entry]
         counts = [str(len(entries)), _share(len(built), len(entries))]
         for level in LEVELS:
@@ -88,9 +88,23 @@ def _summary(results: Mapping[str, Mapping[str, Entry]]) -> str:
             cut = [e for e in working if e["levels"][level]["status"] == "works"]
             text = _share(len(working), len(built))
             counts.append(text if len(cut) == len(working) else f"{text}, {len(working) - len(cut)} of them whole")
-        lines.append([KINDS[kind].title, *counts])
+        lines.append([title, *counts])
     head = ["kind", "types", "tiny models", *LEVELS]
     return "## How many work\n\nShares are of the tiny models that could be built.\n\n" + _table(head, lines)
+
+
+def _groups(results: Mapping[str, Mapping[str, Entry]]) -> Iterator[tuple[str, Mapping[str, Entry]]]:
+    for kind, entries in results.items():
+        yield KINDS[kind].title, entries
+        if kind == "image-text":
+            built = {name: entry for name, entry in entries.items() if "not_built" not in entry}
+            on_text = _on_text(built)
+            yield "- trained with images", {name: built[name] for name in built if name not in on_text}
+            yield "- trained on text only", {name: built[name] for name in on_text}
+
+
+def _on_text(built: Mapping[str, Entry]) -> list[str]:
+    return [name for name, entry in built.items() if entry["inputs"] == "text"]
 
 
 def _levels() -> str:
@@ -110,17 +124,20 @@ def _levels() -> str:
 
 def _section(kind: str, entries: Mapping[str, Entry]) -> str:
     built = {name: entry for name, entry in entries.items() if "not_built" not in entry}
-    reasons = _Reasons()
+    reasons, text_only = _Reasons(), _on_text(built) if kind == "image-text" else []
+
+    def on_text(name: str) -> str:
+        return ", text only" if name in text_only else ""
+
     lines = [
-        [f"`{name}`", *(_cell(entry["levels"].get(level), reasons) for level in LEVELS)]
+        [f"`{name}`{on_text(name)}", *(_cell(entry["levels"].get(level), reasons) for level in LEVELS)]
         for name, entry in built.items()
     ]
     parts = [f"## {KINDS[kind].title}", _table(["type", *LEVELS], lines)]
     if reasons.texts:
         parts.append("\n".join(f"{number}. {text}" for number, text in enumerate(reasons.texts, 1)))
-    text_only = [name for name, entry in built.items() if entry["inputs"] == "text"]
-    if kind == "image-text" and text_only:
-        parts.append(f"Trained on text without images: {_listed([f'`{name}`' for name in text_only])}.")
+    if text_only:
+        parts.append('Types with "text only" were trained without images: with images, a level may be refused.')
     missing = {name: entry["not_built"] for name, entry in entries.items() if "not_built" in entry}
     if missing:
         parts.append("No tiny model could be built of these types:")

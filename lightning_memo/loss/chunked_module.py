@@ -71,6 +71,7 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
+        ctx.module.check_unchanged()
         dx, sums = Assembly.like(x), GradientSums()
         pairs = zip(chunks(x, ctx.chunk_tokens), chunks(gradient, ctx.chunk_tokens), strict=True)
         for number, (part, part_gradient) in enumerate(pairs):

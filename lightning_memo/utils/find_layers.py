@@ -112,10 +112,16 @@ def _largest_first(stacks: Iterable[LayerStack]) -> list[LayerStack]:
 def _way_out(model: nn.Module) -> str:
     """What to do with a model in which no stack is found."""
     move = "put its layers into an nn.ModuleList over which its forward loops"
-    lists = [path for path, m in model.named_modules() if path and isinstance(m, _CONTAINERS) and len(m._modules) > 1]
+    lists = [path for path, m in model.named_modules() if path and isinstance(m, _CONTAINERS) and _may_be_layers(m)]
     if not lists:
         return move
     return f'if the children of {" or ".join(lists[:3])} are its layers, set layers="{lists[0]}"; otherwise {move}'
+
+
+def _may_be_layers(container: nn.Module) -> bool:
+    """Return whether a container has children of which some are made of modules; an MLP is none of layers."""
+    children = list(container.children())
+    return len(children) > 1 and any(any(child.children()) for child in children)
 
 
 def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bool) -> list[LayerStack]:

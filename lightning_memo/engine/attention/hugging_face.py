@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memo.engine.attention.divided_masks import WholeMask, divided_mask
 from lightning_memo.engine.attention.mask_patterns import MaskFunction, MaskPattern, measure_pattern, read_rules
-from lightning_memo.engine.attention.model_attention import attend_as_model, not_computed
+from lightning_memo.engine.attention.model_attention import attend_as_model, computed_by_transformers, not_computed
 from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.collected_outputs import is_collected
@@ -47,6 +47,8 @@ class _Host:
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
     """Make every Hugging Face model inside `model` call the engine's attention.
 
+    A model that computes attention with a function of the user's keeps it: kernels do not know what it computes.
+
     transformers registers attention functions for the complete process. The registered function therefore belongs to no
     engine and no model: it finds the running slice through `current_handler`, and the layout of the batch in `current`.
 
@@ -66,7 +68,8 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
         before = [module.config._attn_implementation for module in models.values()]
         undo.append(functools.partial(_restore_attention, list(models.values()), before))
         for module, name in zip(models.values(), before, strict=True):
-            module.set_attn_implementation(_register(current.seen_by(module), name))
+            known = computed_by_transformers(module, name)
+            module.set_attn_implementation(_register(current.seen_by(module), name) if known else name)
     return undo
 
 

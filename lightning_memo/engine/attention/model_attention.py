@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,51 @@ def not_computed(mask: Tensor | MaskPattern | None, dropout: float, arguments: d
             return name
     given = [name for name in _WITHOUT_DROPOUT if arguments.get(name) is not None]
     return f"{given[0]} and dropout" if given and dropout else ""
+
+
+def computed_by_transformers(model: nn.Module, implementation: str) -> bool:
+    """Return whether a Hugging Face model computes attention with functions of transformers, whose formulas are known.
+
+    Functions of a user, registered with `AttentionInterface` or put in the place of one of transformers, may compute
+    anything. Code that comes with a checkpoint often has a copy of a function of transformers.
+
+    Args:
+        model: The model.
+        implementation: The name of its attention implementation.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if implementation == "eager":
+        functions = [f for kind in {type(module) for module in model.modules()} for f in _named_functions(kind)]
+    else:
+        functions = [ALL_ATTENTION_FUNCTIONS[implementation]] if implementation in ALL_ATTENTION_FUNCTIONS else []
+    return all(map(_of_transformers, functions))
+
+
+def _named_functions(kind: type[nn.Module]) -> list[Callable[..., Any]]:
+    """Return the functions for attention that the forward of a class of modules names."""
+    forward: Any = inspect.unwrap(kind.forward)
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    found = [names.get(name) for name in (() if code is None else code.co_names) if "attention" in name.lower()]
+    return [each for each in found if callable(each) and not isinstance(each, type)]
+
+
+def _of_transformers(function: Callable[..., Any]) -> bool:
+    from transformers.models.llama.modeling_llama import eager_attention_forward as known
+
+    while isinstance(function, functools.partial):
+        function = function.func
+    return _is_defined_there(function) or (_is_defined_there(known) and _same_code(function, known))
+
+
+def _is_defined_there(function: Callable[..., Any]) -> bool:
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")  # a decorator may copy `__module__`
+    return name.startswith(("transformers.", "lightning_memo."))
+
+
+def _same_code(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
+    a, b = (getattr(function, "__code__", None) for function in (a, b))
+    return all(getattr(a, part, None) == getattr(b, part) for part in ("co_code", "co_consts", "co_names"))
 
 
 def attend_as_model(

@@ -71,7 +71,7 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
         raise ValueError(
             f"{class_name(layer)} returned {type(output).__name__} with {shapes or 'no tensor'} for an input of "
             f"shape {list(x.shape)}, but a layer has to return hidden states of the same shape: name other layers, "
-            'layers="encoder.blocks", or train this model without lightning_memo'
+            'as in layers="encoder.blocks", or train this model without lightning_memo'
         )
     unknown = output if is_unknown_dataclass(output) else None
 

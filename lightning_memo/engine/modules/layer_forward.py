@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +23,15 @@ from lightning_memo.utils.class_names import class_name
 class LayerForward:
     """Replaces a layer's `forward` while the engine is attached. Copies, saved ones too, have what was replaced."""
 
-    def __init__(self, run: Callable[..., Any], layer: nn.Module, original: Callable[..., Any]) -> None:
-        self._run, self._layer, self.original = run, layer, original
-        self.__signature__ = inspect.signature(original)
+    def __init__(self, run: Callable[..., Any], layer: nn.Module, own: Callable[..., Any] | None) -> None:
+        self._run, self._layer, self._own = run, layer, own
+        self.__signature__ = inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What was replaced: a function of the layer's own, else its class's, which a user may change meanwhile."""
+        forward: Callable[..., Any] = self._own or type(self._layer).forward.__get__(self._layer)
+        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._layer, self.original, *args, **kwargs)
@@ -43,9 +50,11 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
     """Direct calls of a layer to `run(layer, forward, *args, **kwargs)`. Returns a function that undoes this."""
-    original, own = layer.forward, "forward" in vars(layer)
-    layer.forward = LayerForward(run, layer, original)
-    return functools.partial(_restore_forward, layer, original if own else None)
+    own = vars(layer).get("forward")
+    if own is None and not isinstance(type(layer).forward, FunctionType):  # a descriptor, as TorchScript's
+        own = layer.forward
+    layer.forward = LayerForward(run, layer, own)
+    return functools.partial(_restore_forward, layer, own)
 
 
 def innermost_forward(module: nn.Module) -> Callable[..., Any]:

@@ -146,7 +146,10 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
             raise
         tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
         if any(t.dim() > 2 and t.shape[-1] == call.tokens for t in tensors):
-            why = f"{call.name} gets an attention mask of all tokens, which is a tensor"
+            why = (
+                f"{call.name} gets an attention mask of all tokens, which is a tensor (padding on the left makes one, "
+                "padding on the right does not)"
+            )
         else:
             why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
     return replace(_probe(call, x, backend_of, call.tokens), why_whole=why)

@@ -107,7 +107,7 @@ class SliceComparison:
         if not unlike:
             return False
         why = f"{call.name} does not compute in slices what it computes on all tokens ({unlike})"
-        self._end(why, call, traits, needs_slices, "earlier steps may have been wrong")
+        self._end(why, call, traits, needs_slices, "this step and earlier ones may have been wrong")
         return True
 
     def _end(self, why: str, call: LayerCall, traits: LayerTraits, needs_slices: bool, before: str) -> None:
@@ -123,7 +123,7 @@ class SliceComparison:
                 "slice_tokens, and with one process for each sequence"
             )
         warnings.warn(
-            f"lightning_memo: {why}. From this step on, layers run as one slice{'; ' * bool(before)}{before}.",
+            f"lightning_memo: {why}. From now on, layers run as one slice{'; ' * bool(before)}{before}.",
             stacklevel=3,
         )
         self._layer_classes.forget()  # what layers do now decides what a recomputation returns to

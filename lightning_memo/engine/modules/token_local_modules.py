@@ -12,9 +12,12 @@ from torch.func import functional_call
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows
+from lightning_memo.engine.memory.saved_storages import version_of
+from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
+from lightning_memo.utils.class_names import class_name
 
 Forward = Callable[[Tensor], Any]
 
@@ -34,10 +37,11 @@ class TokenLocal:
 
     def __init__(self, module: nn.Module, forward: Forward, state: ForwardState | None = None) -> None:
         self._state = state or ForwardState(module, (), most_copied=0)  # as aliases replace the parameters
-        self._call = _Call(module, forward)
+        self._call, self._name = _Call(module, forward), class_name(module)
         parameters = dict(self._call.named_parameters())
         self.trained = [p for p in parameters.values() if p.requires_grad]
         self._aliases = {name: p.detach().requires_grad_(p.requires_grad) for name, p in parameters.items()}
+        self._read = [(p, self._aliases[name], version_of(local_part(p))) for name, p in parameters.items()]
         self._trained_aliases = [alias for alias in self._aliases.values() if alias.requires_grad]
         self._autocast = ambient_autocast(next(iter(parameters.values())).device.type)
 
@@ -45,6 +49,20 @@ class TokenLocal:
         """Return the module's output for `x` `[1, tokens, hidden]`, under the autocast of `__init__`."""
         with self._state.replayed(), self._autocast():
             return functional_call(self._call, self._aliases, (x,))
+
+    def check_unchanged(self) -> None:
+        """Check that the weights are still those that a forward has read.
+
+        Raises:
+            RuntimeError: A weight was changed since.
+        """
+        for p, alias, version in self._read:
+            now = local_part(p)
+            if version_of(now) != version or address_of(now) != address_of(local_part(alias)):
+                raise RuntimeError(
+                    f"a weight of {self._name}, of shape {list(p.shape)}, was changed between a forward and its "
+                    "backward, which needs its value: change it after the backward"
+                )
 
     def gradients(self, y: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of `x` (`None` if it needs none) and of `trained`.

@@ -40,10 +40,28 @@ class SavedSums:
         if (number + self._turn) % _EVERY == 0:
             self._sums[number] = [_sum(part) for part in _parts(t)]
 
+    def note_attention(self, call: int, *qkv: Tensor) -> None:
+        """Note the sums of queries, keys and values of an attention call, which is not recomputed.
+
+        Args:
+            call: Number of the call in the slice.
+            qkv: The tensors.
+        """
+        for n, t in enumerate(qkv):
+            self.note(_before_all(call, n), t)
+
+    def attention_alike(self, call: int, *qkv: Tensor) -> bool:
+        """Return whether recomputed queries, keys and values are those of the forward."""
+        return all(self.alike(_before_all(call, n), t) for n, t in enumerate(qkv))
+
     def alike(self, number: int, t: Tensor) -> bool:
         """Return whether a recomputed tensor is the one of the forward. The host waits for the device."""
         before = self._sums.pop(number, None)
         return before is None or all(map(_alike, before, _parts(t)))
+
+
+def _before_all(call: int, n: int) -> int:
+    return -1 - 3 * call - n  # saved tensors have the numbers from 0 on
 
 
 def _parts(t: Tensor) -> list[Tensor]:

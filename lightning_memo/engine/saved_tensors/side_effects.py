@@ -80,8 +80,9 @@ def address_of(t: Tensor) -> int:
 def kept_elsewhere(name: str) -> str:
     """Return why a layer is refused that keeps tensors where no run of it can be undone."""
     return (
-        f"{name} keeps tensors outside of its modules, arguments and return value (in a global list, for example), "
-        "but lightning_memo runs layers more than once: return them, or keep them in attributes of its modules"
+        f"{name} keeps tensors outside of its modules, arguments and return value (in a global list or a cache, "
+        "for example), but lightning_memo runs layers more than once: return them, or keep them in attributes of its "
+        "modules"
     )
 
 

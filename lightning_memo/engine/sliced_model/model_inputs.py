@@ -131,9 +131,10 @@ def _check_shapes(name: str, inputs: dict[str, Any]) -> None:
         if not isinstance(t, Tensor) or t.dim() == 0:
             continue
         if t.shape != lengths if other == "attention_mask" else t.is_floating_point() and t.shape[:2] != lengths:
+            taken = "masks [batch, tokens]" if other == "attention_mask" else "text"
             raise ValueError(
                 f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
-                f'{lengths[1]} tokens of a row: schedule="slice" takes text only; use schedule="layer"'
+                f'{lengths[1]} tokens of a row: schedule="slice" takes {taken} only; use schedule="layer"'
             )
 
 

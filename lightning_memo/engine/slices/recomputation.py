@@ -195,21 +195,20 @@ class _Recomputation:
                 "weights and random state: make it a function of these"
             )
         if part.sums is not None and not part.sums.alike(number, t):
-            raise RuntimeError(
-                f"{part.run.call.name} was recomputed with other values than in its forward: it reads something "
-                "besides inputs, weights, attributes and random states (a global variable, for example) that has "
-                "changed since: change it after the backward only"
-            )
+            raise RuntimeError(_other_values(part.run.call.name))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         part, number = self._part, len(self._found.qkv)
         self._found.qkv.append((q.detach(), k.detach(), v.detach()))
+        if part.sums is not None and not part.sums.attention_alike(number, q, k, v):
+            raise RuntimeError(_other_values(part.run.call.name))
         saved = part.attentions[number]
         if saved.out is None:
             with torch.no_grad(), part.run.meter.computing_attention_again():
                 core = part.run.attention.cores[number]
-                again = core.forward_again(part.number, *self._found.qkv[number], saved.spec)
-                self._found.results[number] = merge_sinks(again, saved.spec.sinks)
+                noted = saved.call.again(part.run.call.name)
+                again = core.forward_again(part.number, *self._found.qkv[number], noted)
+                self._found.results[number] = merge_sinks(again, noted.sinks)
         self._stop_if_enough()
         part.rng_after_attention[number].restore()
         known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
@@ -269,6 +268,14 @@ class RecomputedKeysValues:
         assert part is not None
         _, k, v = part.recompute().qkv[self._number]
         return k, v
+
+
+def _other_values(layer: str) -> str:
+    return (
+        f"{layer} was recomputed with other values than in its forward: it reads something besides inputs, weights, "
+        "attributes and random states (a global variable, for example) that has changed since: change it after the "
+        "backward only"
+    )
 
 
 def _refuse(_: None) -> Tensor:

@@ -6,8 +6,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
+from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.offload_group import Handle
 from lightning_memo.kernels import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NotedCall:
+    """An attention call, whose masks have to be in the backward what they were in the forward.
+
+    Note: [Masks that change]
+    PyTorch's attention saves a boolean mask as the numbers that it adds, so that a user may fill the mask with other
+    values before the backward. The engine keeps the user's own mask.
+    """
+
+    _spec: AttentionSpec
+    _versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> NotedCall:
+        """Note a call in the forward."""
+        return cls(spec, _versions(spec))
+
+    def again(self, layer: str) -> AttentionSpec:
+        """Return the call.
+
+        Args:
+            layer: Name of the layer, for messages.
+
+        Raises:
+            RuntimeError: A mask was changed in place since the forward.
+        """
+        if _versions(self._spec) != self._versions:
+            raise RuntimeError(
+                f"the attention mask of {layer} was changed in place between a forward and its backward, which needs "
+                "its values: give each forward a mask of its own, or change it after the backward"
+            )
+        return self._spec
+
+
+def _versions(spec: AttentionSpec) -> tuple[int, ...]:
+    return tuple(version_of(mask) for mask in (spec.mask, spec.whole_mask) if mask is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +59,7 @@ class SavedAttention:
         state: What else the kernel needs.
         query: The queries; `None` if they are recomputed.
         keys_values: The keys and values; `None` if they are recomputed and no later slice needs them.
-        spec: The attention call.
+        call: The attention call.
     """
 
     out: Handle | None
@@ -28,7 +67,7 @@ class SavedAttention:
     state: Any
     query: Handle | None
     keys_values: KeysValuesSource | None
-    spec: AttentionSpec
+    call: NotedCall
 
 
 @dataclass(frozen=True, slots=True)

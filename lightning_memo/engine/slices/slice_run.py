@@ -30,7 +30,7 @@ from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, is_wrapped, plain_parts
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
-from lightning_memo.engine.slices.saved_attention import SavedAttention, StartState
+from lightning_memo.engine.slices.saved_attention import NotedCall, SavedAttention, StartState
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 from lightning_memo.planner.token_slices import Action, TokenRange
@@ -195,7 +195,7 @@ class SliceRun:
             state=result.state,
             query=None if self.recomputes else storage.store_once("query", q),
             keys_values=self._store_keys(k, v) if needed_later or not self.recomputes else None,
-            spec=spec,
+            call=NotedCall.of(spec),
         )
         profile = run.meter.profile
         if self.recomputes and profile is not None:
@@ -203,6 +203,8 @@ class SliceRun:
             kinds |= {"out": result.out, "lse": result.lse} if dropped else {}
             for kind, t in kinds.items():
                 profile.recomputed(run.position.layer, t, run.call.layer, kind)
+        if self.sums is not None:
+            self.sums.note_attention(len(self.attentions), q, k, v)
         self.attentions.append(saved)
         return saved
 
@@ -217,14 +219,15 @@ class SliceRun:
     def attention_backward(self, number: int, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and the sinks, if any, of the attention call `number`."""
         saved = self.attentions[number]
+        spec = saved.call.again(self.run.call.name)
         q, k, v = self.qkv(number)
         if saved.out is None or saved.lse is None:
             result = self.recompute().results[number]
         else:
             result = AttentionResult(self.storage.load(saved.out), self.storage.load(saved.lse), saved.state)
         with self.run.engine.recorder.computing("attention"):
-            dsinks = None if saved.spec.sinks is None else gradient_of_sinks(dout, result, saved.spec.sinks)
-            return *self.run.attention.cores[number].backward(self.number, dout, q, k, v, result, saved.spec), dsinks
+            dsinks = None if spec.sinks is None else gradient_of_sinks(dout, result, spec.sinks)
+            return *self.run.attention.cores[number].backward(self.number, dout, q, k, v, result, spec), dsinks
 
     def qkv(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the attention call `number`, stored or recomputed."""

@@ -24,6 +24,7 @@ from lightning_memo.engine.attention.attention_sinks import detached, gradient_o
 from lightning_memo.engine.forward.collected_outputs import collect_joined, collecting_apart
 from lightning_memo.engine.forward.layer_output import SideValues, TokenPlace, split_output
 from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.slices.saved_attention import NotedCall
 from lightning_memo.engine.slices.slice_run import SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
 
@@ -195,7 +196,7 @@ class _NestedAttention(torch.autograd.Function):
         backend = run.engine.attention.backend(q, k, v, spec)
         with run.engine.recorder.computing("attention"):
             result = merge_sinks(backend.forward(q, k, v, spec), sinks)
-        ctx.slices, ctx.spec, ctx.backend, ctx.state = slices, spec, backend, result.state
+        ctx.slices, ctx.call, ctx.backend, ctx.state = slices, NotedCall.of(spec), backend, result.state
         # Each slice gets an output of its own, which its output projection reads without another copy.
         lengths = [part.tokens for part in run.attention.slices]
         outs = tuple(token_major(out) for out in result.out.split(lengths, 2))
@@ -206,8 +207,8 @@ class _NestedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
-        slices = ctx.slices
-        run = slices[0].run
+        slices, run = ctx.slices, ctx.slices[0].run
+        spec = ctx.call.again(run.call.name)
         qkv = [part.qkv(0) for part in slices]
         q, k, v = (torch.cat(parts, 2) for parts in zip(*qkv, strict=True))
         out = torch.cat([part.storage.load(part.attentions[0].out).transpose(1, 2) for part in slices], 1).transpose(
@@ -217,8 +218,8 @@ class _NestedAttention(torch.autograd.Function):
         result = AttentionResult(out, lse, ctx.state)
         with run.engine.recorder.computing("attention"):
             dout = torch.cat(douts, 2)
-            grads = ctx.backend.backward(dout, q, k, v, result, ctx.spec)
-            dsinks = None if ctx.spec.sinks is None else gradient_of_sinks(dout, result, ctx.spec.sinks)
+            grads = ctx.backend.backward(dout, q, k, v, result, spec)
+            dsinks = None if spec.sinks is None else gradient_of_sinks(dout, result, spec.sinks)
         lengths = [part.tokens for part in run.attention.slices]
         return (None, None, dsinks, *(piece for grad in grads for piece in grad.split(lengths, 2)))
 

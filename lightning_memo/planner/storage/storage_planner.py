@@ -148,8 +148,9 @@ def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bo
     what = "layer inputs" if may_drop_attention else "layer inputs and attention outputs"
     device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} even without them"
     nvme = f", NVMe {format_bytes(budget.nvme.capacity_bytes)}" if budget.nvme else ""
+    way_out = "raise device_memory or host_memory" if room >= 0 else "raise device_memory"
     return (
         f"the {what} of {costs.calls} layer calls need {format_bytes(least)}, and if they are offloaded, another "
         f"{format_bytes(buffers)} of device buffers, but the device {device} and the host has "
-        f"{format_bytes(budget.host_bytes)}{nvme}: raise device_memory or host_memory, or shorten the sequence"
+        f"{format_bytes(budget.host_bytes)}{nvme}: {way_out}, or shorten the sequence"
     )

@@ -97,10 +97,10 @@ class LaterCounting(PlainBlock):
 def test_counts_that_begin_later() -> None:
     """They are seen in the fourth step, from which on every layer counts once."""
     NUMBERS[0] = 0
-    with pytest.warns(UserWarning, match="it writes to a list of .*NUMBERS, which it did not .*From this step on"):
+    with pytest.warns(UserWarning, match="it writes to a list of .*NUMBERS, which it did not .*From now on"):
         trained(LaterCounting, 4, alpha=0.5)
     before = NUMBERS[0]
-    with pytest.warns(UserWarning, match="it writes to a list of .*NUMBERS, which it did not .*From this step on"):
+    with pytest.warns(UserWarning, match="it writes to a list of .*NUMBERS, which it did not .*From now on"):
         trained(LaterCounting, 8, alpha=0.5)
     assert NUMBERS[0] - 2 * before == 4 * 3
 

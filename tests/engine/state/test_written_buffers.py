@@ -95,5 +95,5 @@ def test_layers_that_begin_to_write(kind: type[Written], first: int) -> None:
 def test_layers_that_begin_to_write_in_a_step_that_compares_them(kind: type[Written]) -> None:
     """The eighth step compares the first layer before it runs in slices, so that all layers of the step run whole."""
     later = type(f"Later{kind.__name__}", (kind,), {"first": 7, "__module__": __name__})
-    with pytest.warns(UserWarning, match="it writes to .*history.*From this step on, layers run as one slice"):
+    with pytest.warns(UserWarning, match="it writes to .*history.*From now on, layers run as one slice"):
         compare(blocks(later), {"alpha": 0.5}, Stepping, steps=10)

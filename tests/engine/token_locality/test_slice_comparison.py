@@ -262,7 +262,7 @@ def test_a_run_that_needs_slices_ends(settings: dict[str, Any]) -> None:
 
 
 def test_a_plan_by_kind_is_replaced_by_one_of_whole_layers() -> None:
-    with pytest.warns(UserWarning, match=r"Opening does not .* \(keys\)\. From this step on, layers run as one slice"):
+    with pytest.warns(UserWarning, match=r"Opening does not .* \(keys\)\. From now on, layers run as one slice"):
         result = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), Opened(opening_model), max_steps=8)
     assert result.plan.swap.mode == "memo" and result.plan.swap.storage is None
     expected = plain(Opened(opening_model), max_steps=8).losses
@@ -324,7 +324,7 @@ def test_it_can_be_turned_off() -> None:
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5])
 def test_a_warning_is_given_while_training(alpha: float) -> None:
-    with pytest.warns(UserWarning, match="From this step on, layers run as one slice"):
+    with pytest.warns(UserWarning, match="From now on, layers run as one slice"):
         result = fit(MemoStrategy(alpha=alpha, plan_memory=False), Opened(opening_model), max_steps=4)
     assert result.losses[:2] == pytest.approx(plain(Opened(opening_model)).losses[:2], abs=1e-5)
 
