@@ -243,6 +243,6 @@ def test_fsdp1_is_refused() -> None:
 
 def test_full_precision_is_refused_in_slices_whose_heads_are_exchanged() -> None:
     size, settings = CONFIGURATIONS["cp2 ulysses"]
-    line = r'in half precision only on a GPU, and not in torch\.float32; set host_backed="none"'
+    line = r'in half precision only on a GPU, and not in torch\.float32: set host_backed="none"'
     with pytest.raises(ProcessError, match=line):
         train_together(size, Run(), settings | {"host_backed": "all", "slice_tokens": 4})

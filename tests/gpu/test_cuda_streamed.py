@@ -50,7 +50,7 @@ def test_gradients_are_those_of_plain_training(
 
 
 def test_full_precision_is_named_as_the_reason() -> None:
-    line = r'in half precision only on a GPU, and not in torch\.float32; set host_backed="none"$'
+    line = r'in half precision only on a GPU, and not in torch\.float32: set host_backed="none"$'
     with pytest.raises(ValueError, match=line):
         fit(MemoStrategy(host_backed="all", slice_tokens=16), accelerator="gpu", max_steps=2)
 

@@ -99,12 +99,12 @@ def late() -> nn.Module:
 @pytest.mark.parametrize("host_backed", ["attention", "all"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float, host_backed: str) -> None:
-    line = rf'^host_backed="{host_backed}" runs layers slice after slice, but Mixing .*; set host_backed="none"$'
+    line = rf'^host_backed="{host_backed}" runs layers slice after slice, but Mixing .*: set host_backed="none"$'
     with pytest.raises(ValueError, match=line):
         fit(MemoStrategy(alpha=alpha, slice_tokens=16, host_backed=host_backed), LanguageModel(late), batches(data()))
 
 
-NO_MEMORY_SAVED = "one slice.*, because Mixing may not .*; leave out slice_tokens=16, which saves no memory.$"
+NO_MEMORY_SAVED = "layers run as one slice.*, because Mixing may not .*; slice_tokens=16 saves no memory.$"
 
 
 @pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 64, 48, 80)], ids=["alike", "longer"])

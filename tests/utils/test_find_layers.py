@@ -155,6 +155,10 @@ def test_containers_by_name():
         select_stacks(layer_stacks.nested(), "layers", alone=False)
 
 
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
 @pytest.mark.parametrize(
     ("model", "told"),
     [
@@ -163,11 +167,15 @@ def test_containers_by_name():
             "put its layers into an nn.ModuleList over which its forward loops, or train without lightning_memo",
         ),
         (
-            lambda: nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))}),
+            lambda: nn.ModuleDict({"net": nn.Sequential(_mlp(), nn.TransformerEncoderLayer(4, 1, 4))}),
             'if the children of net are its layers, set layers="net"; otherwise put its layers into an nn.ModuleList',
         ),
+        (
+            lambda: nn.ModuleDict({"net": _mlp()}),  # whose parts are no layers
+            "put its layers into an nn.ModuleList over which its forward loops, or train without lightning_memo",
+        ),
     ],
-    ids=["attributes", "different layers"],
+    ids=["attributes", "different layers", "an MLP"],
 )
 def test_a_model_without_stacks_is_told_what_to_do(model: Any, told: str) -> None:
     with pytest.raises(ValueError, match="so there is nothing to swap layer by layer: ") as caught:

@@ -25,13 +25,17 @@ class LayerForward:
 
     def __init__(self, run: Callable[..., Any], layer: nn.Module, own: Callable[..., Any] | None) -> None:
         self._run, self._layer, self._own = run, layer, own
-        self.__signature__ = inspect.signature(self.original)
+        self._of_class = type(layer).forward
+        self._original: Callable[..., Any] = own or self._of_class.__get__(layer)
+        self.__signature__ = inspect.signature(self._original)
 
     @property
     def original(self) -> Callable[..., Any]:
         """What was replaced: a function of the layer's own, else its class's, which a user may change meanwhile."""
-        forward: Callable[..., Any] = self._own or type(self._layer).forward.__get__(self._layer)
-        return forward
+        if self._own is None and type(self._layer).forward is not self._of_class:
+            self._of_class = type(self._layer).forward
+            self._original = self._of_class.__get__(self._layer)
+        return self._original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._layer, self.original, *args, **kwargs)

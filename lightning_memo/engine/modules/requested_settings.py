@@ -138,5 +138,5 @@ class RequestedSettings:
         if self.schedule == "slice":  # decides where tensors live, whatever `host_backed` is
             return ValueError(f'schedule="slice" runs layers slice after slice, but {why}: use schedule="layer"')
         return ValueError(
-            f'host_backed="{self.host_backed}" runs layers slice after slice, but {why}; set host_backed="none"'
+            f'host_backed="{self.host_backed}" runs layers slice after slice, but {why}: set host_backed="none"'
         )

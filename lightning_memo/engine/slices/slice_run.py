@@ -158,9 +158,15 @@ class SliceRun:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Answer an attention call of the layer's forward in the schedule "layer"."""
         self.run.check_sliceable(spec)
+        self.note_sums(q, k, v)
         out: Tensor = _SliceAttention.apply(self, detached(spec), q, k, v, spec.sinks)
         self.rng_after_attention.append(RngState.capture(q.device, self.run.forward_context.rng))
         return out
+
+    def note_sums(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Note queries, keys and values of the next attention call, if recomputed ones are to be compared with them."""
+        if self.sums is not None:
+            self.sums.note_attention(len(self.attentions), q, k, v)
 
     def attention_forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Compute attention of this slice to its own and earlier keys, and store what the backward needs."""
@@ -203,8 +209,6 @@ class SliceRun:
             kinds |= {"out": result.out, "lse": result.lse} if dropped else {}
             for kind, t in kinds.items():
                 profile.recomputed(run.position.layer, t, run.call.layer, kind)
-        if self.sums is not None:
-            self.sums.note_attention(len(self.attentions), q, k, v)
         self.attentions.append(saved)
         return saved
 

@@ -159,6 +159,7 @@ class _Nest:
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self._qkv.append((q, k, v))
+        self._slices[number].note_sums(q, k, v)
         if number + 1 < len(self._inputs):
             self.run(number + 1)
         else:

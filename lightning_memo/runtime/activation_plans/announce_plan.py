@@ -51,8 +51,7 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> Non
         return
     swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
     some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
-    given = f"slice_tokens={config.slice_tokens}"
-    in_vain = "" if config.slice_tokens == "auto" else f"; leave out {given}, which saves no memory"
+    in_vain = "" if config.slice_tokens == "auto" else f"; slice_tokens={config.slice_tokens} saves no memory"
     rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {why_whole}{in_vain}.")
 
 
@@ -81,7 +80,7 @@ def warn_of_no_plan(layers: Sequence[nn.Module]) -> None:
     kinds = ", ".join(dict.fromkeys(class_name(layer) for layer in layers))
     rank_zero_warn(
         f"lightning_memo: nothing is swapped, because no backward went through the layers ({kinds}); if other layers "
-        'are trained, name them, as in layers="encoder.blocks"'
+        'are trained, name them: layers="encoder.blocks"'
     )
 
 

@@ -125,7 +125,7 @@ def test_sparse_buffers(alpha: float) -> None:
         ({"storage": "kinds"}, 'changes its buffer history in each forward: use storage="alpha"'),
         (
             {"slice_tokens": 8, "host_backed": "attention"},
-            'changes its buffer history in each forward; set host_backed="none"',
+            'changes its buffer history in each forward: set host_backed="none"',
         ),
     ],
 )
