@@ -35,8 +35,8 @@ test-slow: $(INSTALLED) $(EXTRAS_INSTALLED)
 	$(RUN) -m pytest $(WORKERS) -m slow tests $(EXTRAS_TESTS:%=--ignore=%)
 	PYTHONPATH=$(EXTRAS) $(RUN) -m pytest $(WORKERS) $(EXTRAS_TESTS)
 
-# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last command also run on the CPU, where the slow
-# cases combine more settings.
+# Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last two commands also run on the CPU, where the
+# slow cases combine more settings. With the last one, copies and kernels are late at random.
 test-cuda: export OMP_NUM_THREADS = 1
 test-cuda: export PYTHONDONTWRITEBYTECODE =
 test-cuda: export EMULATED_CUDA_DEVICES = 4
@@ -46,6 +46,8 @@ test-cuda: $(CUDA_INSTALLED)
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest tests/gpu/test_cuda_allocator.py \
 		tests/gpu/test_cuda_allocator_training.py
 	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
+	grep -v '^#' tests/emulated_cuda/late_on_cuda.txt | TEST_DEVICE=cuda EMULATED_CUDA_COPY_DELAY_US=5000 \
+		EMULATED_CUDA_KERNEL_DELAY_US=200 xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

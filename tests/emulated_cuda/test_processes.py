@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.architectures.hybrids import make_hybrid
 from support.devices import DEVICE, emulated_device
 from support.parallel_training import Outcome, Run, train, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
@@ -223,6 +225,14 @@ def test_half_precision_with_late_copies_and_kernels(configuration: str, setting
     run = Run(family="llama_gqa", precision="bf16-mixed", steps=2, layers=3)
     size, of_configuration = CONFIGURATIONS[configuration]
     first: Outcome = run_in_processes(size, late, run, of_configuration | settings)[0]
+    errors = first.worst_error(train_alone(run))
+    assert errors["gradients"] <= 2**-4 and errors["norm"] <= 2**-5, errors
+
+
+@pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig"])
+def test_states_beside_ring_attention_with_late_copies_and_kernels(config: str) -> None:
+    run = Run(family=functools.partial(make_hybrid, config), tokens=45, precision="bf16-mixed", steps=2)
+    first: Outcome = run_in_processes(2, late, run, RING)[0]
     errors = first.worst_error(train_alone(run))
     assert errors["gradients"] <= 2**-4 and errors["norm"] <= 2**-5, errors
 

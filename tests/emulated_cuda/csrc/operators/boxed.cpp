@@ -236,6 +236,9 @@ void register_boxed(torch::Library& library) {
     if (op.has_value() && !is_left(*op))
       library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
   }
+  // Whose parts on CUDA, kernels of ATen and cuDNN, have no operators of the same name on a CPU.
+  for (const char* name : {"convolution", "convolution_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&boxed>());
 }
 
 }  // namespace emulated
