@@ -145,8 +145,7 @@ class MemoConfig:
                 f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; '
                 'leave it "auto"'
             )
-        sizes = ("context_parallel_size", "tensor_parallel_size", "expert_parallel_size")
-        for name, most in (*((name, 1) for name in sizes), ("zero_stage", 2)):
+        for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):
             if getattr(self, name) > most:
                 raise ValueError(
                     f'schedule="slice" contradicts {name}={getattr(self, name)}: every slice would send weights or '

@@ -203,7 +203,7 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
     Args:
         layers: Layers that are called repeatedly.
     """
-    units = fsdp_units_among(layers)
+    units = fsdp_units_among(m for layer in layers for m in layer.modules())  # experts are units of their own
     states = [unit._get_fsdp_state() for unit in units]
     for unit, state in zip(units, states, strict=True):
         unit.unshard()

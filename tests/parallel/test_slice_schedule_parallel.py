@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.architectures.mixtures import lopsided
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.collectives import EXPECTED, Collectives
@@ -24,6 +25,18 @@ def test_gradients_are_those_of_one_process(stage: int) -> None:
     together = train_together(2, run, SETTINGS | {"zero_stage": stage, "slice_tokens": 8})
     errors = together.worst_error(train_alone(run))
     assert all(error <= BOUND for error in errors.values()), errors
+
+
+@slow_if(lambda family, size, stage: size == 4 or stage == 1)
+@pytest.mark.parametrize(
+    ("family", "size", "stage"), [("qwen3_moe", 2, 0), ("qwen3_moe", 2, 1), (lopsided, 2, 2), ("qwen3_moe", 4, 2)]
+)
+def test_experts_that_processes_share(family: Any, size: int, stage: int) -> None:
+    """Each slice sends its tokens to the processes that hold their experts. Some batches are a single slice."""
+    run = Run(family=family, lengths=(90, 21, 64, 45), accumulate=2, batch=4, steps=2, layers=3, clip=0.1)
+    settings = SETTINGS | {"zero_stage": stage, "slice_tokens": 32, "expert_parallel_size": 2}
+    errors = train_together(size, run, settings).worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
 
 
 def test_gradients_in_mixed_precision() -> None:

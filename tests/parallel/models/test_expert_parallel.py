@@ -274,11 +274,6 @@ def test_models_whose_experts_cannot_be_divided(build: Any, sizes: tuple[int, in
         check_experts(build(), *sizes)
 
 
-def test_slices_of_the_model_are_refused() -> None:
-    with pytest.raises(ValueError, match='schedule="slice" contradicts expert_parallel_size=2'):
-        MemoConfig(expert_parallel_size=2, schedule="slice", slice_tokens=64)
-
-
 def train_on_other_lengths() -> None:
     """Each data-parallel process gets sequences of another length."""
     trainer = make_trainer(
