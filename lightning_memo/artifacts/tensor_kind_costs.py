@@ -73,7 +73,7 @@ class CallCosts:
     """Seconds of the attention forward alone."""
 
     elementwise_seconds: float
-    """Seconds to recompute everything except attention and products."""
+    """Seconds to recompute everything except attention and products. Processes that share experts send tokens again."""
 
     window_tokens: int | None = None
     """Maximum number of keys that a query attends to, itself included; None for all up to its own. 1 stands for

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint
 from lightning_memo.artifacts.spill_layout import SpillLayout
-from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
+from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copies.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
@@ -89,16 +89,15 @@ def measured_layer_costs(
     )
 
 
-def measured_storage_costs(profile: StepProfile, costs: LayerCosts) -> StorageCosts:
-    """Return the costs of each kind of tensor in a profiled step.
+def measured_call_costs(profile: StepProfile, costs: LayerCosts) -> list[CallCosts]:
+    """Return the costs of each kind of tensor in the layer calls of a profiled step.
 
     Args:
         profile: Profile of the step, including matrix products.
         costs: Costs of the layers in the step.
     """
     attention = profile.seconds_of("attention")
-    calls = [_call_costs(call, costs, n, attention[n]) for n, call in enumerate(profile.in_order())]
-    return StorageCosts.of_step(calls, costs)
+    return [_call_costs(call, costs, n, attention[n]) for n, call in enumerate(profile.in_order())]
 
 
 def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_seconds: float) -> CallCosts:

@@ -236,13 +236,14 @@ def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monk
         profile=None, costs=LAYERS, budget=Budget(device_bytes=ALWAYS + 8500, host_bytes=70), label=LABEL
     )
     monkeypatch.setattr(planning, "plain_plan", lambda *_: None)
-    monkeypatch.setattr(planning, "measured_storage_costs", lambda *_: COSTS)
-    monkeypatch.setattr(planning, "_solve", lambda step, costs, budget, divided, schedule: costs)
+    monkeypatch.setattr(planning, "_problem", lambda *_: ((COSTS, budget), []))
+    monkeypatch.setattr(planning, "_solve", lambda step, saved, costs, budget, divided, schedule: costs)
 
     def plan(divided: bool) -> Any:
         ranks: Any = Others()
         return plan_by_kind(
-            step, ranks, True, device_measured=False, optional=False, divided=divided, schedule="layer"
+            step, ranks, True, device_measured=False, optional=False, divided=divided, exchanging=False,
+            schedule="layer",
         )  # fmt: skip
 
     assert plan(divided=False) == COSTS

@@ -107,7 +107,8 @@ class Experts(TensorStyle):
             inputs, chosen, shares = (F.pad(t, (0, 0, 0, 1)) for t in (inputs, chosen, shares))
         with local_parameters(module), self._local_count(module):
             outputs = original(inputs, chosen, shares)[: len(rows)]
-        return torch.zeros_like(x).index_add(0, rows, outputs)
+        total: Tensor = _SumRows.apply(outputs, rows, len(x))
+        return total
 
     @contextmanager
     def _local_count(self, module: nn.Module) -> Iterator[None]:
@@ -118,6 +119,20 @@ class Experts(TensorStyle):
             yield
         finally:
             module.num_experts = before
+
+
+class _SumRows(torch.autograd.Function):
+    """Adds rows to those of a tensor of zeros. `index_add` would save the rows, which its backward does not need."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return gradient.index_select(0, index), None, None
 
 
 def is_stacked(module: nn.Module) -> bool:

@@ -92,7 +92,9 @@ def common_problem(
     least = min(
         limits.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes for costs, limits in problems
     )
-    return slowest, StorageBudget(
+    # What is not recomputed lowers the peak of each process, at least by this.
+    recomputed = min(costs.recomputed_device_bytes for costs, _ in problems)
+    return replace(slowest, recomputed_device_bytes=recomputed), StorageBudget(
         device_bytes=max(slowest.fixed_device_bytes + slowest.transient_device_bytes + least, 0),
         host_bytes=min(budget.host_bytes for budget in budgets),
         spill_bytes=min(budget.spill_bytes for budget in budgets),

@@ -226,7 +226,8 @@ class ActivationPlanner(MetersSteps):
                 everyone,
                 device_measured=self._measures_device,
                 optional=storage == "auto",
-                divided=self._engine.settings.divided or self._config.expert_parallel_size > 1,
+                divided=self._engine.settings.divided,
+                exchanging=self._config.expert_parallel_size > 1,
                 schedule=self._engine.layer_classes.schedule,
             )
         if by_kind is not None and storage == "kinds":

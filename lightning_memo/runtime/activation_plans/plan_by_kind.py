@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
 from lightning_memo.artifacts.swap_plan import Schedule
@@ -11,8 +12,9 @@ from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.device_budget import with_spare_device
 from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds
 from lightning_memo.planner.storage.storage_plan_slices import stored_bytes_of_calls
-from lightning_memo.planner.token_slices import tile_of
-from lightning_memo.profiler.measured_costs import measured_storage_costs
+from lightning_memo.planner.storage.uneven_loads import largest_loads, largest_saved
+from lightning_memo.planner.token_slices import SavedBytes, tile_of
+from lightning_memo.profiler.measured_costs import measured_call_costs
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
 
 
@@ -24,12 +26,13 @@ def plan_by_kind(
     device_measured: bool,
     optional: bool,
     divided: bool,
+    exchanging: bool,
     schedule: Schedule,
 ) -> Plan | None:
     """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
-    Processes whose layers save the same bytes solve the same program, with the costs of the slowest process and the
-    smallest budget, and therefore get the same plan. Other processes get plans of their own.
+    Processes whose layers save the same bytes, or that share experts, solve the same program, with the costs of the
+    slowest process, the largest load and the smallest budget: they get the same plan. Others get plans of their own.
 
     Args:
         step: The measured step.
@@ -37,8 +40,8 @@ def plan_by_kind(
         everyone: Whether all processes agree, or only those that work on the same sequences.
         device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
         optional: Whether there is another way to plan.
-        divided: Whether processes share the tokens of a sequence, or experts, and therefore run all layers in the same
-            slices.
+        divided: Whether processes share the tokens of a sequence, and therefore run all layers in the same slices.
+        exchanging: Whether processes share experts, and therefore run each layer in the same slices.
         schedule: The order in which slices run, "layer" or "nest".
 
     Returns:
@@ -51,13 +54,13 @@ def plan_by_kind(
     if all(ranks.gather(plain is not None, everyone)) and plain is not None:
         return plain
     limits = with_spare_device(step.budget, step.costs) if device_measured else step.budget
-    own = measured_storage_costs(step.profile, step.costs), StorageBudget.of(limits, step.costs)
+    own, saved = _problem(step, limits, ranks, everyone, exchanging)
     common = common_problem(ranks.gather(own, everyone))
-    # Those that have to run in the same slices may agree where not all do.
-    sharing = [] if common else ranks.gather(own, everyone=False)
-    plan, error = None, None
+    sharing = [] if common else ranks.gather(own, everyone=False)  # which may agree where not all do
+    plan = error = None
     try:
-        plan = _solve(step, *(common or common_problem(sharing, divided) or own), divided, schedule)
+        problem = common or common_problem(sharing, divided or exchanging) or own
+        plan = _solve(step, saved, *problem, divided, schedule)
     except ValueError as refused:
         error = refused
     if optional and any(ranks.gather(error is not None, everyone)):
@@ -67,16 +70,34 @@ def plan_by_kind(
     return plan
 
 
-def _solve(step: MeasuredStep, costs: StorageCosts, budget: StorageBudget, divided: bool, schedule: Schedule) -> Plan:
-    profile = step.profile
-    saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
+def _problem(
+    step: MeasuredStep, limits: Budget, ranks: Ranks, everyone: bool, exchanging: bool
+) -> tuple[tuple[StorageCosts, StorageBudget], list[list[SavedBytes]]]:
+    """Return the costs and the budget, and the tensors that each call saves; with experts, of the largest load."""
+    calls = measured_call_costs(step.profile, step.costs)
+    saved = [[*call.saved, *(product.saved for product in call.products)] for call in step.profile.in_order()]
+    if exchanging:
+        of_calls, of_saved = zip(*ranks.gather((calls, saved), everyone), strict=True)
+        calls, saved = largest_loads([calls, *of_calls]), largest_saved(of_saved)
+    return (StorageCosts.of_step(calls, step.costs), StorageBudget.of(limits, step.costs)), saved
+
+
+def _solve(
+    step: MeasuredStep,
+    saved: list[list[SavedBytes]],
+    costs: StorageCosts,
+    budget: StorageBudget,
+    divided: bool,
+    schedule: Schedule,
+) -> Plan:
+    tokens = step.profile.tokens
     return plan_kinds(
         step.costs,
         costs,
         budget,
         step.label,
-        tile_tokens=tile_of(profile.tokens),
-        stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, profile.tokens),
+        tile_tokens=tile_of(tokens),
+        stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, tokens),
         common_bounds=divided,
         nested=schedule == "nest",
     )

@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.architectures.mixtures import MIXTURES, deepseek_v3, lopsided
+from support.architectures.mixtures import MIXTURES, lopsided
 from support.devices import skip_ring_on_cuda
 from support.families import FAMILIES
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone, train_together
-from support.processes import ProcessError, run_in_processes
-from support.samples.collectives import Counting
+from support.processes import run_in_processes
 from support.samples.configurations import BOUND
 from support.trainer_harness import LanguageModel, loader, make_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM
-from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.config import MemoConfig
@@ -108,35 +105,6 @@ def test_uneven_loads_in_all_ways_to_run_layers(way: str) -> None:
     check(2, Run(family=lopsided, tokens=300, steps=4, layers=4), _EP2 | WAYS[way])
 
 
-def test_plans_by_kind_of_tensor_need_even_loads() -> None:
-    run, settings = Run(family=lopsided, tokens=300, steps=2, layers=4), {"storage": "kinds", "device_memory": "5MiB"}
-    with pytest.raises(
-        ProcessError, match=r"layers save tensors of different sizes on processes that share .* experts"
-    ):
-        train_together(2, run, _EP2 | settings)
-
-
-class ChangingLoads(Callback):
-    """From the third batch on, all tokens go to the first two experts."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, Any] = {}
-
-    @override
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        for m in module.modules() if batch_idx == 2 else ():
-            if hasattr(m, "e_score_correction_bias"):
-                m.e_score_correction_bias[:2] += 10.0
-
-
-def test_plans_for_even_loads_run_with_uneven_ones() -> None:
-    run = Run(family=deepseek_v3, tokens=300, steps=4, layers=5)
-    alone = run_in_processes(1, train, run, {"alpha": 1.0}, None, ChangingLoads)[0]
-    together = train_together(2, run, _EP2 | {"alpha": 1.0, "plan_memory": True}, watch=ChangingLoads)
-    assert together.losses == pytest.approx(alone.losses, rel=1e-6)
-    assert together.norms == pytest.approx(alone.norms, rel=BOUND)
-
-
 def _bytes_of_weights(trainer: Any) -> dict[str, Any]:
     held: Counter[bool] = Counter()
     for name, p in trainer.lightning_module.named_parameters():
@@ -157,36 +125,6 @@ def test_bytes_of_weights(configuration: str) -> None:
     assert notes["experts"] == [counts[True] // max(sharded, 2 * settings.get("tensor_parallel_size", 1))] * size
     if "tp" not in configuration:
         assert notes["others"] == [counts[False] // sharded] * size
-
-
-class Exchanges(Callback):
-    """Counts the all-to-alls of a step."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, Any] = {}
-        self._counting = Counting()
-
-    @override
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:  # steps 1 and 2 compare slices
-            self._counting.__enter__()
-
-    @override
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self._counting.__exit__(None, None, None)
-            self.notes["exchanges"] = self._counting.counts["alltoall_base_"]
-
-
-@pytest.mark.parametrize(("alpha", "again"), [(1.0, 0), (0.0, 4)])
-def test_results_of_exchanges_that_are_stored_are_not_sent_again(alpha: float, again: int) -> None:
-    """Sent are numbers of rows, hidden states, choices and weights, and results; and the gradients of three of them.
-
-    A recomputation sends all but the results.
-    """
-    run = Run(family="qwen3_moe", tokens=32, steps=3, layers=4)
-    notes = train_together(2, run, _EP2 | {"alpha": alpha, "check_slices": False}, watch=Exchanges).notes
-    assert notes["exchanges"] == [4 * (5 + 3) + 4 * again] * 2
 
 
 # ---- checkpoints
