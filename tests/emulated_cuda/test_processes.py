@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from support.architectures.hybrids import make_hybrid
 from support.devices import DEVICE, emulated_device
 from support.parallel_training import Outcome, Run, train, train_alone, train_together
@@ -21,6 +22,7 @@ from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import CONFIGURATIONS
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from typing_extensions import override
 
 from lightning_memo import MemoLoop
 
@@ -235,6 +237,33 @@ def test_states_beside_ring_attention_with_late_copies_and_kernels(config: str) 
     first: Outcome = run_in_processes(2, late, run, RING)[0]
     errors = first.worst_error(train_alone(run))
     assert errors["gradients"] <= 2**-4 and errors["norm"] <= 2**-5, errors
+
+
+class Waits(Callback):
+    """Counts the host's waits in the third step, up to the end of the backward."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {"waits": 0}
+
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.notes["waits"] = -emulated_device.count("host_waits")
+
+    @override
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if self.notes["waits"] < 0:
+            self.notes["waits"] += emulated_device.count("host_waits")
+
+
+@pytest.mark.parametrize(("alpha", "exchanges"), [(0.0, 8), (1.0, 4)])
+def test_the_host_waits_once_for_each_exchange_of_experts(alpha: float, exchanges: int) -> None:
+    """For the numbers of rows. Reading a tensor counts as two waits: for the copy, and for the stream."""
+    run, settings = Run(family="qwen3_moe", layers=4), {"alpha": alpha, "check_slices": False}
+    whole, divided = (
+        train_together(2, run, settings | {"expert_parallel_size": size}, watch=Waits).notes["waits"] for size in (1, 2)
+    )
+    assert divided == [waits + 2 * exchanges for waits in whole]
 
 
 def refusal_of_fsdp1() -> str:

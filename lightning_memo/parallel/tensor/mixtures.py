@@ -86,22 +86,35 @@ class Experts(TensorStyle):
         """Returns what the experts of this tensor-parallel rank, wherever they are, add to the tokens."""
         if self._meshes is None:
             return self._compute(module, original, x, index, weights)
-        exchange = TokenExchange(self._wanted(index), self._meshes.exchange.get_group())
-        received = (exchange.send(t) for t in (x, index, weights))
-        return exchange.give_back(self._compute(module, original, *received))
+        exchange = TokenExchange(self._choices(index), self._meshes.exchange.get_group())
+        received = [exchange.send(t) for t in (x, index, weights)]
+        return exchange.give_back(self._compute(module, original, *received, exchange.received_choices))
 
-    def _wanted(self, index: Tensor) -> Tensor:
-        """Returns whether each expert-parallel rank has experts of each token, `[tokens, ranks]`."""
+    def _choices(self, index: Tensor) -> Tensor:
+        """Returns how many experts on each expert-parallel rank each token has chosen, `[tokens, ranks]`."""
         meshes = self._meshes
         assert meshes is not None
-        homes = index.new_zeros(len(index), self.mesh.size(), dtype=torch.bool).scatter_(1, index // self._count, True)
+        homes = index.new_zeros(len(index), self.mesh.size())
+        homes.scatter_add_(1, index // self._count, torch.ones_like(index))
         own: Tensor = homes.unflatten(1, (-1, meshes.tensor.size()))[:, :, meshes.tensor.get_local_rank()]
         return own
 
-    def _compute(self, module: nn.Module, original: Forward, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Returns the sum of the outputs of this rank's experts for each row of `x`."""
+    def _compute(
+        self, module: nn.Module, original: Forward, x: Tensor, index: Tensor, weights: Tensor, known: int | None = None
+    ) -> Tensor:
+        """Returns the sum of the outputs of this rank's experts for each row of `x`.
+
+        Args:
+            module: The experts.
+            original: Their forward.
+            x: Hidden states.
+            index: The chosen experts.
+            weights: Their weights.
+            known: How many choices are experts of this rank, if it is known: the host does not wait for it then.
+        """
         own = index - self._start
-        rows, choices = ((own >= 0) & (own < self._count)).nonzero(as_tuple=True)
+        present = (own >= 0) & (own < self._count)
+        rows, choices = (present.nonzero() if known is None else torch.nonzero_static(present, size=known)).unbind(1)
         inputs, chosen, shares = x.index_select(0, rows), own[rows, choices][:, None], weights[rows, choices][:, None]
         if not len(rows):  # one of zeros, so that all ranks have the same graph and a gradient for every weight
             inputs, chosen, shares = (F.pad(t, (0, 0, 0, 1)) for t in (inputs, chosen, shares))

@@ -18,19 +18,26 @@ from torch import Tensor
 class TokenExchange:
     """The plan of one exchange. All ranks of the group have to make and use it at the same time.
 
+    The host waits for the device once, for the numbers that follow from the choices of all ranks.
+
     Args:
-        wanted: Whether each token is needed on each rank of the group, `[tokens, ranks]`.
+        choices: How many experts on each rank of the group each token has chosen, `[tokens, ranks]`.
         group: The ranks.
+
+    Attributes:
+        received_choices: How many of the choices of all ranks are experts of this rank.
     """
 
-    def __init__(self, wanted: Tensor, group: dist.ProcessGroup) -> None:
-        self._group, self._tokens = group, len(wanted)
-        counts = wanted.sum(0)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
-        self._sent, self._received = torch.stack([counts, theirs]).tolist()
+    def __init__(self, choices: Tensor, group: dist.ProcessGroup) -> None:
+        self._group, self._tokens = group, len(choices)
+        wanted = choices > 0
+        mine = torch.stack([wanted.sum(0), choices.sum(0)], dim=1)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=group)
+        sent, (received, chosen) = torch.stack([mine, theirs]).transpose(1, 2).tolist()
+        self._sent, self._received, self.received_choices = sent[0], received, sum(chosen)
         # Ordered by rank. They stay on the device until the backward, like the choice of experts.
-        self._sources = wanted.t().nonzero()[:, 1].int()
+        self._sources = torch.nonzero_static(wanted.t(), size=sum(self._sent))[:, 1].int()
 
     def send(self, x: Tensor) -> Tensor:
         """Returns the rows `[received, ...]` that other ranks and this one need here, of `x` `[tokens, ...]`."""
