@@ -17,7 +17,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.parallel.tensor.mixed_tensors import explaining_mixed_tensors
+from lightning_memo.parallel.tensor.mixed_tensors import explaining_divided_gradients, explaining_mixed_tensors
 from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
 from lightning_memo.runtime.device_memory_watch import DeviceMemoryWatch
 from lightning_memo.runtime.earlier_graphs import explaining_earlier_graphs
@@ -57,7 +57,9 @@ class TrainingRuntime:
         self._attached = contextlib.ExitStack()
         self._run = run
         sizes = ParallelSizes() if processes is None else processes.sizes
-        self._explained = functools.partial(explaining_mixed_tensors, sizes.tensor > 1, sizes.shards > 1)
+        self._explained = functools.partial(
+            explaining_mixed_tensors, sizes.tensor > 1, sizes.shards > 1, config.loss_parallel
+        )
         self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
         self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
         slices = ShorterSlices(engine, config, alone)
@@ -127,7 +129,7 @@ class TrainingRuntime:
 
     def backward(self, backward: Callable[[], T]) -> T:
         """Run the backward of a training step; see :class:`OutOfMemoryRetry`."""
-        with explaining_earlier_graphs():
+        with explaining_earlier_graphs(), explaining_divided_gradients():
             return self._retry.backward(backward)
 
     def after_backward(self) -> None:

@@ -10,7 +10,6 @@ from lightning_memo.parallel.tensor.module_styles import (
     STREAM_TOKEN_DIM,
     Block,
     Colwise,
-    LocalLoss,
     Replicated,
     Rowwise,
     TensorStyle,
@@ -19,6 +18,7 @@ from lightning_memo.parallel.tensor.module_styles import (
 )
 from lightning_memo.parallel.tensor.packed_projections import PackedAttention, PackedColwise
 from lightning_memo.parallel.tensor.tensor_plan import COLWISE, EXPERTS, REPLICATED, ROWWISE, TensorPlan, inner_linear
+from lightning_memo.parallel.tensor.whole_model import WholeModel
 from lightning_memo.utils.class_names import class_name
 
 
@@ -54,9 +54,7 @@ class _Styling:
         for name, m in self._plan.named.items():
             if name not in styles and m._parameters and any(p is not None for p in m._parameters.values()):
                 styles[name] = self._unnamed(name, m)
-        if self._loss_parallel and self._plan.head:
-            name = next((n for n, m in self._plan.named.items() if m is self._plan.model), "")
-            styles[name] = LocalLoss()
+        styles |= {name: WholeModel(self._stream) for name in self._plan.hosts}
         return {name: styles[name] for name in ("", *self._plan.named) if name in styles}
 
     def _block(self, name: str) -> Block:
@@ -140,10 +138,13 @@ class _Styling:
                 f"sequence_parallel=True: the plan does not split {name}, which would get only this rank's tokens: set "
                 'sequence_parallel=False, or name it "replicated" in tensor_parallel_plan if it works token by token'
             )
-        return self._on_stream(m)
+        return self._on_stream(m) if self._plan.in_host(name) else Replicated(Replicate())
 
     def _on_stream(self, m: nn.Module) -> Replicated:
-        """Returns the style of a whole module outside of blocks. An embedding gets the ids of all tokens."""
+        """Returns the style of a whole module outside of blocks. An embedding gets the ids of all tokens.
+
+        Modules outside of Hugging Face models compute with outputs of these, which are for all tokens.
+        """
         if isinstance(m, nn.Embedding):
             return Replicated(Replicate(), leaves=self._stream)
         return Replicated(gradient_of_replica(self._stream))

@@ -290,39 +290,6 @@ class VocabularyParallel(TensorStyle):
         return move(found.masked_fill(unknown[..., None], 0), self.mesh, Partial(), self.stream)
 
 
-class LocalLoss(TensorStyle):
-    """The whole model under `loss_parallel`. Converts its loss to a plain tensor.
-
-    That of transformers' loss function at once: models add losses of their routers to it, which are plain.
-    """
-
-    def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        with self._plain_loss_function(module):
-            result = original(*args, **kwargs)
-        if isinstance(getattr(result, "loss", None), DTensor):
-            result.loss = result.loss.full_tensor()
-        return result
-
-    @contextmanager
-    def _plain_loss_function(self, module: nn.Module) -> Iterator[None]:
-        inner, own = getattr(module, "loss_function", None), vars(module).get("_loss_function")
-        if inner is None:
-            yield
-            return
-
-        def loss_function(*args: Any, **kwargs: Any) -> Any:
-            loss = inner(*args, **kwargs)
-            return loss.full_tensor().clone() if isinstance(loss, DTensor) else loss  # no view, which `+=` needs
-
-        vars(module)["_loss_function"] = functools.wraps(inner)(loss_function)
-        try:
-            yield
-        finally:
-            del vars(module)["_loss_function"]
-            if own is not None:
-                vars(module)["_loss_function"] = own
-
-
 def gradient_of_replica(stream: Placement) -> Placement:
     """Returns the layout of the gradient of a replicated parameter that is applied to the stream."""
     return Replicate() if stream.is_replicate() else Partial()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -61,7 +61,11 @@ class TensorPlan:
     def __init__(self, module: nn.Module, plan: Mapping[str, str] | None = None) -> None:
         self.module = module
         # Looked up in the class, because peft's wrappers forward every attribute to the inner model.
-        self.model = next((m for m in module.modules() if hasattr(type(m), "tp_plan")), module)
+        found_hosts = {name: m for name, m in module.named_modules() if hasattr(type(m), "tp_plan")}
+        self.model = next(iter(found_hosts.values()), module)
+        self.hosts = [
+            name for name in found_hosts if not _is_in(name, [other for other in found_hosts if other != name])
+        ]
         self.named = {name: m for name, m in module.named_modules() if name}
         plans = (plan or {}, getattr(self.model, "tp_plan", None) or {})
         found = {name: next(filter(None, (_match(name, p) for p in plans)), None) for name in self.named}
@@ -163,6 +167,10 @@ class TensorPlan:
                     f": {ADVICE}"
                 )
 
+    def in_host(self, name: str) -> bool:
+        """Whether a module is part of a Hugging Face model, or of another model with a plan."""
+        return not self.hosts or _is_in(name, self.hosts)
+
     def in_mixture(self, name: str) -> bool:
         """Whether a module is inside of a mixture of experts."""
         return any(name.startswith(f"{mixture}.") for mixture in self.mixtures)
@@ -238,3 +246,8 @@ def inner_linear(m: nn.Module) -> nn.Module:
 
 def _example(named: Mapping[str, nn.Module]) -> str:
     return next((name for name, m in named.items() if isinstance(m, nn.Linear)), next(iter(named), ""))
+
+
+def _is_in(name: str, containers: Iterable[str]) -> bool:
+    """Whether a dotted name is that of one of the containers, or of a module inside of one."""
+    return any(not container or f"{name}.".startswith(f"{container}.") for container in containers)
