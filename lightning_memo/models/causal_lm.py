@@ -91,7 +91,6 @@ class CausalLM(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         tokens = (self.trainer.fit_loop.total_batch_idx + 1) * self.batch_tokens
-        # With several ranks, a loss is this rank's part of the whole loss times the number of ranks.
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("tokens", float(tokens))

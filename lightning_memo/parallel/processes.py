@@ -26,7 +26,7 @@ from lightning_memo.parallel.batches.divide_batch import (
     check_same_size,
 )
 from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
-from lightning_memo.parallel.batches.loss_arguments import LossArguments, takes_loss_arguments
+from lightning_memo.parallel.batches.loss_arguments import LossArguments, takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.router_losses import RouterLosses
 from lightning_memo.parallel.batches.separate_documents import separate_documents
 from lightning_memo.parallel.batches.text_model import TextModelInputs, check_layers, trains_beside
@@ -256,6 +256,7 @@ class Processes:
             ranks=self.sizes.replicas,
             data_group=self.mesh[DATA].get_group() if self.sizes.data > 1 else None,
             takes_loss_arguments=takes_loss_arguments(model),
+            why_loss_unfit=why_loss_unfit(model),
             bounds_of=bounds_of,
             slices_outside=slices_outside,
             contiguous=hands_states,
@@ -325,9 +326,10 @@ class Processes:
         if predicting:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
         batch, self.current_layout.layout = sharder.shard(batch)
-        self._loss_arguments.use(batch)
         sharing = self.mesh[CONTEXT] if predicting else self._replicas
-        self._router_losses.use(sharing.get_group() if sharing.size() > 1 else None)
+        group = sharing.get_group() if sharing.size() > 1 else None
+        self._loss_arguments.use(batch, group)
+        self._router_losses.use(group)
         for unit in self._outside:  # a step may call a part of the model without the root
             unit.unshard()
         return batch

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch
 from lightning_memo.parallel.batches.divide_loader import SplitLoader, seeding_rank, split_iterable
-from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.token_layout import multiple
 
 VOCABULARY = 13
@@ -350,6 +350,17 @@ def test_labels_of_plain_modules_must_be_aligned():
         sharders(ring=2, takes_loss_arguments=False)[0].shard(make_batch())
 
 
+def test_labels_are_not_shifted_twice():
+    (part, _), _ = shard_all(make_batch(), sharders(ring=2))
+    labels = part["labels"]
+    for index in ((slice(None), slice(1, None)), (..., slice(1, None))):
+        with pytest.raises(ValueError, match="would shift the labels twice"):
+            labels[index]
+    for used in (labels[:, 2:], labels[labels != -100], labels[torch.tensor([0]), 1:], labels.flatten(), labels + 1):
+        assert type(used) is torch.Tensor
+    assert torch.equal(labels, part["shift_labels"]) and type(part["shift_labels"]) is torch.Tensor
+
+
 # ---- models
 
 
@@ -425,6 +436,8 @@ def masked():
 )
 def test_models_that_take_loss_arguments(build, expected):
     assert takes_loss_arguments(Within(build())) is expected
+    named = "the loss function <lambda> of LlamaForCausalLM takes no shift_labels and no num_items_in_batch"
+    assert why_loss_unfit(Within(build())) == (named if build is with_a_loss_of_its_own else "")
 
 
 def test_loss_arguments_reach_the_loss_of_a_model():

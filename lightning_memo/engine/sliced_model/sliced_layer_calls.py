@@ -25,7 +25,7 @@ from lightning_memo.engine.state.forward_context import ForwardContext
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
-from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import Action, TokenRange
@@ -46,9 +46,10 @@ def find_causal_lm(model: nn.Module) -> nn.Module:
             f'{class_name(model)} has none: use schedule="layer"'
         )
     if not takes_loss_arguments(found):
+        why = f"the forward of {class_name(found)} takes neither shift_labels nor num_items_in_batch"
         raise ValueError(
-            f'schedule="slice" shifts labels and counts tokens once for all slices, but the forward of '
-            f'{class_name(found)} takes neither shift_labels nor num_items_in_batch: use schedule="layer"'
+            'schedule="slice" shifts labels and counts tokens once for all slices, but '
+            f'{why_loss_unfit(found) or why}: use schedule="layer"'
         )
     if why := why_positions_unknown(found):
         raise ValueError(

@@ -23,6 +23,7 @@ from lightning_memo.parallel.batches.positions import (
     packed_documents,
     right_padded_lengths,
 )
+from lightning_memo.parallel.batches.shifted_labels import ShiftedLabels
 from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple
 
 IGNORED = -100
@@ -49,6 +50,7 @@ class BatchSharder:
         ranks: Data-parallel size times context-parallel size, the number of ranks over which losses are averaged.
         data_group: Data-parallel group of this context-parallel and tensor-parallel rank; `None` if its size is 1.
         takes_loss_arguments: Whether the model's loss takes `shift_labels` and `num_items_in_batch`.
+        why_loss_unfit: Why it does not, as a clause, if its loss function is the user's.
         bounds_of: Returns the engine's slice bounds on one shard from the batch rows and the tokens of a shard.
         slices_outside: As `outside` of the layout.
         contiguous: As `contiguous` of the layout.
@@ -64,6 +66,7 @@ class BatchSharder:
     ranks: int = 1
     data_group: dist.ProcessGroup | None = None
     takes_loss_arguments: bool = False
+    why_loss_unfit: str = ""
     bounds_of: Callable[[int, int], tuple[int, ...]] = one_slice
     slices_outside: bool = False
     contiguous: bool = False
@@ -120,7 +123,7 @@ class BatchSharder:
         if targets is not None:
             part["shift_labels"] = cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:
-                part["labels"] = part["shift_labels"]
+                part["labels"] = part["shift_labels"].as_subclass(ShiftedLabels)
             part["num_items_in_batch"] = self._item_count(targets)
         return part, layout
 
@@ -156,6 +159,11 @@ class BatchSharder:
             raise ValueError(
                 f"the batch's {name} are {list(labels.shape)}, its tokens {[rows, tokens]}: give one label for each "
                 f"token ({IGNORED} for none), or train with context_parallel_size=1 and tensor_parallel_size=1"
+            )
+        if name == "labels" and self.why_loss_unfit:
+            raise ValueError(
+                f"the batch has labels, but {self.why_loss_unfit}: let it compare all logits with shift_labels, the "
+                "label of each token's successor, and divide the summed loss by num_items_in_batch"
             )
         if name == "labels" and not self.takes_loss_arguments:
             raise ValueError(

@@ -9,14 +9,17 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import why_positions_unknown
+from lightning_memo.parallel.batches.whole_loss import with_whole_loss
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
-_ADDED = ("position_ids", "shift_labels", "num_items_in_batch")
+_LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch")
+_ADDED = ("position_ids", *_LOSS_ARGUMENTS)
 
 
 class LossArguments:
@@ -26,6 +29,8 @@ class LossArguments:
     added when the batch was divided. Positions would be wrong, labels would be shifted twice, and the loss would be
     weighted by this rank's tokens. In addition, FSDP2 casts floating-point arguments, but the item count must be exact.
 
+    The loss that such a call returns has the value of the loss of all processes.
+
     Args:
         current: Holds the layout of the batch; it has one if the batch was divided by tokens.
     """
@@ -33,20 +38,36 @@ class LossArguments:
     def __init__(self, current: CurrentLayout) -> None:
         self._current = current
         self._batch: Mapping[str, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._running: nn.Module | None = None
+        self._shares_loss = False
 
-    def use(self, batch: Any) -> None:
-        """Set the divided batch of the next step; `None` for none."""
+    def use(self, batch: Any, group: dist.ProcessGroup | None = None) -> None:
+        """Set the divided batch of the next step, or `None`, and the processes that share its loss, if several do."""
         self._batch = batch if isinstance(batch, Mapping) else {}
+        self._group = group
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Complete the arguments of every call of `model`. Returns a function that undoes this."""
         complete = functools.partial(self._complete, why_positions_unknown(model))
-        handle = model.register_forward_pre_hook(complete, with_kwargs=True)
-        return handle.remove
+        handles = [
+            model.register_forward_pre_hook(complete, with_kwargs=True),
+            model.register_forward_hook(self._finish, always_call=True),
+        ]
+        base = getattr(model, "base_model", model)
+        if base is not model:
+            handles.append(base.register_forward_pre_hook(self._check_base, with_kwargs=True))
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
 
     def _complete(
         self, why_unknown: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._running, self._shares_loss = model, False
         batch, labels = self._batch, kwargs.get("labels")
         cut = self._current.layout is not None
         positions_cut = cut and self._current.text_model is None
@@ -69,7 +90,25 @@ class LossArguments:
                 f"{class_name(model)} got position_ids other than the batch's, which belong to this process's "
                 "tokens: omit them, or let the loader put position_ids [batch, tokens] into the batch"
             )
-        return args, kwargs | {name: batch[name] for name in names}
+        added = {name: batch[name] for name in names}
+        self._shares_loss = self._group is not None and "num_items_in_batch" in added
+        return args, kwargs | added | ({"labels": added["shift_labels"]} if "shift_labels" in added else {})
+
+    def _finish(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._running, shares_loss = None, self._shares_loss
+        if not shares_loss or output is None:  # after an exception
+            return None
+        assert self._group is not None
+        return with_whole_loss(output, self._group)
+
+    def _check_base(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        divided = self._current.layout is not None and self._current.text_model is None
+        if divided and self._running is None and kwargs.get("position_ids") is None:
+            raise ValueError(
+                f"{class_name(base)} was called by itself and got no position_ids, without which it would count the "
+                'tokens that each process holds from 0: pass batch["position_ids"], and expect hidden states of this '
+                "process's tokens; or call the whole model"
+            )
 
 
 def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
@@ -77,6 +116,17 @@ def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
     if of_batch is None or positions is of_batch:
         return True
     return positions.shape[-1] == of_batch.shape[-1] and bool((positions == of_batch).all())
+
+
+def why_loss_unfit(model: nn.Module) -> str:
+    """Return why a user's loss function takes no loss arguments, as a clause; empty if there is no such function."""
+    host: Any = next(iter(find_hugging_face(model)), None)
+    function = None if host is None or host.loss_type is None else host.loss_function
+    if function is None or str(getattr(function, "__module__", "")).startswith("transformers."):
+        return ""
+    missing = [name for name in _LOSS_ARGUMENTS if name not in inspect.signature(function).parameters]
+    name = getattr(function, "__name__", class_name(function))
+    return f"the loss function {name} of {class_name(host)} takes no {' and no '.join(missing)}" if missing else ""
 
 
 def takes_loss_arguments(model: nn.Module) -> bool:
@@ -95,7 +145,7 @@ def takes_loss_arguments(model: nn.Module) -> bool:
         passes_on
         and any(map(_calls_loss_function, host.modules()))
         and accepts
-        and {"shift_labels", "num_items_in_batch"} <= inspect.signature(host.loss_function).parameters.keys()
+        and set(_LOSS_ARGUMENTS) <= inspect.signature(host.loss_function).parameters.keys()
     )
 
 
