@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.families import FAMILIES
 from support.markers.slow import slow_if
@@ -73,6 +74,26 @@ def test_functions_of_the_loss(configuration: str) -> None:
     alone = train_alone(run)
     for outcome in run_in_processes(size, train, run, settings | {"alpha": 0.5}):
         errors = outcome.worst_error(alone)  # losses of each process, not their mean
+        assert all(error <= BOUND for error in errors.values()), errors
+
+
+def looked_at(**sizes: Any) -> nn.Module:
+    """One process computes a loss more, without gradients."""
+
+    def loss(step: Step, batch: dict[str, Tensor]) -> Tensor:
+        if dist.is_initialized() and dist.get_rank() == 0:
+            with torch.no_grad():
+                assert step.model(**batch).loss > 0
+        return step.model(**batch).loss
+
+    return Step(loss, **sizes)
+
+
+def test_a_process_that_runs_a_forward_more() -> None:
+    run = Run(family=looked_at, tokens=48, steps=2, layers=2)
+    settings = CONFIGURATIONS["dp2 zero0"][1]
+    for outcome in run_in_processes(2, train, run, settings | {"alpha": 0.5}):
+        errors = outcome.worst_error(train_alone(run))
         assert all(error <= BOUND for error in errors.values()), errors
 
 

@@ -20,7 +20,8 @@ def with_whole_loss(output: Any, group: dist.ProcessGroup) -> Any:
 
     Args:
         output: Output with a `loss`, a tuple that begins with it, or the loss.
-        group: The processes that share the loss; all of them call this.
+        group: The processes that share the loss; all of them call this, except for a loss without a gradient, which
+            stays that of this process.
     """
     if isinstance(output, tuple):
         return _mean(output[0], group), *output[1:]
@@ -32,7 +33,8 @@ def with_whole_loss(output: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _mean(loss: Any, group: dist.ProcessGroup) -> Any:
-    is_loss = isinstance(loss, Tensor) and loss.dim() == 0
+    # A forward without gradients may run on one process only, to log something, for example.
+    is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
     return _MeanOverProcesses.apply(loss, group) if is_loss else loss
 
 
