@@ -73,8 +73,9 @@ The error of a gradient is relative to its norm, or to 1e-6 of the norm of the w
 exceeds {BOUND:g}, plain training is repeated in fp64: a gradient is also right if its error against fp64 is at most
 {AS_NEAR:g} times that of plain training in fp32, and at most {MOST:.0%}. In one process, a gradient that is not
 right is compared once more with slightly different weights, because a rounding error may cross the kink of a function
-such as ReLU. transformers computes gated delta nets in fp32 also in an fp64 model, so that this reference has rounding errors of
-its own; with 48 tokens, it computes them in one chunk. Models have their default `use_cache`, except for the few that cannot be trained with it.
+such as ReLU. transformers computes gated delta nets in fp32 also in an fp64 model, so that this reference has
+rounding errors of its own; with 48 tokens, it computes them in one chunk. Models have their default `use_cache`,
+except for the few that cannot be trained with it.
 
 Numbers in parentheses refer to the reasons below each table."""
 
