@@ -217,7 +217,7 @@ IN_FIT = {
         {},
         NoLayers,
         None,
-        ("NoLayers", "no nn.ModuleList", 'children of model are its layers, set layers="model"'),
+        ("NoLayers", "no nn.ModuleList", "put its layers into an nn.ModuleList"),
     ),
     "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
     "mixes tokens": (

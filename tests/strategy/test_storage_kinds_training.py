@@ -188,7 +188,7 @@ def test_budgets_are_kept_to_the_byte(unit: int) -> None:
 
 
 def test_what_cannot_be_held_is_told() -> None:
-    with pytest.raises(StorageError, match="raise device_memory or host_memory"):
+    with pytest.raises(StorageError, match=r"lacks .*: raise device_memory, or shorten"):
         plan_kinds(
             LAYERS, COSTS, StorageBudget(device_bytes=2000, host_bytes=MIB), LABEL, tile_tokens=1,
             stored_bytes=rounded(1),
