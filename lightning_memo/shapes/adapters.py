@@ -54,6 +54,8 @@ def adapters_of(settings: Mapping[str, Any]) -> Adapters | None:
     Raises:
         ValueError: A setting is invalid or not supported. The message is one line.
     """
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"model.lora={settings} is no group of settings: give model.lora.r, the rank, like 8")
     rank = settings.get("r")
     if not rank:
         return None

@@ -322,6 +322,8 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["cluster.devices_per_node=null"], ["cluster.devices_per_node is missing"]),
         (["+cluster.price=1"], ["cluster.price"]),
         (["model.lora.r=-8"], ["model.lora.r=-8", "0 to train all weights"]),
+        (["model.lora=true"], ["model.lora=True is no group of settings", "give model.lora.r"]),
+        (["model.lora=16"], ["model.lora=16 is no group of settings", "give model.lora.r"]),
         (["model.lora.r=8", "model.lora.lora_dropout=0.1"], ["model.lora.lora_dropout=0.1", "set it to 0"]),
         (
             ["model.lora.r=8", "model.lora.target_modules=[q]"],
