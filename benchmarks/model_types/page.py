@@ -17,7 +17,7 @@ _WORKING = ("works", "whole")
 _FRAMES = (
     r"^(?:MemoStrategy|lightning_memo): layers run as one slice.*?, because (?P<why>.*)\.$",
     r"^(?:MemoStrategy|lightning_memo): nothing is swapped, because (?P<why>.*?); if .*$",
-    r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*)[:;] (?:use|set) .*$",
+    r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",
     r"^(?P<why>.*?): (?:use|set|train|give|with) .*$",
@@ -100,13 +100,12 @@ def _groups(results: Mapping[str, Mapping[str, Entry]]) -> Iterator[tuple[str, M
         yield KINDS[kind].title, entries
         if kind == "image-text":
             built = {name: entry for name, entry in entries.items() if "not_built" not in entry}
-            on_text = _on_text(built)
-            yield "- trained with images", {name: built[name] for name in built if name not in on_text}
-            yield "- trained on text only", {name: built[name] for name in on_text}
+            yield "- trained with images", {name: e for name, e in built.items() if not _is_on_text(e)}
+            yield "- trained on text only", {name: e for name, e in built.items() if _is_on_text(e)}
 
 
-def _on_text(built: Mapping[str, Entry]) -> list[str]:
-    return [name for name, entry in built.items() if entry["inputs"] == "text"]
+def _is_on_text(entry: Entry) -> bool:
+    return bool(entry["inputs"] == "text")
 
 
 def _levels() -> str:
@@ -126,19 +125,16 @@ def _levels() -> str:
 
 def _section(kind: str, entries: Mapping[str, Entry]) -> str:
     built = {name: entry for name, entry in entries.items() if "not_built" not in entry}
-    reasons, text_only = _Reasons(), _on_text(built) if kind == "image-text" else []
-
-    def on_text(name: str) -> str:
-        return ", text only" if name in text_only else ""
-
+    reasons = _Reasons()
+    told = ", text only" if kind == "image-text" else ""
     lines = [
-        [f"`{name}`{on_text(name)}", *(_cell(entry["levels"].get(level), reasons) for level in LEVELS)]
+        [f"`{name}`{told * _is_on_text(entry)}", *(_cell(entry["levels"].get(level), reasons) for level in LEVELS)]
         for name, entry in built.items()
     ]
     parts = [f"## {KINDS[kind].title}", _table(["type", *LEVELS], lines)]
     if reasons.texts:
         parts.append("\n".join(f"{number}. {text}" for number, text in enumerate(reasons.texts, 1)))
-    if text_only:
+    if told and any(map(_is_on_text, built.values())):
         parts.append('Types with "text only" were trained without images: with images, a level may be refused.')
     missing = {name: entry["not_built"] for name, entry in entries.items() if "not_built" in entry}
     if missing:

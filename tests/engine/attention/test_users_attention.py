@@ -86,7 +86,8 @@ def test_functions_of_transformers_are_replaced() -> None:
         model = llama(attn_implementation=implementation)
         names: list[str] = []
         fit(MemoStrategy(alpha=0.0), _Looking(lambda model=model: model, names), batches([text()]), max_steps=1)
-        assert names == [n for n in names if n.startswith("lightning_memo")]
+        (name,) = names
+        assert name.startswith("lightning_memo")
         assert model.config._attn_implementation == implementation
 
 
