@@ -54,7 +54,7 @@ def _named_functions(kind: type[nn.Module]) -> list[Callable[..., Any]]:
     """Return the functions for attention that the forward of a class of modules names."""
     forward: Any = inspect.unwrap(kind.forward)
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    found = [names.get(name) for name in (() if code is None else code.co_names) if "attention" in name.lower()]
+    found = [names.get(name) for name in (() if code is None else code.co_names) if "att" in name.lower()]
     return [each for each in found if callable(each) and not isinstance(each, type)]
 
 

@@ -80,6 +80,31 @@ def test_functions_in_the_place_of_those_of_transformers(monkeypatch: pytest.Mon
     compare(lambda: llama(attn_implementation="eager"), {"alpha": 0.0})
 
 
+class OwnCode(modeling_llama.LlamaAttention):
+    """Attention of a checkpoint's code, which names a function of its own."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, own_attn)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        out, _ = attend(self, q, k, v, kwargs.get("attention_mask"), scaling=self.scaling)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+own_attn = off_by_one
+
+
+def with_own_code() -> nn.Module:
+    model = llama(attn_implementation="eager")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnCode
+    return model
+
+
+def test_functions_that_the_code_of_a_model_names() -> None:
+    compare(with_own_code, {"alpha": 0.5})
+
+
 def test_functions_of_transformers_are_replaced() -> None:
     """So that a user's function is not the only thing that the tests above could see."""
     for implementation in ("sdpa", "eager"):
