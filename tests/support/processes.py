@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime as dt
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.context
@@ -16,6 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +122,7 @@ class Group:
                 try:
                     error, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    error = "the process ended"
+                    error = self._how_it_ended(rank)
                 if error is not None:
                     errors[rank] = error
                     # The other processes may wait for this one in a collective.
@@ -129,6 +131,12 @@ class Group:
             self.stop()
             raise ProcessError(errors)
         return [results[rank] for rank in range(len(self._pipes))]
+
+    def _how_it_ended(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(_GRACE_SECONDS)
+        stack = _stack_file(self._folder.name, rank).read_text()
+        return f"the process ended with exit code {process.exitcode} (-N: by signal N)\n{stack}"
 
     @property
     def alive(self) -> bool:
@@ -175,12 +183,18 @@ def stop_all() -> None:
 atexit.register(stop_all)
 
 
+def _stack_file(folder: str, rank: int) -> Path:
+    """Return the file that gets the Python stack of a process that crashes."""
+    return Path(folder, f"stack_{rank}.txt")
+
+
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: float, folder: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0",
         WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    faulthandler.enable(_stack_file(folder, rank).open("w"))
     gc.freeze()  # what has been imported is never garbage
     os.chdir(folder)  # trainers write their default files there
     costs._BANDWIDTH_SECONDS = 0.005  # tests of results need no precise measurement
