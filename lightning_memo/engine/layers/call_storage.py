@@ -55,7 +55,7 @@ class CallStorage:
     Attributes:
         memory: The memory in which slots are leased.
         group: The offload group of the call; `None` if every slice has one of its own.
-        resident: Copies that stay on the device by plan.
+        resident: Tensors that stay on the device by plan.
     """
 
     def __init__(
@@ -84,9 +84,15 @@ class CallStorage:
         return self._policy.per_slice
 
     def store(
-        self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
+        self,
+        group: OffloadGroup,
+        kind: str,
+        t: Tensor,
+        place: Place | None = "swap",
+        part: TokenRange | None = None,
+        by_autograd: bool = False,
     ) -> Handle:
-        """Store a tensor in a group, or as a copy on the device.
+        """Store a tensor in a group, or on the device.
 
         Args:
             group: The group.
@@ -94,13 +100,14 @@ class CallStorage:
             t: The tensor.
             place: Where tensors of the kind are stored.
             part: The slice whose tensor it is; `None` if it is a tensor of all tokens of the call.
+            by_autograd: Whether autograd saves it, so that nothing may overwrite it before the backward.
         """
         profile = self._meter.profile
         if profile is not None:  # which has the sizes of the first slice
             size_bytes = t.nbytes if part is not None else -(-t.nbytes * self._first.tokens // self._tokens)
             profile.saved(self._meter.position.layer, kind, size_bytes)
         if place == "keep":
-            return self.resident.put(t)
+            return self.resident.keep(t) if by_autograd else self.resident.put(t)
         handle = group.put(t, self._spills_all or place == "spill")
         if group.checks is not None:
             group.checks.note(handle, self.label(kind, part))
@@ -191,7 +198,10 @@ class SliceStorage:
 
     def store_other(self, t: Tensor) -> Handle:
         """Store a tensor that is no input, no output and no operand of attention."""
-        return t.detach() if is_opaque(t) else self.store("other", t)
+        if is_opaque(t):
+            return t.detach()
+        place = self._range.place("other")
+        return self._call.store(self.group, "other", t.detach(), place, self._range, by_autograd=True)
 
     def store_state(self, state: Tensor, planned: bool) -> Handle:
         """Store the state at the start of the slice, which nothing changes.

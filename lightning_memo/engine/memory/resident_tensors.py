@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.memory.saved_storages import Registry, flat, gapless_strides, is_dense
+from lightning_memo.engine.memory.saved_storages import KeptTensor, Registry, flat, gapless_strides, is_dense
 
 
 class ResidentTensors:
-    """Copies of a layer call's resident tensors, without gaps, each byte once.
+    """A layer call's resident tensors, without gaps, each byte once.
 
-    They are copies, like swapped tensors, for two reasons: a layer may overwrite its input or the output of a matrix
+    Most are copies, like swapped tensors, for two reasons: a layer may overwrite its input or the output of a matrix
     product, and a view of a tensor would keep the complete storage alive.
 
     Attributes:
-        size_bytes: Total size of the copies.
+        size_bytes: Total size of the tensors.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._registry: Registry[Tensor] = Registry()
+        self._registry: Registry[tuple[Tensor, KeptTensor | None]] = Registry()
 
     def put(self, t: Tensor) -> Tensor:
         """Copy a tensor and return the copy."""
@@ -29,18 +29,29 @@ class ResidentTensors:
         else:
             copy = torch.empty_strided(t.shape, gapless_strides(t.shape, t), dtype=t.dtype, device=t.device).copy_(t)
         self.size_bytes += copy.nbytes
-        self._registry.add(t, copy)
+        self._registry.add(t, (copy, None))
         return copy
 
-    def find(self, t: Tensor) -> Tensor | None:
-        """Return the copy of a tensor whose bytes were copied before, or `None`."""
+    def keep(self, t: Tensor) -> KeptTensor | Tensor:
+        """Keep a tensor that nothing may overwrite, as autograd would, or a copy if `t` is a part of its storage."""
+        if t.nbytes < t.untyped_storage().nbytes() or t.is_inference():
+            return self.put(t)
+        kept = KeptTensor.of(t)
+        self.size_bytes += t.nbytes
+        self._registry.add(t, (t, kept))
+        return kept
+
+    def find(self, t: Tensor) -> KeptTensor | Tensor | None:
+        """Return what stands for a tensor whose bytes are resident, or `None`."""
         known = self._registry.find(t)
         if known is None:
             return None
-        copy, shift_bytes = known
+        (resident, kept), shift_bytes = known
+        if kept is not None:
+            return KeptTensor(t, kept.version)
         if not is_dense(t):  # the registry finds such a tensor only with the same shape and strides
-            return copy
-        data = flat(copy).view(torch.uint8)[shift_bytes : shift_bytes + t.nbytes].view(t.dtype)
+            return resident
+        data = flat(resident).view(torch.uint8)[shift_bytes : shift_bytes + t.nbytes].view(t.dtype)
         return torch.as_strided(data, t.shape, t.stride())
 
     def end_forward(self) -> None:

@@ -32,6 +32,40 @@ def version_of(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """Stands for a saved tensor that stays where it is, as autograd would keep it.
+
+    Attributes:
+        tensor: The tensor.
+        version: Its version in the forward, which counts changes in place.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> KeptTensor:
+        """Return what stands for a tensor with its present values."""
+        return cls(t, version_of(t))
+
+    def unchanged(self, layer: str) -> Tensor:
+        """Return the tensor.
+
+        Args:
+            layer: Name of the layer that saved it, for the message.
+
+        Raises:
+            RuntimeError: It was changed in place since the forward.
+        """
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                f"a weight, an argument or an activation of {layer}, of shape {list(self.tensor.shape)}, was changed "
+                "in place between a forward and its backward, which needs its value: change it after the backward"
+            )
+        return self.tensor
+
+
 def is_dense(t: Tensor) -> bool:
     """Return whether `t` covers one range of its storage without gaps, in any order of its dimensions."""
     return span(t) == t.numel()

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.memory.saved_storages import version_of
+from lightning_memo.engine.memory.saved_storages import KeptTensor
 from lightning_memo.engine.saved_tensors.non_activations import NonActivations
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView, SliceArguments
 from lightning_memo.engine.saved_tensors.weight_copies import FrozenCasts, WeightCopies, WeightCopy
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """Stands for a saved tensor that stays where it is, as autograd would keep it.
-
-    Attributes:
-        tensor: The tensor.
-        version: Its version in the forward, which counts changes in place.
-    """
-
-    tensor: Tensor
-    version: int
 
 
 class CallArguments:
@@ -61,7 +48,7 @@ class CallArguments:
     def handle(self, t: Tensor) -> KeptTensor | ParkedView | WeightCopy:
         """Return the handle of a saved tensor that is no activation."""
         copy = self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t)
-        return copy or KeptTensor(t, version_of(t))
+        return copy or KeptTensor.of(t)
 
     def load(self, handle: KeptTensor | ParkedView | WeightCopy) -> Tensor:
         """Return the tensor that a handle stands for.
@@ -72,12 +59,7 @@ class CallArguments:
         if isinstance(handle, WeightCopy):
             return self._weight_copies.restore(handle)
         assert isinstance(handle, KeptTensor)
-        if version_of(handle.tensor) != handle.version:
-            raise RuntimeError(
-                f"a weight or an argument of {self.call.name}, of shape {list(handle.tensor.shape)}, was changed in "
-                "place between a forward and its backward, which needs its value: change it after the backward"
-            )
-        return handle.tensor
+        return handle.unchanged(self.call.name)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which copies of frozen weights are made such that the backward can make them again."""

@@ -12,10 +12,9 @@ from torch import Tensor
 from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.engine.memory.block_reader import HostRange
 from lightning_memo.engine.memory.checksums import SlotChecksums
-from lightning_memo.engine.memory.saved_storages import Registry, flat
+from lightning_memo.engine.memory.saved_storages import KeptTensor, Registry, flat
 from lightning_memo.engine.memory.slot import Slot, SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle
@@ -88,6 +87,8 @@ class OffloadGroup:
         """Return a tensor on the device, in the backward. The whole group comes back at once."""
         if isinstance(handle, Tensor):
             return handle
+        if isinstance(handle, KeptTensor):
+            return handle.unchanged("a layer")
         if isinstance(handle, ShardedHandle):
             return handle.wrap(self.load(handle.local))
         if isinstance(handle, WrappedHandle):

@@ -21,10 +21,9 @@ from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
-from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.memory.saved_storages import KeptTensor, resolved
 from lightning_memo.engine.recurrence.intercept_states import handing
 from lightning_memo.engine.recurrence.state_functions import StateCall
-from lightning_memo.engine.saved_tensors.call_arguments import KeptTensor
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy

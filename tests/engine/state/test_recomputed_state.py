@@ -392,7 +392,7 @@ def test_a_weight_that_the_backward_needs_is_changed_in_place() -> None:
         fit("auto", Between(blocks(Written), write_weight), batches([make_batch(2, 48)]), max_steps=1)
     run = Between(blocks(Written), lambda model, between: run.trainer.global_step and write_weight(model, between))
     data = batches([make_batch(2, 48)] * 2)
-    with pytest.raises(RuntimeError, match=r"a weight or an argument of Written, of shape .* was changed in place"):
+    with pytest.raises(RuntimeError, match=r"argument or an activation of Written, of shape .* was changed in place"):
         fit(MemoStrategy(plan_memory=False, alpha=1.0), run, data, max_steps=2)
 
 
