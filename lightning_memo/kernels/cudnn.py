@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, merge, side_by_side, token_major
+from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, side_by_side, token_major
 from lightning_memo.kernels.flash_attention import AtenFlash
 
 _LARGEST_HEAD = 128  # larger head sizes work on some GPUs only
@@ -102,12 +102,14 @@ def _parts(
 
 def _merged(earlier: AttentionResult, own: AttentionResult) -> AttentionResult:
     """Merge the results for the keys of earlier slices and of the own one, in the memory of the first."""
+    own_weight = torch.sigmoid(own.lse - earlier.lse)[..., None]
+    weight = torch.sigmoid(earlier.lse - own.lse)[..., None]  # 1 - own_weight would round where it is small
     for first in range(0, earlier.out.shape[1], _MERGED_HEADS):
         heads = slice(first, first + _MERGED_HEADS)
-        out = earlier.out[:, heads].float()
-        merge(out, earlier.lse[:, heads], AttentionResult(own.out[:, heads], own.lse[:, heads]))
-        earlier.out[:, heads] = out
-    return earlier
+        merged = own.out[:, heads] * own_weight[:, heads]
+        # Each output is read and written once, and converted on the way.
+        torch.addcmul(merged, earlier.out[:, heads], weight[:, heads], out=earlier.out[:, heads])
+    return replace(earlier, lse=torch.logaddexp(earlier.lse, own.lse))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionResult:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
 from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange
+
+_KeysValues = tuple[Tensor, Tensor]
 
 
 class SlicedAttention:
@@ -32,6 +35,7 @@ class SlicedAttention:
         self._backend = backend
         self._slices = slices
         self._keys_values: dict[int, KeysValuesSource] = {}
+        self._joined = _JoinedSlices([part.tokens for part in slices])
         self._gradients = DeviceGradients()
 
     def forward(
@@ -49,12 +53,11 @@ class SlicedAttention:
         Returns:
             The result, and the keys and values to pass to `hold` once they are stored.
         """
-        earlier = [self._keys_values[n].peek() for n in self._seen_by(index, spec)]
-        return self._attend(index, q, k, v, spec, earlier), k, v
+        return self._attend(index, q, k, v, spec, lambda n: self._keys_values[n].peek()), k, v
 
     def forward_again(self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> AttentionResult:
         """Compute the attention of slice `index` again in the backward, if its result was not stored."""
-        return self._attend(index, q, k, v, spec, [self._keys_values[n].load() for n in self._seen_by(index, spec)])
+        return self._attend(index, q, k, v, spec, lambda n: self._keys_values[n].load())
 
     def hold(self, index: int, keys_values: KeysValuesSource) -> None:
         """Register the keys and values of a slice for later slices and for the backward."""
@@ -62,6 +65,7 @@ class SlicedAttention:
 
     def end_forward(self) -> None:
         """End the layer's forward: no slice runs before the backward."""
+        self._joined.clear()
         for keys_values in self._keys_values.values():
             keys_values.end_forward()
 
@@ -80,9 +84,11 @@ class SlicedAttention:
         The backward of all later slices must have run before.
         """
         seen = self._seen_by(index, spec)
-        keys, values = _join([self._keys_values[n].load() for n in seen], k, v)
+        keys, values = self._joined.up_to(index, k, v, seen, lambda n: self._keys_values[n].load())
         start = self._start(seen, index)
         dq, *dkv = self._backend.backward(dout, q, keys, values, result, spec, self._slices[index].start, start)
+        if index == 0:
+            self._joined.clear()
         if not seen:  # keys of another sequence may have another length
             return dq, *self._gradients.take(index, *dkv)
         lengths = [self._slices[n].tokens for n in (*seen, index)]
@@ -92,11 +98,11 @@ class SlicedAttention:
         return dq, *self._gradients.take(index, *parts[-1])
 
     def _attend(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, earlier: list[tuple[Tensor, Tensor]]
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bring: Callable[[int], _KeysValues]
     ) -> AttentionResult:
-        keys, values = _join(earlier, k, v)
-        start = self._start(self._seen_by(index, spec), index)
-        return self._backend.forward(q, keys, values, spec, self._slices[index].start, start)
+        seen = self._seen_by(index, spec)
+        keys, values = self._joined.up_to(index, k, v, seen, bring)
+        return self._backend.forward(q, keys, values, spec, self._slices[index].start, self._start(seen, index))
 
     def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
         """Return the earlier slices of which the slice sees any key. They directly precede it."""
@@ -108,14 +114,61 @@ class SlicedAttention:
 
     def release(self) -> None:
         """End the layer's backward."""
+        self._joined.clear()
 
 
-def _join(earlier: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate the keys and values of earlier slices and of the slice itself, `[batch, heads, keys, head_dim]`."""
-    if not earlier:
-        return k, v
-    keys, values = zip(*earlier, (k, v), strict=True)
-    return torch.cat(keys, 2), torch.cat(values, 2)
+class _JoinedSlices:
+    """The keys and values of the first slices of a layer call, side by side, to which each slice is copied once.
+
+    The forward adds slice after slice. The backward begins with all slices, and then uses ever fewer of them.
+
+    Args:
+        tokens: Number of tokens of each slice.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._stops = list(accumulate(tokens))
+        self._buffers: _KeysValues | None = None
+        self._slices = 0  # that the buffers hold
+
+    def up_to(
+        self, index: int, k: Tensor, v: Tensor, seen: Sequence[int], bring: Callable[[int], _KeysValues]
+    ) -> _KeysValues:
+        """Return the keys and values of some slices that end with slice `index`, `[batch, heads, keys, head_dim]`.
+
+        Args:
+            index: Number of the slice.
+            k: Keys of the slice.
+            v: Values of the slice.
+            seen: The slices before it that its queries see.
+            bring: Returns the keys and values of an earlier slice.
+        """
+        if not seen:
+            return k, v
+        if seen[0] > 0:  # a window: the slices before would waste memory
+            keys, values = zip(*map(bring, seen), (k, v), strict=True)
+            return torch.cat(keys, 2), torch.cat(values, 2)
+        if self._buffers is None:
+            self._buffers = self._empty(k), self._empty(v)
+        for n in range(self._slices, index + 1):
+            self._copy(n, (k, v) if n == index else bring(n))
+        self._slices = max(self._slices, index + 1)
+        keys, values = (buffer[:, :, : self._stops[index]] for buffer in self._buffers)
+        return keys, values
+
+    def clear(self) -> None:
+        """Drop the buffers."""
+        self._buffers, self._slices = None, 0
+
+    def _empty(self, like: Tensor) -> Tensor:
+        batch, heads, _, head_dim = like.shape
+        return like.new_empty(batch, heads, self._stops[-1], head_dim)
+
+    def _copy(self, n: int, keys_values: _KeysValues) -> None:
+        assert self._buffers is not None
+        start = self._stops[n - 1] if n else 0
+        for buffer, part in zip(self._buffers, keys_values, strict=True):
+            buffer[:, :, start : self._stops[n]] = part
 
 
 class _WholeAttention(torch.autograd.Function):
