@@ -18,6 +18,7 @@ SCHEDULES: Final = ("auto", "layer", "nest", "slice")
 STORAGES: Final = ("auto", "alpha", "kinds")
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
+ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
 # The values with which plans may name a place for each kind of tensor.
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "alpha": ("auto",),
@@ -41,6 +42,7 @@ class MemoConfig:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     zero_stage: int = 0
+    zero_communication: str = "none"
     context_parallel_method: str = "ring"
     ulysses_size: int | str = "auto"
     sequence_parallel: bool = True
@@ -110,6 +112,12 @@ class MemoConfig:
         _check_count("expert_parallel_size", self.expert_parallel_size)
         if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
             raise ValueError(f"zero_stage={self.zero_stage!r} is not known: give 0, 1, 2 or 3")
+        _check_choice("zero_communication", self.zero_communication, ZERO_COMMUNICATION)
+        if self.zero_communication != "none" and self.zero_stage == 0:
+            raise ValueError(
+                f'zero_communication="{self.zero_communication}" needs shards, and zero_stage=0 has none: set '
+                'zero_stage to 1, 2 or 3, or zero_communication="none"'
+            )
         _check_choice("context_parallel_method", self.context_parallel_method, METHODS)
         if self.ulysses_size != "auto":
             _check_count("ulysses_size", self.ulysses_size, ', or "auto"')

@@ -24,7 +24,7 @@ from lightning_memo.engine.recurrence.intercept_states import may_hand_states
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.zero_sharding import accumulating
+from lightning_memo.parallel.zero.zero_sharding import accumulating
 from lightning_memo.runtime.model_checks import refuse_liger_shards
 from lightning_memo.utils.find_layers import select_layers
 

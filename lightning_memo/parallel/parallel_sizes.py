@@ -35,11 +35,12 @@ class ParallelSizes:
         """Number of ranks with the same weights and different tokens, over which ZeRO shards."""
         return self.data * self.context
 
-    def describe(self, zero_stage: int) -> str:
+    def describe(self, zero_stage: int, zero_communication: str = "none") -> str:
         """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""
         expert = f"-ep{self.expert}" if self.expert > 1 else ""
-        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}"
+        sent = f"-{zero_communication}" if zero_communication != "none" else ""
+        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}{sent}"
 
 
 def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:

@@ -45,7 +45,7 @@ from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
-from lightning_memo.parallel.zero_sharding import forget_unfinished, shard_state
+from lightning_memo.parallel.zero.zero_sharding import forget_unfinished, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
@@ -85,7 +85,7 @@ class Processes:
             in_step = self._experts.homes
         self.data_rank: int = self.mesh[DATA].get_local_rank()
         self.ranks = Ranks(
-            parallel=self.sizes.describe(config.zero_stage),
+            parallel=self.sizes.describe(config.zero_stage, config.zero_communication),
             on_this_node=processes_on_this_node(),
             in_step=in_step.get_group() if in_step.size() > 1 else None,
             world=dist.get_world_size() > 1,
@@ -142,6 +142,7 @@ class Processes:
                 layers(),
                 self._replicas,
                 config.zero_stage,
+                config.zero_communication,
                 mixed,
                 config.offload_state,
                 forwards,

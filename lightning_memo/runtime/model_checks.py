@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
-from lightning_memo.parallel.zero_sharding import gathers_itself
+from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
 

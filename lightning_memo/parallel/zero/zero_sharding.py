@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.tensor.divide_experts import divided_experts
+from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 
 # Attribute of a unit whose weights are gathered with those of the layer around it.
 _WITH_LAYER = "_lightning_memo_with_layer"
@@ -51,6 +52,7 @@ def shard_state(
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
     stage: int,
+    communication: str,
     mixed_precision: bool,
     offload: bool,
     forwards: Sequence[str] = (),
@@ -66,6 +68,7 @@ def shard_state(
         layers: Repeated layers of the module.
         mesh: Mesh with one dimension, the ranks that hold the same weights.
         stage: ZeRO stage, 0 to 3.
+        communication: How weights and gradients are sent, as `zero_communication` of the strategy.
         mixed_precision: Compute in bf16, with fp32 weights for the optimizer. Otherwise computation uses the dtype of
             the weights.
         offload: Keep parameters and optimizer state on the host, and run the optimizer there.
@@ -93,6 +96,8 @@ def shard_state(
     for unit in fsdp_units(module):
         # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
         unit.set_force_sum_reduction_for_comms(True)
+        if communication != "none":
+            send_quantised(unit, gradient_bits=4 if communication == "int4" else 8)
     for name in forwards:
         register_fsdp_forward_method(module, name)
 

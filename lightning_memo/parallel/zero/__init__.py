@@ -1,0 +1,1 @@
+"""ZeRO by FSDP2: what is sharded, and how it is sent."""
