@@ -13,7 +13,7 @@ from lightning_memo.estimate.inputs.precision_bytes import Precision
 from lightning_memo.estimate.inputs.presets import cluster_of, model_of
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.request.candidate_parallelisms import nearest_counts
-from lightning_memo.estimate.request.estimate_request import Method, Question
+from lightning_memo.estimate.request.estimate_request import Method, Question, ZeroCommunication
 from lightning_memo.estimate.request.training_methods import check_question
 from lightning_memo.utils.units import parse_bytes, read_length
 
@@ -73,6 +73,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandRequest:
         batch_size=read_count("batch_size", settings["batch_size"]),
         alpha=_alpha(settings["alpha"], settings["method"]),
         precision=_choice("precision", settings["precision"], get_args(Precision)),
+        zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
         slices=_slices(settings),
         spill_bytes=_spill_bytes(settings["spill_memory"]),
     )

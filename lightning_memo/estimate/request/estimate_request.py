@@ -21,6 +21,8 @@ Storage = dict[str, dict[str, float]]
 spilled to a disk ("spill") and recomputed ("recompute"). Kinds are "input", "attention", the outputs of matrix products
 by the names of their modules, and "all" for all other tensors."""
 
+ZeroCommunication = Literal["none", "int8", "int4"]
+
 Method = Literal["memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt", "plain"]
 
 
@@ -54,6 +56,9 @@ class Question:
 
     precision: Precision = "bf16-mixed"
     """Precision of training with this package."""
+
+    zero_communication: ZeroCommunication = "none"
+    """How ZeRO sends weights and gradients."""
 
     slices: Slices | None = None
     """Settings for layers that run slice by slice, or None to run layers on whole sequences."""

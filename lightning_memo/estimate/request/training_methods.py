@@ -105,6 +105,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return f"cp={parallel.cp} is more than the {question.shape.heads} heads, which Ulysses exchanges"
     if parallel.zero_stage > 1 and traits.megatron and (question.constants.published or method == "megatron"):
         return f"zero_stage={parallel.zero_stage}: Megatron-LM supports stage 1 only, its distributed optimizer"
+    if question.zero_communication != "none" and parallel.zero_stage == 0:
+        return f"zero_communication={question.zero_communication} needs shards: zero_stage must be 1, 2 or 3"
     return ""
 
 
@@ -115,7 +117,10 @@ def check_question(question: Question) -> None:
         ValueError: The message is one line with the setting and what to give instead.
     """
     why_not = ""
-    if question.spill_bytes:
+    if question.zero_communication != "none" and not runs_here(question):
+        sent = question.zero_communication
+        why_not = f"zero_communication={sent} is estimated for what this package runs: give none, or method=memo"
+    if question.spill_bytes and not why_not:
         why_not = _why_not_spilled(question)
     if question.slices is not None and not why_not:
         why_not = _why_not_sliced(question)

@@ -22,6 +22,7 @@ from lightning_memo.estimate.times.expert_exchange import received_tokens
 from lightning_memo.estimate.times.layer_times import has_whole_logits
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 
 PROGRAM: Final = program_bytes()
 
@@ -98,10 +99,24 @@ def device_state_bytes(question: Question, parallel: Parallelism) -> ModelState:
 def gathered_bytes(question: Question, parallel: Parallelism) -> float:
     """Compute the bytes that ZeRO 3 gathers: weights of two layers and gradients of one, or those of the head.
 
-    FSDP2 frees the gathered weights of layers only; those of the embedding and the head stay.
+    FSDP2 frees the gathered weights of layers only; those of the embedding and the head stay. What is sent quantised
+    has buffers of its own.
     """
-    if parallel.zero_stage < 3:
+    sent = _quantised_bytes(question, parallel)
+    return sent if parallel.zero_stage < 3 else sent + _gathered_bytes(question, parallel)
+
+
+def _quantised_bytes(question: Question, parallel: Parallelism) -> float:
+    """Bytes of the weights that are received, and of the gradients that are sent and received, of the largest unit."""
+    if question.zero_communication == "none":
         return 0.0
+    shape = question.shape
+    bits = WEIGHT_BITS + 2 * GRADIENT_BITS[question.zero_communication]
+    layers = max(layer_weights(part, parallel).total for part in shape.runs)
+    return max(layers, shape.vocab * shape.hidden / parallel.tp) * sent_bytes(BLOCK, bits) / BLOCK
+
+
+def _gathered_bytes(question: Question, parallel: Parallelism) -> float:
     shape, sizes = question.shape, element_bytes(question)
     gradient = sizes.product if sizes.whole_copies else sizes.gradient
     layers = max(_gathered_of_layer(part, parallel, 2 * sizes.product, gradient) for part in shape.runs)

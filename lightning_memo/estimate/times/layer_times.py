@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
@@ -14,6 +14,7 @@ from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, elem
 from lightning_memo.estimate.times.expert_exchange import exchange_seconds
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
 from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.utils.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 
 BACKWARD_OF_ATTENTION: Final = 2.5
 """FLOPs of attention's backward relative to its forward: five matrix products instead of two."""
@@ -25,6 +26,11 @@ _EXCHANGES: Final = 2
 
 _BACKWARD_CONTEXTS: Final = 2
 """Context-parallel communication of the backward, relative to the forward."""
+
+# Bytes of device memory that the operations of parallel/zero/quantised_collectives.py read and write for each value.
+_QUANTISE: Final = 25
+_RESTORE_WEIGHT: Final = 3
+_RESTORE_GRADIENT: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +239,35 @@ def _group_seconds(
     question: Question, parallel: Parallelism, weights: float, trained: float, ranks: int, distance: int
 ) -> float:
     """Time to synchronize some weights: per sequence with ZeRO 3, otherwise per step."""
-    sent = (ranks - 1) / ranks
+    exchange = _exchange(question, parallel, ranks)
+    gathered = 2 * weights if parallel.zero_stage == 3 else trained
+    sent = gathered * exchange.weight_bytes + trained * exchange.gradient_bytes
+    moved = gathered * exchange.weight_traffic + trained * exchange.gradient_traffic
     bandwidth = ring_bandwidth(question.cluster, ranks, distance)
+    return sent * (ranks - 1) / ranks / bandwidth + moved / memory_rate(question)
+
+
+class _Exchange(NamedTuple):
+    """What it takes to gather a weight, and to reduce its gradient.
+
+    Attributes:
+        weight_bytes: Bytes of the weight that are sent.
+        gradient_bytes: Bytes of the gradient that are sent.
+        weight_traffic: Bytes of device memory that are read and written to quantise the weight and to restore it.
+        gradient_traffic: The same for the gradient.
+    """
+
+    weight_bytes: float
+    gradient_bytes: float
+    weight_traffic: float = 0.0
+    gradient_traffic: float = 0.0
+
+
+def _exchange(question: Question, parallel: Parallelism, ranks: int) -> _Exchange:
     sizes = element_bytes(question)
-    if parallel.zero_stage == 3:
-        return sent * (weights * 2 * sizes.product + trained * sizes.reduced) / bandwidth
-    return sent * trained * (sizes.reduced + (sizes.product if parallel.zero_stage else sizes.reduced)) / bandwidth
+    if question.zero_communication == "none":
+        return _Exchange(sizes.product if parallel.zero_stage else sizes.reduced, sizes.reduced)
+    weight, gradient = (
+        sent_bytes(BLOCK, bits) / BLOCK for bits in (WEIGHT_BITS, GRADIENT_BITS[question.zero_communication])
+    )
+    return _Exchange(weight, gradient, _QUANTISE / ranks + _RESTORE_WEIGHT, _QUANTISE + _RESTORE_GRADIENT)

@@ -9,7 +9,8 @@ parts. A block with a NaN or an infinity arrives as values that are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,67 +18,102 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.nn import functional
 
-BLOCK: Final = 128
-_SCALE_BYTES: Final = 4
+from lightning_memo.utils.quantised_bytes import BLOCK, GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
+
 # Newer versions of PyTorch have another name for it, and warn of the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def send_quantised(unit: FSDPModule, gradient_bits: int) -> None:
+def send_quantised(unit: FSDPModule, communication: str) -> None:
     """Send the weights of an FSDP2 unit with 8 bits, and their gradients with 8 or 4 bits.
 
     Weights that have several dtypes are sent as they are.
 
     Args:
         unit: The unit.
-        gradient_bits: Bits of each value of a gradient.
+        communication: "int8" or "int4", for gradients.
     """
     unit.set_custom_all_gather(QuantisedAllGather())
-    unit.set_custom_reduce_scatter(QuantisedReduceScatter(gradient_bits))
+    unit.set_custom_reduce_scatter(QuantisedReduceScatter(GRADIENT_BITS[communication]))
 
 
-def sent_bytes(values: int, bits: int) -> int:
-    """Return the bytes in which some values are sent."""
-    blocks = -(-values // BLOCK)
-    return blocks * (BLOCK * bits // 8 + _SCALE_BYTES)
-
-
-def quantise(t: Tensor, bits: int) -> Tensor:
-    """Return values as bytes.
+class Quantised:
+    """Values as integers of 8 or 4 bits in blocks.
 
     Args:
-        t: The values, `[values]`.
-        bits: 8 or 4.
-
-    Returns:
-        Bytes, `[sent_bytes(values, bits)]`: the integers of all blocks, and then their scales in fp32.
-    """
-    padded = t.new_zeros(-(-len(t) // BLOCK) * BLOCK, dtype=torch.float32)
-    padded[: len(t)] = t
-    blocks = padded.view(-1, BLOCK)
-    scales = blocks.abs().amax(-1) / (2 ** (bits - 1) - 1)
-    blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None]).round_()
-    integers = blocks.nan_to_num_(0.0, 0.0, 0.0).to(torch.int8).view(torch.uint8)
-    if bits == 4:
-        integers = (integers[:, ::2] & 15) | (integers[:, 1::2] << 4)
-    return torch.cat([integers.flatten(), scales.view(torch.uint8)])
-
-
-def dequantise(sent: Tensor, values: int, bits: int) -> Tensor:
-    """Return values in fp32, `[values]`, from the bytes of `quantise`.
-
-    Args:
-        sent: The bytes, `[sent_bytes(values, bits)]`.
+        sent: Bytes, `[sent_bytes(values, bits)]`: the integers of all blocks, and then their scales in fp32.
         values: Number of values.
         bits: 8 or 4.
     """
-    blocks = -(-values // BLOCK)
-    integers, scales = sent.split([blocks * BLOCK * bits // 8, blocks * _SCALE_BYTES])
-    integers = integers.view(torch.int8)
-    if bits == 4:  # an arithmetic shift extends the sign
-        integers = torch.stack([(integers << 4) >> 4, integers >> 4], -1)
-    return (integers.view(blocks, BLOCK) * scales.view(torch.float32)[:, None]).flatten()[:values]
+
+    def __init__(self, sent: Tensor, values: int, bits: int) -> None:
+        self._values, self._bits = values, bits
+        blocks = -(-values // BLOCK)
+        integers, scales = sent.split([blocks * BLOCK * bits // 8, blocks * SCALE_BYTES])
+        self._integers = integers.view(torch.int8).view(blocks, -1)
+        self._scales = scales.view(torch.float32)[:, None]
+
+    def write(self, t: Tensor) -> None:
+        """Write values, `[values]`."""
+        first = 0
+        for part in _blocks_of(t):
+            rows = slice(first, first + len(part))
+            scales = torch.linalg.vector_norm(part, math.inf, 1, keepdim=True, dtype=torch.float32)
+            scales /= 2 ** (self._bits - 1) - 1
+            rounded = (part / torch.where(scales == 0, 1.0, scales)).round_()
+            self._integers[rows] = rounded if self._bits == 8 else _two_in_one(rounded.to(torch.int8))
+            self._scales[rows] = scales
+            first += len(part)
+
+    def read(self, out: Tensor) -> None:
+        """Read the values into a tensor, `[values]`."""
+        whole, rest = self._split(out)
+        integers = self._all_integers()
+        torch.mul(integers[: len(whole)], self._scales[: len(whole)], out=whole)  # in one pass, whatever the dtype
+        if len(rest):
+            rest.copy_((integers[-1] * self._scales[-1])[: len(rest)])
+
+    def add_to(self, sums: Tensor) -> None:
+        """Add the values to sums in fp32, `[values]`."""
+        whole, rest = self._split(sums)
+        integers = self._all_integers()
+        whole.addcmul_(integers[: len(whole)], self._scales[: len(whole)])
+        if len(rest):
+            rest += (integers[-1] * self._scales[-1])[: len(rest)]
+
+    def _split(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """View whole blocks, `[blocks, BLOCK]`, and the rest."""
+        whole = self._values // BLOCK * BLOCK
+        return t[:whole].view(-1, BLOCK), t[whole:]
+
+    def _all_integers(self) -> Tensor:
+        """Return an integer for each value, `[blocks, BLOCK]`."""
+        if self._bits == 8:
+            return self._integers
+        # An arithmetic shift extends the sign.
+        return torch.stack([(self._integers << 4) >> 4, self._integers >> 4], -1).view(-1, BLOCK)
+
+
+def _blocks_of(t: Tensor) -> Iterator[Tensor]:
+    """Return whole blocks, and the rest of the values with zeros behind them, each `[blocks, BLOCK]`."""
+    whole = len(t) // BLOCK * BLOCK
+    if whole:
+        yield t[:whole].view(-1, BLOCK)
+    if whole < len(t):
+        yield functional.pad(t[whole:], (0, whole + BLOCK - len(t)))[None]
+
+
+def _two_in_one(integers: Tensor) -> Tensor:
+    return (integers[:, ::2] & 15) | (integers[:, 1::2] << 4)
+
+
+def _quantise(t: Tensor, bits: int) -> Tensor:
+    """Return the bytes in which values are sent."""
+    sent = t.new_empty(sent_bytes(len(t), bits), dtype=torch.uint8)
+    Quantised(sent, len(t), bits).write(t)
+    return sent
 
 
 class _InCallersMemory:
@@ -104,12 +140,11 @@ class QuantisedAllGather(_InCallersMemory, AllGather):
         if group.size() == 1 or not input_tensor.is_floating_point():  # bytes of several dtypes
             _all_gather(output_tensor, input_tensor, group)
             return
-        sent = quantise(input_tensor, 8)
+        sent = _quantise(input_tensor, WEIGHT_BITS)
         received = sent.new_empty(group.size() * len(sent))
         _all_gather(received, sent, group)
-        # Rank by rank, so that little is in fp32 at a time.
         for weights, part in zip(output_tensor.chunk(group.size()), received.chunk(group.size()), strict=True):
-            weights.copy_(dequantise(part, len(weights), 8))
+            Quantised(part, len(weights), WEIGHT_BITS).read(weights)
 
 
 class QuantisedReduceScatter(_InCallersMemory, ReduceScatter):
@@ -136,10 +171,10 @@ class QuantisedReduceScatter(_InCallersMemory, ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"gradients that are sent quantised are summed, not reduced by {op}")
         gradients = input_tensor.view(group.size(), -1)
-        sent = torch.stack([quantise(part, self._bits) for part in gradients])
+        sent = torch.stack([_quantise(part, self._bits) for part in gradients])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        output_tensor.zero_()
+        output_tensor.copy_(gradients[group.rank()])
         for rank, part in enumerate(received):
-            exact = rank == group.rank()
-            output_tensor += gradients[rank] if exact else dequantise(part, len(output_tensor), self._bits)
+            if rank != group.rank():
+                Quantised(part, len(output_tensor), self._bits).add_to(output_tensor)

@@ -97,7 +97,7 @@ def shard_state(
         # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
         unit.set_force_sum_reduction_for_comms(True)
         if communication != "none":
-            send_quantised(unit, gradient_bits=4 if communication == "int4" else 8)
+            send_quantised(unit, communication)
     for name in forwards:
         register_fsdp_forward_method(module, name)
 
