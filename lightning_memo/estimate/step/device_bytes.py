@@ -20,9 +20,9 @@ from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
 from lightning_memo.estimate.times.expert_exchange import received_tokens
 from lightning_memo.estimate.times.layer_times import has_whole_logits
+from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
-from lightning_memo.utils.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 
 PROGRAM: Final = program_bytes()
 

@@ -13,8 +13,8 @@ from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels
 from lightning_memo.estimate.times.expert_exchange import exchange_seconds
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
+from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.shapes.model_shape import ModelShape
-from lightning_memo.utils.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 
 BACKWARD_OF_ATTENTION: Final = 2.5
 """FLOPs of attention's backward relative to its forward: five matrix products instead of two."""

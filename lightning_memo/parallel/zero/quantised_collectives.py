@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn import functional
 
-from lightning_memo.utils.quantised_bytes import BLOCK, GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
+from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
 
 # Newer versions of PyTorch have another name for it, and warn of the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

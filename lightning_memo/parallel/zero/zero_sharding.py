@@ -93,13 +93,17 @@ def shard_state(
     for unit, owner in owners.items():
         if owner is not None:
             _gather_with(unit, owner, again=stage == 3)
-    for unit in fsdp_units(module):
+    _set_communication(fsdp_units(module), communication)
+    for name in forwards:
+        register_fsdp_forward_method(module, name)
+
+
+def _set_communication(units: Iterable[FSDPModule], communication: str) -> None:
+    for unit in units:
         # gloo has no average, and NCCL's premultiplied sum is wrong for some sizes: sum, then divide.
         unit.set_force_sum_reduction_for_comms(True)
         if communication != "none":
             send_quantised(unit, communication)
-    for name in forwards:
-        register_fsdp_forward_method(module, name)
 
 
 def _make_unit(

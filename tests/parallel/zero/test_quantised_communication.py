@@ -21,12 +21,12 @@ from typing_extensions import override
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
+from lightning_memo.parallel.zero.quantised_bytes import BLOCK, sent_bytes
 from lightning_memo.parallel.zero.quantised_collectives import (
     Quantised,
     QuantisedAllGather,
     QuantisedReduceScatter,
 )
-from lightning_memo.utils.quantised_bytes import BLOCK, sent_bytes
 
 LEVELS = {8: 127, 4: 7}
 # Relative errors of losses and of the first gradient's norm: twice the largest of those that were measured in the
