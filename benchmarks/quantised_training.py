@@ -3,8 +3,8 @@
     python benchmarks/quantised_training.py
     python benchmarks/quantised_training.py --draw   # draws the picture again from the results, without a run
 
-The demo's model and text, 200 steps in two processes on a CPU with ZeRO 3. The runs differ only in what is sent. Two more
-have another seed, for the weights and the order of the text: by so much do losses differ anyway.
+The demo's model and text, 200 steps in two processes on a CPU with ZeRO 3. The runs differ only in what is sent. Two
+more have another seed, for the weights and the order of the text: by so much do losses differ anyway.
 """
 
 from __future__ import annotations

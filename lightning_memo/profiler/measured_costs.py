@@ -64,7 +64,6 @@ def measured_layer_costs(
     # With attention, if the host had no room for its outputs.
     again, attending = profile.seconds_of("recompute"), profile.seconds_of("attention_again")
     recompute = tuple(a - b for a, b in zip(again, attending, strict=True))
-    attended_bytes = max((n for n, seconds in zip(attention, attending, strict=True) if seconds), default=0)
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
     offload, prefetch = copy_bandwidth(device, copied, arena)
@@ -83,7 +82,8 @@ def measured_layer_costs(
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,
         transient_device_bytes=working_set.outside,
-        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)) - attended_bytes, 0),
+        # With the attention outputs, if the host had no room for them: a plan may drop them, too.
+        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
         spill_write_bytes_per_second=write,
         spill_read_bytes_per_second=read,
     )

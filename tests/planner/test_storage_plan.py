@@ -573,7 +573,7 @@ def test_prices_are_what_solving_with_a_little_more_or_less_brings():
 
 def test_a_table_says_what_binds_and_what_more_would_bring():
     costs, budget = analytic(MODELS["Llama-8B LoRA"], MACHINES["H100"], 64 * 1024, 32, NVME)
-    plan = plan_storage(costs, budget, tolerance=1e-3)
+    plan = plan_storage(costs, budget)
     rows = resource_sensitivities(plan)
     prices = {price.resource: price for price in plan.prices}
     assert len(rows) == len(prices) == 7
@@ -628,7 +628,7 @@ def test_attention_outputs_are_dropped_only_where_that_pays():
 def test_what_is_dropped_costs_its_share_of_the_triangle():
     bare = replace(CALL, other_bytes=0, products=(), elementwise_seconds=0.0)
     exact = StorageBudget(device_bytes=1500 + 2 * 137, host_bytes=10 * 137)
-    plan = plan_storage(tiny(n=12, classes=(bare,)), exact, tile_tokens=1, tolerance=1e-4)
+    plan = plan_storage(tiny(n=12, classes=(bare,)), exact, tile_tokens=1)
     assert plan.bound_seconds == pytest.approx(5 + 12 * (4 + 8 + 2 * 0.63**2), rel=1e-7)
     assert plan.calls[0].tokens(ATTENTION) == 37
     assert plan.needs.step_seconds == pytest.approx(plan.bound_seconds, rel=1e-7)

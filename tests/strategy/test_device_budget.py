@@ -103,7 +103,8 @@ class FirstStep(Callback):
 def test_the_first_step_keeps_within_the_host_budget() -> None:
     """Attention outputs that the host does not hold are computed again, and layer inputs stay on the device.
 
-    Neither is taken for memory that every step needs.
+    Plans expect to compute the outputs again: they may drop them, too. Inputs are not taken for memory that every step
+    needs.
     """
     budgets: dict[str, Any] = {"device_memory": train(device_memory="1GiB")[0].device_bytes - 1, "storage": "kinds"}
     seen = []
@@ -117,8 +118,9 @@ def test_the_first_step_keeps_within_the_host_budget() -> None:
     for (first, own, weights), most in zip(limited, (2**15, 1), strict=True):
         assert first.host_bytes <= most and 0 < first.host_bytes + first.device_bytes < enough.host_bytes
         assert (first.host_bytes > 0) == (most > 1)
-        for name in ("backward_device_bytes", "transient_device_bytes"):
-            assert getattr(own, name) == pytest.approx(getattr(costs, name), rel=0.02), name
+        attention_bytes = 4 * (32 + 4) * 2 * TOKENS  # the outputs of 32 channels and log-sum-exps of 4 heads
+        assert own.backward_device_bytes == pytest.approx(costs.backward_device_bytes + attention_bytes, rel=0.02)
+        assert own.transient_device_bytes == pytest.approx(costs.transient_device_bytes, rel=0.02)
         assert all(torch.allclose(t, expected[name], rtol=0, atol=1e-6) for name, t in weights.items())
 
 

@@ -31,7 +31,7 @@ def plan_storage(
     *,
     tile_tokens: int = 128,
     may_drop_attention: bool = True,
-    tolerance: float = 3e-3,
+    tolerance: float = 1e-3,
 ) -> StoragePlan:
     """Decide where the tensors of every layer call are stored so that the step time is minimal.
 

@@ -120,7 +120,7 @@ def replace_capacity(budget: StorageBudget, spill_bytes: int) -> StorageBudget:
 def test_a_disk_that_does_not_help_is_not_used() -> None:
     assert planned(budget_of(60, disk_of(1e3))).swap.spill_bytes == 0
     assert planned(budget_of(1, disk_of(2e8))).swap.spill_bytes == 0  # a step would take as long
-    assert planned(budget_of(8, disk_of(2e8))).step_seconds < planned(budget_of(8, None)).step_seconds
+    assert planned(budget_of(4, disk_of(2e8))).step_seconds < planned(budget_of(4, None)).step_seconds
     no_room_for_buffers = replace(budget_of(60, disk_of(2e8)), host_bytes=4 * KIB)
     assert planned(no_room_for_buffers).swap.spill_bytes == 0
 
