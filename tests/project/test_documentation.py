@@ -82,6 +82,16 @@ def test_the_readme_states_the_measured_memory_by_length() -> None:
     assert not [name for name, peak in peaks.items() if f"{peak / 2**20:,.0f} MiB" not in text]
 
 
+def test_the_page_states_the_losses_of_quantised_communication() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "quantised_training.json").read_text())["runs"]
+    text = (DOCS / "parallelism.md").read_text()
+    assert len(runs) == 5
+    exact = runs["none"]["validation_loss"]
+    for name, run in runs.items():
+        loss = run["validation_loss"]
+        assert f"{loss:.3f}" + (f" ({100 * (loss / exact - 1):+.1f} %)" if name != "none" else "") in text
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_of_files_in_the_root_exist(name: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
@@ -144,6 +154,7 @@ def test_every_picture_has_a_source_and_is_shown() -> None:
     assert {name for name in there if not name.startswith("performance-")} == made | {
         "alpha.svg",
         "memory_by_length.png",  # by benchmarks/memory_by_length.py
+        "quantised_training.png",  # by benchmarks/quantised_training.py
         "schedule.png",  # by benchmarks/simulated_schedule.py
         "stages.svg",
         "streams.svg",
