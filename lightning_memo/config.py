@@ -42,6 +42,7 @@ class MemoConfig:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     zero_stage: int = 0
+    zero_shard_size: int | None = None
     zero_communication: str = "none"
     context_parallel_method: str = "ring"
     ulysses_size: int | str = "auto"
@@ -112,6 +113,13 @@ class MemoConfig:
         _check_count("expert_parallel_size", self.expert_parallel_size)
         if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
             raise ValueError(f"zero_stage={self.zero_stage!r} is not known: give 0, 1, 2 or 3")
+        if self.zero_shard_size is not None:
+            _check_count("zero_shard_size", self.zero_shard_size, ", or None for all processes")
+            if self.zero_stage != 3:
+                raise ValueError(
+                    f"zero_shard_size={self.zero_shard_size} is for weights that are gathered again for the backward, "
+                    f"and zero_stage={self.zero_stage} keeps them: set zero_stage=3, or zero_shard_size=None"
+                )
         _check_choice("zero_communication", self.zero_communication, ZERO_COMMUNICATION)
         if self.zero_communication != "none" and self.zero_stage == 0:
             raise ValueError(

@@ -53,6 +53,8 @@ class MemoStrategy(DistributedStrategy):
         expert_parallel_size: Number of data- and context-parallel processes that share the experts of each mixture
             layer. Tokens are sent to the processes that hold their experts, and back.
         zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+        zero_shard_size: With `zero_stage=3`, number of neighbouring processes, such as those of a node, over which
+            weights are sharded between forward and backward. `None` is all: that takes least memory.
         zero_communication: How ZeRO sends weights and gradients: "none" as they are, "int8" both with 8 bits, "int4"
             gradients with 4 bits, in blocks with a scale each (ZeRO++). Results are no longer exact.
         context_parallel_method: How attention communicates between processes: "ring", "ulysses" (all-to-all), or "usp"
@@ -128,6 +130,7 @@ class MemoStrategy(DistributedStrategy):
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         zero_stage: int = 0,
+        zero_shard_size: int | None = None,
         zero_communication: str = "none",
         context_parallel_method: str = "ring",
         ulysses_size: int | str = "auto",

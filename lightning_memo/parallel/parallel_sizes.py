@@ -70,6 +70,11 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
             'num_nodes), or leave data_parallel_size="auto"'
         )
     _check_expert_size(config.expert_parallel_size, data, context)
+    if config.zero_shard_size is not None and (data * context) % config.zero_shard_size:
+        raise ValueError(
+            f"zero_shard_size={config.zero_shard_size} does not divide data_parallel_size={data} x "
+            f"context_parallel_size={context}, the processes with the same weights: give a divisor of {data * context}"
+        )
     return ParallelSizes(
         data=data,
         context=context,

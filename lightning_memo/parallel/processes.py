@@ -45,7 +45,7 @@ from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
-from lightning_memo.parallel.zero.zero_sharding import forget_unfinished, shard_state
+from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, forget_unfinished, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
@@ -141,8 +141,7 @@ class Processes:
                 module,
                 layers(),
                 self._replicas,
-                config.zero_stage,
-                config.zero_communication,
+                ZeroSettings(config.zero_stage, config.zero_shard_size, config.zero_communication),
                 mixed,
                 config.offload_state,
                 forwards,

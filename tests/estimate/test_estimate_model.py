@@ -11,7 +11,6 @@ from lightning_memo.estimate.inputs.constants import Constants, constants_of, re
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.request.training_methods import check_question
 from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
@@ -159,44 +158,6 @@ def test_deepspeed_waits_for_gathered_weights_in_the_papers() -> None:
     gathered = 8 * 6 * published.shape.parameters * 7 / 8 / published.cluster.node_bandwidth
     assert data_parallel_seconds(published, parallel, 1e6) == pytest.approx(gathered, rel=1e-3)
     assert data_parallel_seconds(own, parallel, 1e6) == 0
-
-
-def test_quantised_communication_sends_less_and_moves_more() -> None:
-    """Weights with 8 bits and a scale for each 128, gradients with 8 or 4: what is sent decides on a slow network."""
-    question = ask(seq_len=2**13, gpus=16, precision="bf16-true", constants=constants_of("h100"))
-    parallel, count = Parallelism(dp=16, zero_stage=1), question.shape.parameters
-    for bandwidth in (1e9, 1e12):
-        slow = replace(question, cluster=replace(question.cluster, network_bandwidth=bandwidth))
-        exact, *quantised = (
-            data_parallel_seconds(replace(slow, zero_communication=sent), parallel, 0.0)
-            for sent in ("none", "int8", "int4")
-        )
-        for bits, seconds in zip((8, 4), quantised, strict=True):
-            fewer = (2 + 4) - (1 + 4 / 128 + bits / 8 + 4 / 128)  # bytes of bf16 weights and fp32 gradients
-            moved = 25 / 16 + 3 + 25 + 9
-            saved = count * 15 / 16 * fewer / ring_bandwidth(slow.cluster, 16, 1)
-            spent = count * moved / (slow.cluster.memory_bandwidth * slow.constants.memory_efficiency)
-            assert exact - seconds == pytest.approx(saved - spent, rel=1e-6)
-            assert (seconds < exact) == (bandwidth == 1e9)
-
-
-def test_buffers_of_quantised_communication_take_memory() -> None:
-    question, parallel = ask(seq_len=2**13, gpus=16, constants=constants_of("h100")), Parallelism(dp=16, zero_stage=3)
-    exact, eight, four = (
-        estimate(replace(question, zero_communication=sent), parallel).device_bytes["gathered"]
-        for sent in ("none", "int8", "int4")
-    )
-    largest = max(question.shape.layer_parameters, question.shape.vocab * question.shape.hidden)
-    assert (eight - exact) / largest == pytest.approx(1 + 2 + 4 / 128, rel=0.01)
-    assert (four - exact) / largest == pytest.approx(1 + 1 + 4 / 128, rel=0.01)
-
-
-def test_where_quantised_communication_is_not_estimated() -> None:
-    question = ask(gpus=16, constants=constants_of("h100"), zero_communication="int8")
-    with pytest.raises(ValueError, match="zero_communication=int8 needs shards: zero_stage must be 1, 2 or 3"):
-        estimate(question, Parallelism(dp=16))
-    with pytest.raises(ValueError, match="zero_communication=int8 is estimated for what this package runs: give none"):
-        check_question(replace(question, constants=constants_of("a800")))
 
 
 def test_loss_of_a_divided_sequence_takes_softmax_and_its_logarithm() -> None:

@@ -73,6 +73,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandRequest:
         batch_size=read_count("batch_size", settings["batch_size"]),
         alpha=_alpha(settings["alpha"], settings["method"]),
         precision=_choice("precision", settings["precision"], get_args(Precision)),
+        zero_shard_size=_shard_size(settings["zero_shard_size"]),
         zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
         slices=_slices(settings),
         spill_bytes=_spill_bytes(settings["spill_memory"]),
@@ -130,6 +131,10 @@ def _alpha(value: Any, method: Any) -> float | None:
     if method != "memo":
         raise ValueError(f"alpha={value:g}: method={method} does not choose alpha; leave it out, or give method=memo")
     return float(value)
+
+
+def _shard_size(value: Any) -> int | None:
+    return None if value is None else read_count("zero_shard_size", value)
 
 
 def _spill_bytes(value: Any) -> int:

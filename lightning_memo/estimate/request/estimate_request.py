@@ -57,6 +57,9 @@ class Question:
     precision: Precision = "bf16-mixed"
     """Precision of training with this package."""
 
+    zero_shard_size: int | None = None
+    """Number of devices over which ZeRO 3 shards weights between forward and backward, or None for all."""
+
     zero_communication: ZeroCommunication = "none"
     """How ZeRO sends weights and gradients."""
 

@@ -107,7 +107,16 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return f"zero_stage={parallel.zero_stage}: Megatron-LM supports stage 1 only, its distributed optimizer"
     if question.zero_communication != "none" and parallel.zero_stage == 0:
         return f"zero_communication={question.zero_communication} needs shards: zero_stage must be 1, 2 or 3"
+    if question.zero_shard_size is not None:
+        return _why_not_sharded(question.zero_shard_size, parallel)
     return ""
+
+
+def _why_not_sharded(size: int, parallel: Parallelism) -> str:
+    if parallel.zero_stage < 3:
+        return f"zero_shard_size={size} is for weights that are gathered again: zero_stage must be 3"
+    ranks = parallel.dp * parallel.cp
+    return f"zero_shard_size={size} does not divide dp x cp = {ranks}" if ranks % size else ""
 
 
 def check_question(question: Question) -> None:
@@ -117,9 +126,10 @@ def check_question(question: Question) -> None:
         ValueError: The message is one line with the setting and what to give instead.
     """
     why_not = ""
-    if question.zero_communication != "none" and not runs_here(question):
-        sent = question.zero_communication
-        why_not = f"zero_communication={sent} is estimated for what this package runs: give none, or method=memo"
+    sent, size = question.zero_communication, question.zero_shard_size
+    if (sent != "none" or size is not None) and not runs_here(question):
+        given = f"zero_communication={sent}" if sent != "none" else f"zero_shard_size={size}"
+        why_not = f"{given} is estimated for what this package runs: leave it out, or give method=memo"
     if question.spill_bytes and not why_not:
         why_not = _why_not_spilled(question)
     if question.slices is not None and not why_not:

@@ -240,34 +240,44 @@ def _group_seconds(
 ) -> float:
     """Time to synchronize some weights: per sequence with ZeRO 3, otherwise per step."""
     exchange = _exchange(question, parallel, ranks)
-    gathered = 2 * weights if parallel.zero_stage == 3 else trained
-    sent = gathered * exchange.weight_bytes + trained * exchange.gradient_bytes
-    moved = gathered * exchange.weight_traffic + trained * exchange.gradient_traffic
-    bandwidth = ring_bandwidth(question.cluster, ranks, distance)
-    return sent * (ranks - 1) / ranks / bandwidth + moved / memory_rate(question)
+    reduced = _exchange_seconds(question, exchange.gradient, trained, ranks, distance)
+    if parallel.zero_stage < 3:
+        return reduced + _exchange_seconds(question, exchange.weight, trained, ranks, distance)
+    near = min(question.zero_shard_size or ranks, ranks)  # experts are on fewer devices
+    again = _exchange_seconds(question, exchange.weight, weights, near, distance)
+    return reduced + _exchange_seconds(question, exchange.weight, weights, ranks, distance) + again
+
+
+def _exchange_seconds(question: Question, one: _Sent, count: float, ranks: int, distance: int) -> float:
+    """Time to gather or to reduce some values among devices."""
+    sent = count * one.sent_bytes * (ranks - 1) / ranks / ring_bandwidth(question.cluster, ranks, distance)
+    return sent + count * one.moved_bytes / memory_rate(question)
+
+
+class _Sent(NamedTuple):
+    """What it takes to send a value.
+
+    Attributes:
+        sent_bytes: Its bytes.
+        moved_bytes: Bytes of device memory that are read and written to quantise and to restore it.
+    """
+
+    sent_bytes: float
+    moved_bytes: float = 0.0
 
 
 class _Exchange(NamedTuple):
-    """What it takes to gather a weight, and to reduce its gradient.
+    """What it takes to gather a weight, and to reduce its gradient."""
 
-    Attributes:
-        weight_bytes: Bytes of the weight that are sent.
-        gradient_bytes: Bytes of the gradient that are sent.
-        weight_traffic: Bytes of device memory that are read and written to quantise the weight and to restore it.
-        gradient_traffic: The same for the gradient.
-    """
-
-    weight_bytes: float
-    gradient_bytes: float
-    weight_traffic: float = 0.0
-    gradient_traffic: float = 0.0
+    weight: _Sent
+    gradient: _Sent
 
 
 def _exchange(question: Question, parallel: Parallelism, ranks: int) -> _Exchange:
     sizes = element_bytes(question)
     if question.zero_communication == "none":
-        return _Exchange(sizes.product if parallel.zero_stage else sizes.reduced, sizes.reduced)
+        return _Exchange(_Sent(sizes.product if parallel.zero_stage else sizes.reduced), _Sent(sizes.reduced))
     weight, gradient = (
         sent_bytes(BLOCK, bits) / BLOCK for bits in (WEIGHT_BITS, GRADIENT_BITS[question.zero_communication])
     )
-    return _Exchange(weight, gradient, _QUANTISE / ranks + _RESTORE_WEIGHT, _QUANTISE + _RESTORE_GRADIENT)
+    return _Exchange(_Sent(weight, _QUANTISE / ranks + _RESTORE_WEIGHT), _Sent(gradient, _QUANTISE + _RESTORE_GRADIENT))

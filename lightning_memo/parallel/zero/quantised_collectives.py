@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn import functional
 
 from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
@@ -123,8 +122,8 @@ class _InCallersMemory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class QuantisedAllGather(_InCallersMemory, AllGather):
-    """An all-gather of weights with 8 bits."""
+class QuantisedAllGather(_InCallersMemory):
+    """An all-gather of weights with 8 bits, for `set_custom_all_gather`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -147,8 +146,8 @@ class QuantisedAllGather(_InCallersMemory, AllGather):
             Quantised(part, len(weights), WEIGHT_BITS).read(weights)
 
 
-class QuantisedReduceScatter(_InCallersMemory, ReduceScatter):
-    """A reduce-scatter of gradients with 8 or 4 bits, whose sums are in fp32."""
+class QuantisedReduceScatter(_InCallersMemory):
+    """A reduce-scatter of gradients with 8 or 4 bits, whose sums are in fp32, for `set_custom_reduce_scatter`."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

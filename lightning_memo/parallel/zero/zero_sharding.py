@@ -12,6 +12,9 @@ through the step:
 | 1 | whole until the optimizer steps | kept whole |
 | 2 | whole until the optimizer steps | reduce-scattered |
 | 3 | resharded, gathered again for the backward | reduce-scattered |
+
+With a shard size, stage 3 shards weights after the forward over neighbours only, such as the GPUs of a node, which then
+gather them for the backward among themselves (ZeRO++'s secondary partition).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,12 +51,32 @@ from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 _WITH_LAYER = "_lightning_memo_with_layer"
 
 
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """Settings of ZeRO, as those of the strategy that begin with `zero_`.
+
+    Attributes:
+        stage: The stage, 0 to 3.
+        shard_size: Number of ranks over which stage 3 shards weights between forward and backward; `None` for all.
+        communication: How weights and gradients are sent.
+    """
+
+    stage: int
+    shard_size: int | None = None
+    communication: str = "none"
+
+    def shards_after_forward(self, ranks: int) -> bool | int:
+        """Return over how many ranks a unit's weights are sharded after a forward; `True` for all, `False` for none."""
+        size = self.shard_size
+        within = size is not None and 1 < size < ranks and ranks % size == 0
+        return size if self.stage == 3 and within and size is not None else self.stage == 3
+
+
 def shard_state(
     module: nn.Module,
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
-    stage: int,
-    communication: str,
+    zero: ZeroSettings,
     mixed_precision: bool,
     offload: bool,
     forwards: Sequence[str] = (),
@@ -67,8 +91,7 @@ def shard_state(
         module: Module that is trained.
         layers: Repeated layers of the module.
         mesh: Mesh with one dimension, the ranks that hold the same weights.
-        stage: ZeRO stage, 0 to 3.
-        communication: How weights and gradients are sent, as `zero_communication` of the strategy.
+        zero: Settings of ZeRO.
         mixed_precision: Compute in bf16, with fp32 weights for the optimizer. Otherwise computation uses the dtype of
             the weights.
         offload: Keep parameters and optimizer state on the host, and run the optimizer there.
@@ -83,17 +106,17 @@ def shard_state(
     # A parameter belongs to one unit: layers that share parameters (Zamba) are left to the module around them.
     users = Counter(id(p) for layer in layers for p in layer.parameters())
     alone = [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
-    make_unit = functools.partial(_make_unit, stage=stage, mixed_precision=mixed_precision, offload=offload)
+    make_unit = functools.partial(_make_unit, zero=zero, mixed_precision=mixed_precision, offload=offload)
     owners = {} if experts is None else _make_units_of_experts(module, alone, experts, make_unit)
     for unit in [*alone, *(m for m in children if m not in layers), module]:
         # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
         make_unit(unit, mesh, again=unit in layers, casts=unit is not module)
-        if stage == 3 and unit in layers:
+        if zero.stage == 3 and unit in layers:
             unit.register_forward_hook(functools.partial(_expect_no_backward, unit))
     for unit, owner in owners.items():
         if owner is not None:
-            _gather_with(unit, owner, again=stage == 3)
-    _set_communication(fsdp_units(module), communication)
+            _gather_with(unit, owner, again=zero.stage == 3)
+    _set_communication(fsdp_units(module), zero.communication)
     for name in forwards:
         register_fsdp_forward_method(module, name)
 
@@ -110,7 +133,7 @@ def _make_unit(
     unit: nn.Module,
     mesh: DeviceMesh,
     *,
-    stage: int,
+    zero: ZeroSettings,
     mixed_precision: bool,
     offload: bool,
     again: bool,
@@ -122,7 +145,7 @@ def _make_unit(
     Args:
         unit: The module.
         mesh: The ranks that hold its weights.
-        stage: ZeRO stage.
+        zero: Settings of ZeRO.
         mixed_precision: As for `shard_state`.
         offload: As for `shard_state`.
         again: Whether stage 3 frees its weights after the forward, and gathers them again for the backward.
@@ -136,12 +159,12 @@ def _make_unit(
         reduce_dtype=torch.float32,
         cast_forward_inputs=casts,
     )
-    if stage == 0:
+    if zero.stage == 0:
         replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
         return
-    again = again and stage == 3
+    after = zero.shards_after_forward(mesh.size()) if again else False
     fully_shard(
-        unit, mesh=mesh, reshard_after_forward=again, shard_placement_fn=place, mp_policy=policy, offload_policy=home
+        unit, mesh=mesh, reshard_after_forward=after, shard_placement_fn=place, mp_policy=policy, offload_policy=home
     )
 
 

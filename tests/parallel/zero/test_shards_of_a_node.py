@@ -1,0 +1,83 @@
+"""ZeRO 3 whose weights are sharded over the processes of a node between forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from support.markers.slow import slow_if
+from support.parallel_training import Run, train_alone, train_together
+from support.samples.collectives import GATHER, LAYERS, RUN, UNITS, Collectives, Counting
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_memo.config import MemoConfig
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
+from lightning_memo.parallel.zero.zero_sharding import ZeroSettings
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "dp4": {},
+    "dp2 x cp2": {"context_parallel_size": 2},
+    "alpha 0": {"alpha": 0.0},
+    "alpha 1": {"alpha": 1.0},
+    "slices": {"slice_tokens": 8, "host_backed": "all"},
+    "offload": {"offload_state": True},
+}
+
+
+@slow_if(lambda name: name != "dp4")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_equals_one_process(name: str) -> None:
+    run = Run(family="llama_gqa", batch=4, accumulate=2)
+    settings = {"zero_stage": 3, "zero_shard_size": 2, "alpha": 0.5} | CONFIGURATIONS[name]
+    errors = train_together(4, run, settings).worst_error(train_alone(run))
+    assert all(error <= 1e-5 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama_frozen_below", "llama_lora", "llama_tied"])
+def test_frozen_adapted_and_tied_weights(family: str) -> None:
+    run = Run(family=family, batch=4)
+    errors = train_together(4, run, {"zero_stage": 3, "zero_shard_size": 2}).worst_error(train_alone(run))
+    assert all(error <= 1e-5 for error in errors.values()), errors
+
+
+class GroupSizes(Collectives):
+    """Counts all-gathers by the number of processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counting = _Sizes()
+
+
+class _Sizes(Counting):
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == f"c10d::{GATHER}":
+            gathered, own = (tree_leaves(t)[0] for t in args[:2])
+            self.counts[gathered.numel() // own.numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("communication", ["none", "int8"])
+def test_weights_for_the_backward_come_from_neighbours(communication: str) -> None:
+    """So that nothing crosses nodes for them."""
+    settings = {"zero_stage": 3, "zero_shard_size": 2, "alpha": 0.5, "zero_communication": communication}
+    for counts in train_together(4, RUN, settings, watch=GroupSizes).notes["counts"]:
+        assert counts == Counter({4: UNITS * RUN.accumulate, 2: LAYERS * RUN.accumulate})
+
+
+def test_where_there_are_no_other_nodes_nothing_changes() -> None:
+    assert [ZeroSettings(3, size).shards_after_forward(8) for size in (None, 8, 16, 4, 2)] == [True, True, True, 4, 2]
+    assert ZeroSettings(3, 4).shards_after_forward(6) is True  # experts that six processes hold
+    assert ZeroSettings(2).shards_after_forward(8) is False
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"zero_shard_size=4 is for weights that are gathered .*: set zero_stage=3"):
+        MemoConfig(zero_stage=2, zero_shard_size=4)
+    with pytest.raises(ValueError, match="zero_shard_size=0 is not a number of processes: give an integer"):
+        MemoConfig(zero_stage=3, zero_shard_size=0)
+    with pytest.raises(ValueError, match=r"zero_shard_size=4 does not divide .* processes with the same weights: give"):
+        resolve_sizes(MemoConfig(zero_stage=3, zero_shard_size=4), 6)
