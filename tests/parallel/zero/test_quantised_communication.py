@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from support.devices import DEVICE
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import run_in_processes
-from support.samples.collectives import RUN, Collectives
+from support.samples.collectives import RUN, Collectives, Counting
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -107,20 +107,8 @@ def test_sums_and_gathered_weights_are_within_the_bounds(bits: int, size: int) -
         assert ((gathered[rank] - sent).abs() <= blocks / (2 * LEVELS[8]) * (1 + 1e-5)).all()
 
 
-class SentBytes(Collectives):
-    """Counts the bytes that collectives of an optimizer step read on this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counting = CountingBytes()
-
-
-class CountingBytes(TorchDispatchMode):
-    """Counts bytes of what goes into gathering and scattering collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
+class SentBytes(Counting):
+    """Counts bytes of what this process puts into collectives of weights and gradients."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +120,7 @@ class CountingBytes(TorchDispatchMode):
 
 def sent(run: Run, communication: str) -> Counter[str]:
     settings = {"zero_stage": 3, "alpha": 0.5, "zero_communication": communication}
-    return train_together(2, run, settings, watch=SentBytes).notes["counts"][0]
+    return train_together(2, run, settings, watch=partial(Collectives, SentBytes)).notes["counts"][0]
 
 
 def test_bytes_that_are_sent() -> None:

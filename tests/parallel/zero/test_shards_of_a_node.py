@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,15 +44,9 @@ def test_frozen_adapted_and_tied_weights(family: str) -> None:
     assert all(error <= 1e-5 for error in errors.values()), errors
 
 
-class GroupSizes(Collectives):
+class GroupSizes(Counting):
     """Counts all-gathers by the number of processes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._counting = _Sizes()
-
-
-class _Sizes(Counting):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name == f"c10d::{GATHER}":
@@ -64,7 +59,7 @@ class _Sizes(Counting):
 def test_weights_for_the_backward_come_from_neighbours(communication: str) -> None:
     """So that nothing crosses nodes for them."""
     settings = {"zero_stage": 3, "zero_shard_size": 2, "alpha": 0.5, "zero_communication": communication}
-    for counts in train_together(4, RUN, settings, watch=GroupSizes).notes["counts"]:
+    for counts in train_together(4, RUN, settings, watch=partial(Collectives, GroupSizes)).notes["counts"]:
         assert counts == Counter({4: UNITS * RUN.accumulate, 2: LAYERS * RUN.accumulate})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -21,11 +22,15 @@ UNITS = LAYERS + 1  # and the root: embedding, last norm, head
 
 
 class Collectives(Callback):
-    """Counts collectives on tensors of more than one number, by optimizer step."""
+    """Counts collectives of an optimizer step.
 
-    def __init__(self) -> None:
+    Args:
+        counting: What counts; by default, collectives on tensors of more than one number.
+    """
+
+    def __init__(self, counting: Callable[[], Counting] | None = None) -> None:
         self.notes: dict[str, Any] = {}
-        self._counting = Counting()
+        self._counting = Counting() if counting is None else counting()
 
     @override
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -43,7 +48,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[Any] = Counter()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
